@@ -69,7 +69,7 @@ build/megatron-core-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		megatron-core==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
 
-# Transformer Engine's Python, without what is compiled (1 MB each); megatron_lynx/testbed/transformer_engine runs it on a CPU.
+# Transformer Engine's Python, without what is compiled (1 MB each); tests/instruments/transformer_engine runs it on a CPU.
 build/transformer-engine-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		transformer_engine==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@

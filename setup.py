@@ -16,6 +16,9 @@ README = HERE / "README.md"
 
 MEGATRON = "megatron-core>=0.15,<0.20"  # the releases in megatron_lynx/apply/releases/core.py
 
+PLOT = ["matplotlib"]
+"""What pictures of `compare` and `simulate --plot` need."""
+
 setup(
     name="megatron-lynx",
     version=runpy.run_path(str(HERE / "megatron_lynx" / "version.py"))["__version__"],
@@ -35,18 +38,18 @@ setup(
     install_requires=[
         "torch",
         MEGATRON,
-        "numpy",  # the arrays that go into scipy's solvers and matplotlib's plots; torch alone does not bring it
+        "numpy",  # the arrays that go into scipy's solvers; torch alone does not bring it
         "scipy",
         "pydantic>=2",
         "pyyaml",
         "typer",
         "rich",
-        "matplotlib",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "apex": ["apex"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "ruff", "mypy", "types-PyYAML"],
+        "plot": PLOT,
+        "test": [*PLOT, "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "ruff", "mypy", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["megatron-lynx=megatron_lynx.cli:main"]},
 )

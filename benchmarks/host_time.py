@@ -8,7 +8,7 @@ trains the same weights; settings take turns; figures are the least of all steps
 that needs most (`testbed/host_clock`): whatever else runs only adds to it, and medians differed by a third within minutes.
 Embedding, head and loss are a part of every setting's step. What a plan replays takes time of its own (`own_ms`): on one rank
 the items' forwards are measured as a profile measures them, and the last column leaves them out.
-`--te`: the folder of a Transformer Engine whose layers run as well, by its own Python; its kernels are the testbed's, in Python
+`--te`: the folder of a Transformer Engine whose layers run as well, by its own Python; its kernels are a stand-in's, in Python
 too, which dampens the ratios.
 """
 
@@ -27,8 +27,8 @@ from rich.table import Table
 
 from benchmarks.host_seconds import forwards_ms, host_seconds, profiled
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
@@ -36,6 +36,7 @@ from megatron_lynx.testbed.host_clock import Spent
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests import instruments
 
 MICROBATCHES = 4
 STEPS = 3
@@ -120,6 +121,7 @@ def _slowest(ranks: list[list[Spent]], per_layer: float) -> tuple[float, float]:
 def measure(layers: int, rounds: int, te: str | None, show_profile: bool) -> Iterator[Row]:
     kinds: dict[str, dict[str, Any]] = {"local": {}}
     if te is not None:
+        instruments.offer()
         sys.path.insert(0, te)
         kinds["transformer_engine"] = {"implementation": "transformer_engine"}
     for kind, model in kinds.items():

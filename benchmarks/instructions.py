@@ -38,6 +38,7 @@ from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import MEGATRON_ENVIRONMENT
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests import instruments
 
 LAYERS, MICROBATCHES, WARMUP = 6, 2, 3
 
@@ -153,6 +154,7 @@ def main() -> None:
     missing = [tool for tool in ("valgrind", "cc") if shutil.which(tool) is None]
     if missing:
         sys.exit(f"needs {' and '.join(missing)} on the path (Debian: apt-get install valgrind gcc)")
+    instruments.offer()
     found = list(rows(options.te))
     if options.json:
         machine = this_machine(Links(kind="none")).model_dump(mode="json")

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lynx.advise import Answer, answered, verdict
-from megatron_lynx.advise.launch import asked_launch
-from megatron_lynx.advise.rows import Row
+from megatron_lynx.advise.today import Row, asked_launch
 from megatron_lynx.errors import ConfigError, Problem, in_words
-from megatron_lynx.launch_arguments.launch_file import read_launch_file
+from megatron_lynx.launch_arguments.files import read_launch_file
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.units import GIB, format_seconds
 from megatron_lynx.whole_file import write_whole

@@ -25,11 +25,11 @@ from scipy.sparse import csr_array
 from benchmarks.when_not import CASES, job_of, under, within
 from megatron_lynx.anatomy import ATTENTION, DENSE, LINEARS, MLP, PASSES, Half, Pass, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import priced
-from megatron_lynx.cost.stage import stage_seconds
+from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -37,7 +37,6 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.stage_budget import layers_budget_bytes, loss_bytes
 
 Name = tuple[object, ...]
 Wait = tuple[Pass, Half, int]

@@ -36,6 +36,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -288,21 +289,22 @@ def waits_of(decision: Decision, stage: int) -> Waits:
     last = stage == job.parallel.pipeline - 1
     message_s = 0.0 if last else profile.link_s("p2p", profile.attention.input_bytes) / profile.interference
     cooldown_s = (seats.received_s or 0.0) / profile.interference
-    halves = tuple(treated_halves(decision.plan, decision.plan.stages[stage], Prices(profile)))
     entry, message_bytes = decision.plan.stages[stage], LayerShape.of(job).gathered_bytes
+    planned = planned_halves(entry, decision.plan.model.sections_of)
+    halves = tuple(treated_halves(entry, planned, Prices(profile)))
     deferred = [(each, tuple(entry.rule_for(layer).weight_gradients)) for layer in entry.layers for each in DENSE.values()]
     opened_s = sum(
         sum(window_lengths_s(profile, "bwd", each, message_bytes, linears))
         - sum(window_lengths_s(profile, "bwd", each, message_bytes))
         for each, linears in deferred
     )
-    free_s = sum(half.replay_s for half in halves if half.replayed and half.steady.gather is None)
+    free_s = sum(half.replay_s for half in halves if half.planned.replay and half.planned.steady.gather is None)
     forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
         phases.steady * message_s + phases.cooldown * cooldown_s,
         phases.steady * min(message_s, free_s) + phases.cooldown * min(cooldown_s, free_s),
-        job.microbatches * sum(each[1] for half in halves if (each := half.spared("steady"))) / profile.interference,
+        job.microbatches * sum(half.spared_s(half.planned.steady.gather) for half in halves) / profile.interference,
         job.microbatches * opened_s / profile.interference,
         filled_in_backwards_s(decision, stage, profile.interference),
         job.layers_on(stage) * forward_s / profile.interference,

@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.host import HostLoad, policy_host_s
-from megatron_lynx.cost.host_optimizer import OnHost
-from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
+from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages
@@ -23,13 +22,13 @@ from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
-from megatron_lynx.planner.optimizer_share import least_share_that_fits, with_share
+from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
-from megatron_lynx.stock.price import Priced, exchanges_hidden, host_problem, priced
+from megatron_lynx.stock.price import Priced, exchanges_hidden, priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes, format_seconds
@@ -176,16 +175,16 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchang
         offload_ratio=0.0,
         stages=price.stages,
         budget_bytes=job.memory_budget_bytes,
-        shortages=(*too_much(job, price.stages), *_host_shortage(job, price)),
+        shortages=(*too_much(job, price.stages), *_host_shortage(job, price.host_bytes)),
         step=_of_price(job, costs, price),
         host=host_report(job, costs),
         step_at_best=None if hiding is costs else _of_price(job, costs, priced(job, hiding, setting)),
     )
 
 
-def _host_shortage(job: Job, price: Priced) -> list[Problem]:
-    problem = host_problem(job, price)
-    return [] if problem is None else [Problem("host memory of a node", problem, "", "offload less")]
+def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
+    problem = host_shortage(job, rank_bytes)
+    return [] if problem is None else [problem]
 
 
 def _of_price(job: Job, costs: Profile, price: Priced) -> StepSeconds:

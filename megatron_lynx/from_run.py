@@ -1,10 +1,13 @@
 """A plan that learns from its run: what was measured under a plan becomes prices of the next one.
 
-    lynx_outcome.json ──lesson──> Learned ──┬─ seconds         x the profile's (`profiler.scaled`)
+    lynx_outcome.json ──lesson──> Learned ──┬─ attention, mlp, experts, collectives, exchanges      x the profile's
+                                            ├─ seconds         x all of these (`profiler.scaled`)
                                             ├─ beside_bytes    + what each stage holds (`cost.stage_memory`)
                                             └─ device_bytes    the budget is never more than that (`Job.memory_budget_bytes`)
 
-    seconds        measured passes of the slowest stage, less the reduction of gradients  /  predicted passes
+    attention ...  computing of such halves in one traced step  /  the profile's for as many
+    collectives    what was left of the communication where forwards waited for it  /  the profile's for as many such waits
+    seconds        measured passes of the slowest stage, less the reduction of gradients  /  the plan's passes at these prices
     beside_bytes   of each stage: the most that was allocated  -  predicted peak
     device_bytes   the device  -  used outside PyTorch's allocator  -  reserved and not allocated; of the stages the least
 
@@ -21,13 +24,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.learned import Learned
-from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow
+from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow, WaitSeconds
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.scaled import scaled
+from megatron_lynx.profiler.scaled import as_learned
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_bytes, format_seconds
 
 ENOUGH_STEPS = 5
@@ -38,6 +46,40 @@ MOST_TIMES = 2.0
 
 MOST_OFF = 0.5
 """The same of bytes, as a part of what was predicted."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one kind of half, or of wait, of one micro-batch on one rank, forward and backward: was, is."""
+
+    part: str
+    was_s: float
+    is_s: float
+
+    @property
+    def times(self) -> float:
+        return self.is_s / self.was_s
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"part": self.part, "was": self.was_s, "is": self.is_s, "times": self.times}
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Seconds of one step's recomputations on one rank of each stage, added up over stages."""
+
+    predicted_s: float
+    """Hidden, as the plan says."""
+    least_s: float
+    most_s: float
+    """Hidden, as far as the run tells: of a wait that was over before its tasks, less than their seconds were hidden."""
+    all_s: float
+    """What ran in waits."""
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return vars(self)
 
 
 @dataclass(frozen=True)
@@ -58,12 +100,16 @@ class Lesson:
     budget: tuple[int, int] | None
     """What PyTorch may allocate on a device: was, is; None where no run can tell."""
     not_learned: tuple[str, ...]
+    prices: tuple[Price, ...] = ()
+    """What moved by itself, before passes as a whole."""
+    hidden: Hidden | None = None
+    """None: no step was traced, or nothing ran in waits."""
 
     def job(self, job: Job) -> Job:
         return job.model_copy(update={"learned": self.learned})
 
     def costs(self, profile: Profile) -> Profile:
-        return scaled(profile, self.learned.seconds)
+        return as_learned(profile, self.learned)
 
     @property
     def origin(self) -> dict[str, object]:
@@ -76,6 +122,14 @@ class Lesson:
         was_s, is_s = self.seconds
         told = [f"learned from {self.source} ({self.steps} steps): was -> is"]
         told.append(f"  passes of a step   {format_seconds(was_s)} -> {format_seconds(is_s)}   x {is_s / was_s:.3f}")
+        for price in self.prices:
+            moved = f"{format_seconds(price.was_s)} -> {format_seconds(price.is_s)}   x {price.times:.3f}"
+            told.append(f"  {price.part}   {moved}")
+        if (found := self.hidden) is not None:
+            most = format_seconds(found.most_s)
+            range_ = most if found.most_s == found.least_s else f"{format_seconds(found.least_s)} to {most}"
+            said = f"{range_} of the {format_seconds(found.all_s)} that ran in waits"
+            told.append(f"  hidden recomputation   {format_seconds(found.predicted_s)} -> {said}")
         for stage, peak in enumerate(self.stages):
             if peak is not None:
                 more = f"{'+' if peak[1] >= peak[0] else ''}{format_bytes(peak[1] - peak[0])}"
@@ -95,13 +149,15 @@ class Lesson:
             "passes_s": {"was": was_s, "is": is_s, "times": is_s / was_s},
             "peak_bytes": [{"stage": stage, "was": was, "is": now} for stage, (was, now) in stages],
             "budget_bytes": None if self.budget is None else dict(zip(("was", "is"), self.budget, strict=True)),
+            "prices_s": [price.as_json for price in self.prices],
+            "hidden_replay_s": None if self.hidden is None else self.hidden.as_json,
             "not_learned": list(self.not_learned),
             "learned": self.learned.model_dump(mode="json"),
         }
 
 
-def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Lesson:
-    """What a run teaches. `where`: its file.
+def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Plan | None = None) -> Lesson:
+    """What a run teaches. `where`: its file; `plan`: the one that it ran under, where that is still there.
 
     Raises `ConfigError` with everything for which it can teach nothing: it ran under a plan for another job or profile, has not
     finished, was too short, was checked, or came out as no run of that plan can.
@@ -112,12 +168,114 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Lesso
     stages = tuple(_peak(row) for row in last.stages)
     off = [0 if peak is None else peak[1] - peak[0] for peak in stages]
     device_bytes = min((found for row in last.stages if (found := _left_bytes(job, row)) is not None), default=None)
-    beside = tuple(before.beside(stage) + more for stage, more in enumerate(off))
     was_s, is_s = _seconds(last, job)
-    learned = Learned(seconds=before.seconds * is_s / was_s, beside_bytes=beside, device_bytes=device_bytes)
+    prices, not_learned = _prices(outcome, job, as_learned(profile, before), plan)
+    apart = before.model_copy(update={NAMES[each.part]: getattr(before, NAMES[each.part]) * each.times for each in prices})
+    at_these_s = was_s
+    if prices and plan is not None:
+        at_these_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients).step_s
+    bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
+    learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})
     own = job.memory_budget_bytes
     budget = None if device_bytes is None else (own, min(own, device_bytes))
-    return Lesson(where, profile.digest, last.step, learned, (was_s, is_s), stages, budget, tuple(_not_learned(last)))
+    hidden = _hidden(last, job, as_learned(profile, learned))
+    return Lesson(
+        where,
+        profile.digest,
+        last.step,
+        learned,
+        (was_s, is_s),
+        stages,
+        budget,
+        (*_not_learned(last), *not_learned),
+        prices,
+        hidden,
+    )
+
+
+NAMES: dict[str, str] = {
+    "attention halves": HALVES[0],
+    "MLP halves": HALVES[1],
+    "halves of experts": "experts",
+    "collectives": "collectives",
+    "exchanges of experts": "exchanges",
+}
+"""Prices by what they are called, and their keys in `Learned`."""
+
+
+def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) -> tuple[tuple[Price, ...], list[str]]:
+    """What moved by itself, and why something did not. `profile`: as the run's plan had learned it."""
+    last = outcome.reports[-1]
+    if all(row.measured.parts is None for row in last.stages):
+        return (), ["seconds of halves and waits: no step of the run was traced for them"]
+    if plan is None:
+        return (), [f"seconds of halves and waits: {outcome.plan}, the run's plan, is not there any more, or was changed"]
+    found = [*_halves(last, profile), *_waits(last, job, profile)]
+    usual = tuple(price for price in found if 1 / MOST_TIMES <= price.times <= MOST_TIMES)
+    return usual, [f"{price.part}: x {price.times:.3g} is another machine's" for price in found if price not in usual]
+
+
+def _halves(report: Report, profile: Profile) -> Iterator[Price]:
+    """What halves compute, over all stages."""
+    for part, name in list(NAMES.items())[:3]:
+        found = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
+        costs, calls = getattr(profile, name), sum(each.calls for each in found)
+        if calls and costs is not None:
+            was_s = sum(item.forward_s + item.backward_s for item in costs.items.values())
+            if was_s > 0:
+                yield Price(part, was_s, sum(each.seconds for each in found) / calls)
+
+
+def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
+    """What is waited for in forwards, where no weight gradient runs beside it. Waits that were over before their tasks say
+    nothing."""
+    lengths_s = _forward_waits_s(job, profile)
+    for part, of_experts in (("collectives", False), ("exchanges of experts", True)):
+        was_s = is_s = 0.0
+        count = 0
+        for place, wait in _measured_waits(report):
+            length_s = lengths_s.get(place, 0.0)
+            if length_s and (".experts." in place) is of_experts:
+                was_s, is_s, count = was_s + wait.longer * length_s, is_s + wait.longer_s, count + wait.longer
+        if count and is_s:
+            yield Price(part, was_s / count, is_s / count)
+
+
+def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
+    """By place, how long a forward waits there if nothing runs in the wait."""
+    sections: dict[str, Section] = {half: job.model.halves[half] for half in HALVES}
+    if profile.experts is not None:
+        sections["experts"] = profile.shape.sections_with_experts[-1]
+    size = LayerShape.of(job).gathered_bytes
+    return {
+        f"fwd.{name}.{ordinal}": seconds
+        for name, section in sections.items()
+        for ordinal, seconds in enumerate(window_lengths_s(profile, "fwd", section, size))
+    }
+
+
+def _measured_waits(report: Report) -> Iterator[tuple[str, WaitSeconds]]:
+    for row in report.stages:
+        if row.measured.parts is not None:
+            yield from row.measured.parts.waits.items()
+
+
+def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
+    """How much of what ran in waits these hid: all where the wait went on; where not, no more than the wait is long."""
+    rows = [row for row in report.stages if row.measured.parts is not None and row.measured.ranks]
+    lengths_s = _forward_waits_s(job, profile)
+    least_s = most_s = all_s = 0.0
+    for row in rows:
+        assert row.measured.parts is not None
+        for place, wait in row.measured.parts.waits.items():
+            ranks, over_s = row.measured.ranks, wait.shorter_replays_s
+            all_s += (wait.longer_replays_s + over_s) / ranks
+            least_s += wait.longer_replays_s / ranks
+            most_s += (wait.longer_replays_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
+    if not all_s:
+        return None
+    predicted_s = sum(row.predicted.hidden_replay_s or 0.0 for row in rows if row.predicted is not None)
+    return Hidden(predicted_s, least_s, most_s, all_s)
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:
@@ -143,13 +301,11 @@ def _left_bytes(job: Job, row: StageRow) -> int | None:
 def _not_learned(report: Report) -> Iterator[str]:
     if unknown := [str(row.stage) for row in report.stages if _peak(row) is None]:
         yield f"bytes of {_stages(unknown)}: not measured, or not predicted"
-    if any(row.measured.in_windows for row in report.stages):
-        yield "what windows hide: a run says how long recomputations took in them, not the wait"
 
 
 def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
     """The job and the profile that are asked for are not those of the run's plan."""
-    again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {outcome.asked or 'JOB'}"
+    again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {_asked_first(outcome.asked or 'JOB')}"
     own, last = outcome.profile_digest, outcome.reports[-1]
     if outcome.job_digest is None:
         yield Problem(
@@ -163,6 +319,15 @@ def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> 
         yield Problem(f"{where}: profile_digest", found, needed, "give the --profile, or the cluster, of its plan")
     elif (numbers := [row.stage for row in last.stages]) != list(range(job.parallel.pipeline)):
         yield Problem(f"{where}: stages", ", ".join(map(str, numbers)), f"0 to {job.parallel.pipeline - 1}, as the job has them")
+
+
+def _asked_first(asked: str) -> str:
+    """The words for a plan without the run that it learned from itself."""
+    words = shlex.split(asked)
+    if "--from-run" in words:
+        at = words.index("--from-run")
+        del words[at : at + 2]
+    return shlex.join(words)
 
 
 def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:

@@ -7,11 +7,11 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
+from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.memory import movable_bytes
@@ -19,20 +19,20 @@ from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
-from megatron_lynx.plan import order
-from megatron_lynx.plan.plan import Plan, Rule, Stage
+from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.treated import Deferral, Leaving, Seating, Treated
+from megatron_lynx.simulator.treated import Halves, Leaving, Treated
+from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
@@ -82,55 +82,58 @@ def _passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
     """What one micro-batch costs on each chunk of one stage."""
-    halves = {entry.chunk: tuple(treated_halves(plan, entry, prices)) for entry in entries}
-    return [_chunk_passes(plan, entry, prices, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
+    timetable = timetable_of(plan, entries[0].stage)
+    halves = {half.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)}
+    return [_chunk_passes(plan, entry, prices, timetable, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
 
 
 def _chunk_passes(
-    plan: Plan, entry: Stage, prices: Prices, halves: Mapping[int, tuple[Treated, ...]], *, reduced_in_backward: bool
+    plan: Plan, entry: Stage, prices: Prices, timetable: Timetable, halves: Halves, *, reduced_in_backward: bool
 ) -> ChunkPasses:
-    """`halves`: of all chunks of the stage, by chunk."""
-    own, others = halves[entry.chunk], {chunk: each for chunk, each in halves.items() if chunk != entry.chunk}
-    passes = _passes(plan, entry, prices, own, others, reduced_in_backward=reduced_in_backward)
+    """`halves`: of all chunks of the stage."""
+    own = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
+    passes = _passes(plan, entry, prices, timetable, own, halves, reduced_in_backward=reduced_in_backward)
     passes = replace(passes, copy=_copy(plan, entry, prices.profile))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
-        leaving = tuple(_half_by_half(plan, entry, prices, own))
-        passes = replace(passes, at_once=_passes(plan, entry, prices, leaving, others, reduced_in_backward=reduced_in_backward))
+        leaving = list(_half_by_half(plan, entry, prices, own))
+        at_once = _passes(plan, entry, prices, timetable, leaving, halves, reduced_in_backward=reduced_in_backward)
+        passes = replace(passes, at_once=at_once)
     if entry.whole is None:
         return passes
-    kept = tuple(treated_halves(plan, _keeping(entry, plan.model.halves.values()), prices))
-    return replace(passes, whole=entry.whole, keeping=_passes(plan, entry, prices, kept, others | {entry.chunk: own}))
+    beside = timetable.beside_kept(entry.chunk)
+    kept = list(treated_halves(entry, beside.chunks[-1], prices))
+    return replace(
+        passes, whole=entry.whole, keeping=_passes(plan, entry, prices, beside, kept, halves, chunk=len(beside.chunks) - 1)
+    )
 
 
 def _passes(
     plan: Plan,
     stage: Stage,
     prices: Prices,
-    own: tuple[Treated, ...],
-    others: Mapping[int, tuple[Treated, ...]],
+    timetable: Timetable,
+    own: Sequence[Treated],
+    halves: Halves,
     *,
+    chunk: int | None = None,
     reduced_in_backward: bool = False,
 ) -> ChunkPasses:
+    """`chunk`: which one of the timetable's it is, where it is not the stage's."""
     profile, message_bytes = prices.profile, prices.message_bytes
     place = stage.stage, stage.chunk
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
     return stage_passes(
+        timetable,
+        stage.chunk if chunk is None else chunk,
         own,
+        halves,
         profile,
         message_bytes,
         embedding=embedding_of(profile, message_bytes) if first else None,
         head=head_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
-        others=others,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
         reduced_in_backward=reduced_in_backward,
     )
-
-
-def _keeping(stage: Stage, sections: Iterable[Section]) -> Stage:
-    """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
-    items = [item for section in sections for item in section.names]  # of other sections what it does not name is kept
-    rule = Rule.model_validate({"layers": stage.layers, "keep": items})
-    return stage.model_copy(update={"rules": (rule,)})
 
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
@@ -155,7 +158,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        if section.has_experts and (stage.offload is None or not stage.offload.experts):
+        if section.in_some_layers and (stage.offload is None or not stage.offload.experts):
             yield 0
             continue
         costs = profile.of(section)
@@ -176,7 +179,7 @@ def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Tr
             yield replace(half, host=prices.host(half.section, replay, offloads=False, deferred=len(half.deferred)))
             continue
         left_bytes -= size_bytes
-        turns = pace.leaves(place, size_bytes, order.halves_ahead(stage, (half.layer, half.half)))
+        turns = pace.leaves(place, size_bytes, half.planned.ahead)
         yield replace(half, leaving=Leaving(size_bytes, prices.profile.link_s("host", size_bytes), turns))
 
 
@@ -207,52 +210,27 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
     return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
-def treated_halves(plan: Plan, stage: Stage, prices: Prices) -> Iterator[Treated]:
-    """The halves of a stage in forward order, each as the plan's rules have it."""
-    offloads = stage.offload is not None
-    for layer, section in _sections(plan, stage):
-        frame = layer, section.half
-        rule = stage.rule_for(layer)
-        replay = rule.replays(section.half)
-        price = prices.of(section, replay)
-        deferred = _deferred(prices, rule, layer, section) if rule.weight_gradients else {}
-        steady, cooldown = _seatings(stage, rule, frame, section, prices)
+def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
+    """The halves of a stage's entry, in forward order, with their prices."""
+    for half in planned:
+        price = prices.of(half.section, half.replay)
         yield Treated(
-            layer,
-            section,
+            half,
             price.memory,
             replay_s=price.replay_s,
-            steady=steady,
-            cooldown=cooldown,
             stops=price.stops,
-            host=prices.host(section, replay, offloads=offloads, deferred=len(deferred)),
-            deferred=deferred,
+            gathers_s=_gathers_s(half, prices),
+            host=prices.host(half.section, half.replay, offloads=stage.offload is not None, deferred=len(half.deferred)),
+            deferred={linear: prices.weight_gradient(half.section, linear) for linear in half.deferred},
         )
 
 
-def _deferred(prices: Prices, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
-    """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
-    return {
-        linear: Deferral(
-            prices.weight_gradient(section, linear),
-            tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear]),
-        )
-        for linear in reversed(section.linears)
-        if linear in rule.weight_gradients
-    }
-
-
-def _seatings(stage: Stage, rule: Rule, frame: FrameKey, section: Section, prices: Prices) -> tuple[Seating, Seating]:
-    """Where a half is replayed in the steady phase and in cool-down, which is mostly the same."""
-    steady, cooldown = ((rule.windows.of(frame[1], phase), rule.gather.of(frame[1], phase)) for phase in BACKWARD_PHASES)
-    first = _seating(stage, frame, section, "steady", prices)
-    return first, first if steady == cooldown else _seating(stage, frame, section, "cooldown", prices)
-
-
-def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, prices: Prices) -> Seating:
-    gather = order.gather_of(stage, frame, phase)
-    if gather is None:
-        return Seating(order.stretches_of(stage, frame, phase))
-    behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
-    whole = behind is not None and behind.half == section.half
-    return Seating(order.stretches_of(stage, frame, phase), gather, *prices.gathered_s(section, behind, whole=whole))
+def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:
+    """What a gather of a half's input costs at the places that the plan has for it, and on demand."""
+    places = {place.gather for place in (half.steady, half.cooldown) if place.gather is not None}
+    found: dict[Window, tuple[float, float]] = {}
+    for gather in (places | {ON_DEMAND}) if places else ():
+        behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
+        whole = behind is not None and behind.half == half.half
+        found[gather] = prices.gathered_s(half.section, behind, whole=whole)
+    return found

@@ -4,7 +4,7 @@
 
 What Python, PyTorch's dispatch, Megatron and a plan need for one layer and micro-batch, with tiny tensors, on one rank
 (`megatron_lynx.testbed.host_time`): of Megatron's local layers, and of Transformer Engine's where it is on the import path. Where
-its compiled part is missing, as on a machine without a GPU, a stand-in runs in its place, and `made_by` says so. It takes
+its compiled part is missing, as without a GPU, the tests' stand-in runs in its place, and `made_by` says so. It takes
 minutes. Figures are processor time, and the least of many steps; another process on the same core still makes them longer, by
 caches and clock: an idle machine is better, and `--note` says what it was.
 """
@@ -18,10 +18,11 @@ from typing import Any
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import LAYERS, Implementation
+from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE
 from megatron_lynx.testbed.host_time import Asked, measured_here
-from megatron_lynx.testbed.transformer_engine.imports import PACKAGE
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, read_yaml, write_yaml
+from tests import instruments
 
 HEADER = """\
 # Host time: microseconds of the CPU to issue one half of a layer, for one micro-batch, under each setting (config/host_time.py).
@@ -37,7 +38,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps in each turn")
     parser.add_argument("--note", help="what is to be known about the machine")
     options = parser.parse_args()
-    here: list[Implementation] = ["local", *(["transformer_engine"] if find_spec(PACKAGE) else [])]  # type: ignore[list-item]
+    instruments.offer()
+    here: list[Implementation] = ["local", *(["transformer_engine"] if find_spec(TRANSFORMER_ENGINE) else [])]  # type: ignore[list-item]
     kinds = [kind for kind in here if options.layers in (None, kind)]
     every = {"gathered": True, "offloaded": True, "deferred": True}
     asked = [Asked(kind, **every, rounds=options.rounds, steps=options.steps) for kind in kinds]

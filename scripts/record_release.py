@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from megatron_lynx.apply.releases import KNOWN, Release, fingerprint, installed_version, minor_of, number_of
 from megatron_lynx.apply.releases.core import LANGUAGE
@@ -116,6 +117,10 @@ def quoted(text: str) -> str:
 DRAFTS = {"": core_draft, "transformer_engine": te_draft, "double_buffered": double_buffered_draft}
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # before a checkout of Megatron, which has `tests`, too
+    from tests import instruments
+
+    instruments.offer()
     stand_in_for_cuda()
     stand_in_for_missing_modules()  # where there is no GPU
     print(DRAFTS["".join(sys.argv[1:])](), end="")

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import settings
 
 from megatron_lynx.testbed.ranks import RankPool
-from tests import hurry
+from tests import hurry, instruments
 from tests.nursery.process import start_rank
 
+instruments.offer()
 settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
 settings.load_profile("untimed")
 

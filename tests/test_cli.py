@@ -101,8 +101,9 @@ def plan_file(folder: Path, plan: Plan) -> Path:
 SMALL = tiny_job("llama", tensor=2, microbatches=1, micro=1, layers=2)
 
 
-def test_from_a_job_to_a_comparison(tmp_path: Path) -> None:
+def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The three commands of `make demo`, on a job of seconds. Its weight gradients may be deferred, as the demo's."""
+    monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
     job = job_file(tmp_path, deferring(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout

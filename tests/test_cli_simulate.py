@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_lynx.cli.answers import write_comparison
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.timeline import timeline_of
+from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.compare.test_report import measurement
+from tests.compare.test_timeline_plot import STEP
 from tests.profiler.made_up import made_up_profile
 from tests.test_cli import lynx
 
 JOB = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra: whoever trains on a cluster has no use for it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture
@@ -76,3 +88,24 @@ def test_wrong_requests(files: tuple[Path, Path], tmp_path: Path) -> None:
         assert result.stdout == ""
         assert "Traceback" not in result.stderr
         assert all(answer in result.stderr for answer in answers), result.stderr
+
+
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_a_picture_is_refused_with_what_to_install(files: tuple[Path, Path], tmp_path: Path) -> None:
+    plan, profile = files
+    trace = tmp_path / "step.json"
+    refused = lynx("simulate", plan, "--profile", profile, "--plot", tmp_path / "step.png", "--trace", trace)
+    assert refused.exit_code == 2
+    assert "--plot: no matplotlib is installed; pip install 'megatron-lynx[plot]'" in refused.stderr
+    assert not trace.exists(), "refused before anything is written"
+    assert lynx("simulate", plan, "--profile", profile, "--trace", trace).exit_code == 0
+
+
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_a_comparison_is_written_without_its_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = write_comparison(Comparison(measurement(), timeline_of({0: STEP})), tmp_path)
+    assert {path.name for path in written} == {"compare.md", "compare.json", "measurement.json", "trace.json"}
+    assert "timeline.png" not in (tmp_path / "compare.md").read_text()
+    assert "pip install 'megatron-lynx[plot]'" in capsys.readouterr().err

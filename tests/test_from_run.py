@@ -14,15 +14,28 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.from_run import Lesson, lesson
 from megatron_lynx.launch.outcome.rank_figures import predicted_of, reserve_of
 from megatron_lynx.learned import Learned
-from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageMeasured, StageRow, load_outcome, save_outcome
-from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.measure.run_outcome import (
+    HalfSeconds,
+    Report,
+    RunOutcome,
+    StageMeasured,
+    StageRow,
+    StepParts,
+    WaitSeconds,
+    load_outcome,
+    save_outcome,
+)
+from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint
-from megatron_lynx.profiler.scaled import scaled
+from megatron_lynx.profiler.scaled import as_learned
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.profiler.made_up import made_up_profile
+from tests.report.test_cli_report import island_in
 from tests.test_cli import lynx
 
 NAME = "jobs/llama3-8b-a100-80g"
@@ -142,16 +155,120 @@ def test_bytes_that_were_not_measured_are_not_learned_and_it_says_so(job, costs,
 def test_every_second_of_passes_is_scaled_and_copies_to_the_host_are_not():
     profile = made_up_profile(tiny_job(), 1e-3, head_summand_s=0.5)
     profile = profile.model_copy(update={"links": (*profile.links, LinkPoint(kind="host", bytes=10, seconds=1.0))})
-    found = scaled(profile, 2.0)
-    for half in ("attention", "mlp"):
+    found = as_learned(profile, Learned(seconds=2.0, mlp=1.5, collectives=0.25))
+    for half, times in (("attention", 2.0), ("mlp", 3.0)):
         for name, item in getattr(profile, half).items.items():
             own = getattr(found, half).items[name]
             for seconds in ("forward_s", "backward_s", "dgrad_s", "wgrad_s"):
-                assert getattr(own, seconds) == 2 * getattr(item, seconds)
+                assert getattr(own, seconds) == times * getattr(item, seconds)
             assert own.saved_bytes == item.saved_bytes
     assert found.head_summand_s == 1.0
     assert found.link_s("p2p", 1000) == 2 * profile.link_s("p2p", 1000) > 0
+    assert found.link_s("all_reduce", 1000) == 0.5 * profile.link_s("all_reduce", 1000) > 0
     assert found.link_s("host", 10) == 1.0
+
+
+def test_experts_learn_what_they_compute_apart_from_their_exchanges():
+    profile = analytic_profile(load_job("jobs/mixtral-8x7b-h100-80g"))
+    was = profile.experts
+    found = as_learned(profile, Learned(experts=1.5, exchanges=3.0, collectives=2.0)).experts
+    assert was is not None
+    assert found is not None
+    assert was.exchange_s > 0
+    assert found.exchange_s == 3 * was.exchange_s
+    assert found.collective_s == 2 * was.collective_s
+    assert sum(item.forward_s for item in found.items.values()) == pytest.approx(
+        1.5 * sum(item.forward_s for item in was.items.values())
+    )
+
+
+def traced(outcome: RunOutcome, job: Job, costs: Any, attention: float, mlp: float, collectives: float) -> RunOutcome:
+    """The same run, in which a step was traced whose halves and waits took so many times longer than the profile says."""
+    calls = job.microbatches * job.model.layers // job.parallel.pipeline
+    halves = {}
+    for name, half, times in (("attention", costs.attention, attention), ("mlp", costs.mlp, mlp)):
+        both_s = sum(item.forward_s + item.backward_s for item in half.items.values())
+        halves[name] = HalfSeconds(calls=calls, seconds=calls * times * both_s)
+    length_s = collectives * costs.link_s("all_reduce", LayerShape.of(job).gathered_bytes)
+    waits = {
+        "fwd.attention.0": WaitSeconds(longer=3, longer_s=3 * length_s, longer_replays_s=0.3, shorter=1, shorter_replays_s=10.0),
+        "bwd.mlp.0": WaitSeconds(longer=2, longer_s=1.0, longer_replays_s=0.2),
+    }
+    last, parts = outcome.reports[-1], StepParts(halves=halves, waits=waits)
+    measured = (row.measured.model_copy(update={"parts": parts}) for row in last.stages)
+    rows = [row.model_copy(update={"measured": each}) for row, each in zip(last.stages, measured, strict=True)]
+    return outcome.model_copy(update={"reports": (last.model_copy(update={"stages": tuple(rows)}),)})
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Job, Any, Plan]:
+    job = tiny_job("gpt", tensor=2, pipeline=2, microbatches=4)
+    costs = made_up_profile(job, 1e-5)
+    return job, costs, decide(job, costs).plan
+
+
+def test_halves_and_collectives_are_learned_each_by_itself(small, tmp_path: Path):
+    """All of a step was scaled alike: attention that took longer made MLPs and collectives seem longer, too."""
+    job, costs, plan = small
+    truth = as_learned(costs, Learned(attention=1.5, mlp=1.1, collectives=0.75))
+    step_s = rehearse(plan, truth).step_s
+    run = run_of(plan, step_s / plan.stages[0].predicted.step_s, (0, 0))
+    found = lesson(traced(run, job, costs, 1.5, 1.1, 0.75), job, costs, "o.json", plan)
+    assert [price.part for price in found.prices] == ["attention halves", "MLP halves", "collectives"]
+    learned = found.learned
+    assert (learned.attention, learned.mlp, learned.collectives) == pytest.approx((1.5, 1.1, 0.75))
+    assert learned.seconds == pytest.approx((step_s - reduction_s(job)) / step_s), "nothing is left to explain"
+    text = "\n".join(found.lines)
+    assert "  attention halves   " in text
+    assert "x 1.500" in text
+    assert not found.not_learned
+    save_outcome(traced(run, job, costs, 1.5, 1.1, 0.75), tmp_path / "o.json")
+    assert load_outcome(tmp_path / "o.json").reports[-1].stages[0].measured.parts is not None
+    other = decide(job.model_copy(update={"policy": "planned"}), truth).plan
+    one_factor = lesson(run, job, costs, "o.json")
+    true_s = rehearse(other, truth).step_s
+    by_parts, by_all = (rehearse(other, each.costs(costs)).step_s for each in (found, one_factor))
+    assert abs(by_parts - true_s) <= abs(by_all - true_s)
+
+
+def test_a_second_run_multiplies_what_the_first_has_taught(small):
+    job, costs, plan = small
+    first = lesson(traced(run_of(plan, 1.2, (0, 0)), job, costs, 1.5, 1.1, 1.0), job, costs, "o.json", plan)
+    again = learned_plan(first, job, costs)
+    expected = first.costs(costs)
+    second = lesson(traced(run_of(again, 1.0, (0, 0)), job, expected, 1.1, 1.0, 1.0), job, costs, "o.json", again)
+    assert second.learned.attention == pytest.approx(1.5 * 1.1)
+    assert second.learned.mlp == pytest.approx(1.1)
+
+
+def test_what_waits_hid_is_told_as_far_as_a_run_knows_it(small):
+    """Of a wait that was over before its tasks a run knows no more than its length."""
+    job, costs, plan = small
+    found = lesson(traced(run_of(plan, 1.1, (0, 0)), job, costs, 1.0, 1.0, 1.0), job, costs, "o.json", plan).hidden
+    assert found is not None
+    assert found.all_s == pytest.approx(2 * 10.5), "on both stages"
+    assert found.least_s == pytest.approx(2 * 0.5)
+    assert found.least_s < found.most_s < found.all_s
+
+
+def test_without_the_runs_plan_or_a_traced_step_passes_are_learned_as_a_whole(small):
+    job, costs, plan = small
+    run = run_of(plan, 1.25, (0, 0))
+    for outcome, own, why in (
+        (run, plan, "no step of the run was traced"),
+        (traced(run, job, costs, 1.5, 1.1, 1.0), None, "plan.yaml, the run's plan, is not there any more"),
+    ):
+        found = lesson(outcome, job, costs, "o.json", own)
+        assert found.learned.attention == 1.0
+        assert found.learned.seconds > 1.2
+        assert why in found.not_learned[-1]
+
+
+def test_a_part_that_took_many_times_longer_is_not_learned(small):
+    job, costs, plan = small
+    found = lesson(traced(run_of(plan, 1.25, (0, 0)), job, costs, 40.0, 1.1, 1.0), job, costs, "o.json", plan)
+    assert (found.learned.attention, found.learned.mlp) == (1.0, pytest.approx(1.1))
+    assert "attention halves: x 40 is another machine's" in found.not_learned
 
 
 @pytest.mark.parametrize(
@@ -206,6 +323,33 @@ def test_the_command_says_which_prices_moved_and_writes_where_they_are_from(job,
     assert told["peak_bytes"][0]["is"] - told["peak_bytes"][0]["was"] == MORE[0]
     assert told["passes_s"]["times"] == pytest.approx(written.learned.seconds)
     assert told["budget_bytes"]["was"] == told["budget_bytes"]["is"] == job.memory_budget_bytes
+    assert written.asked == f"--from-run {tmp_path / 'o.json'} {NAME}"
+
+
+def test_whoever_prices_a_learned_plan_takes_what_was_learned(job, costs, plan, tmp_path: Path):
+    """`simulate` and `report` said of a plan from a run what the profile said, not what the run had shown."""
+    learned = lesson(run_of(plan, times=1.25), job, costs, "o.json")
+    again = learned_plan(learned, job, costs)
+    save_plan(again, tmp_path / "plan.yaml")
+    told_s = again.stages[0].predicted.step_s
+    said = lynx("simulate", tmp_path / "plan.yaml", "--job", NAME, "--json")
+    assert json.loads(said.stdout)["step_s"] == pytest.approx(told_s, rel=1e-3)
+    page = tmp_path / "report.html"
+    assert lynx("report", tmp_path / "plan.yaml", NAME, "--budgets", 0, "-o", page).exit_code == 0
+    (point,) = [each for each in island_in(page)["points"] if each["by"] == "plan"]
+    assert point["step_s"] == pytest.approx(told_s, rel=1e-3)
+    folder = tmp_path / "compared"
+    rows = lynx("compare", "--simulate", "--plan", tmp_path / "plan.yaml", "-o", folder, "--json", NAME)
+    assert rows.exit_code == 0, rows.output
+    (ours,) = [row for row in json.loads(rows.stdout)["rows"] if row["ours"]]
+    assert ours["step_s"] == pytest.approx(told_s, rel=1e-3)
+    assert ours["device_bytes"] == pytest.approx(max(entry.predicted.memory_bytes for entry in again.stages), rel=0.01)
+
+
+def test_a_second_run_is_asked_for_without_the_first(job, costs, plan):
+    outcome = run_of(plan, job_digest="0" * 64, asked=f"--from-run first.json {NAME}")
+    with pytest.raises(ConfigError, match=f"--from-run o.json -o PLAN {NAME}"):
+        lesson(outcome, job, costs, "o.json")
 
 
 def test_a_machine_without_figures_needs_the_profile_of_the_runs_plan(plan, tmp_path: Path):

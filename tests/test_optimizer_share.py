@@ -10,7 +10,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import Decision, decide
-from megatron_lynx.planner.optimizer_share import QUARTERS, best_share
+from megatron_lynx.planner.left_open import QUARTERS, best_share
 from megatron_lynx.profiler.analytic import analytic_profile
 from tests.config.jobs import catalogued_job
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.errors import ConfigError, Infeasible
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import ByPhase
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB

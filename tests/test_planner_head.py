@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.config.head import Head
+from megatron_lynx.config.job import Head
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.launch_arguments import job_of

@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.host import HostReport
 from megatron_lynx.estimate import estimate
 from megatron_lynx.plan import dump_plan, load_plan, save_plan
 from megatron_lynx.plan.explanation import explanation

@@ -7,18 +7,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.cost import budget as cost_budget
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, PlannerFault
-from megatron_lynx.planner import decide, decision, least_memory, load
+from megatron_lynx.planner import decide, decision, least_memory, nearest
 from megatron_lynx.planner.budget_kept import check_budget_kept, most_held
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.load import with_load
+from megatron_lynx.planner.nearest import with_load
 from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver import stage_budget
-from megatron_lynx.solver.stage_answer import SolvedChunks
+from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
 
@@ -109,7 +109,7 @@ def heaviest_load_fits(decided: Decision, profile: Profile) -> None:
     for entry in decided.plan.stages:
         if entry.predicted.moe_load:
             loaded = with_load(decided.job, entry.predicted.moe_load)
-            simulation = load._rehearsed(loaded, decided.plan, profile)
+            simulation = nearest._rehearsed(loaded, decided.plan, profile)
             held = max(each.device_bytes for each in most_held(loaded, simulation, entry.stage))
             assert held <= decided.job.memory_budget_bytes
 
@@ -180,7 +180,7 @@ def test_updates_without_flushes_hold_micro_batches_too(monkeypatch) -> None:
     for stage, stated in enumerate(decided.memory):
         (update,) = (held for held in most_held(decided.job, decided.simulation, stage) if held.moment == "update")
         assert update.device_bytes == stated.totals["update"]
-    monkeypatch.setattr(stage_budget, "_more_behind_backward", lambda *given: 0)
+    monkeypatch.setattr(cost_budget, "_more_behind_backward", lambda *given: 0)
     assert "stage 0, first update: found" in message_of(job, profile)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,15 @@ PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {
     "anatomy",
+    "kinds.dense.section",
+    "kinds.experts.section",
+    "kinds.latent.section",
+    "kinds.latent.sizes",
+    "kinds.section",
+    "kinds.sections",
     "errors",
     "fp8_recipes",
     "free_memory",
-    "latent_sizes",
     "learned",
     "norm_kernels",
     "units",
@@ -33,41 +39,55 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"}
-RUNNING = {"runtime", "apply", "measure", "double_buffered"}
+KINDS_RUNNING = {"kinds.held", "kinds.running", *(f"kinds.{kind}.running" for kind in ("dense", "experts", "latent"))}
+KINDS_PLANNING = {
+    *("kinds.backward", "kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
+    *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
+}
+PLANNING = {
+    *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),
+    *KINDS_PLANNING,
+}
+RUNNING = {"runtime", "apply", "measure", "double_buffered", *KINDS_RUNNING}
 MAY_IMPORT = {
-    "config": {"schedule.groups"},
+    "config": {"schedule.interleaved"},
     "schedule": set(),
-    "plan": {"schedule"},
+    "timetable": {"schedule"},
+    "plan": {"schedule", "timetable"},
     "profiler": {"config"},
+    "profiler.analytic": {"config", "profiler", *KINDS_PLANNING},
+    "kinds": set(),
+    **{face: {"config", "profiler", *KINDS_PLANNING} for face in KINDS_PLANNING},
+    **{face: {"plan", "runtime", "apply", *KINDS_RUNNING} for face in KINDS_RUNNING},
     "cost": {"config", "profiler"},
-    "simulator": {"schedule", "cost"},
+    "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "profiler", "cost"},
-    "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
-    "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
-    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.offload", "stock.recompute"},
+    "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
+    "planner": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
+    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
-    "from_run": {"config", "profiler", "cost", "measure.run_outcome"},
+    "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
-    "runtime": set(),
-    "apply": {"plan", "runtime", "schedule"},
+    "runtime": {"schedule.schedule", "timetable"},
+    "apply": {"plan", "runtime", "schedule", "timetable", *KINDS_RUNNING},
     "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
     "measure": set(),
     "compare": {"plan", "simulator.timeline", "measure"},
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
-        *("launch_arguments", "advise.rows", "advise.today"),
+        *("launch_arguments", "advise.today"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
+    *KINDS_RUNNING,
     *("profiler.measured", "profiler.links", "profiler.interference"),
 }
 MEGATRON = {
@@ -81,15 +101,21 @@ OPTIONAL = {"transformer_engine", "apex", "fused_layer_norm_cuda", "fused_weight
 """Used where they are installed."""
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     """Every module of the package, without the package's name: `plan.plan_file`."""
     files = sorted(PACKAGE.rglob("*.py"))
     names = [file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__") for file in files]
-    return [name.removesuffix(".") for name in names if name]
+    return tuple(name.removesuffix(".") for name in names if name)
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def imports_of(module: str) -> tuple[str, ...]:
     """The full names that a module imports anywhere but under TYPE_CHECKING."""
+    return tuple(_imports_of(module))
+
+
+def _imports_of(module: str) -> Iterator[str]:
     path = PACKAGE / module.replace(".", "/")
     is_package = path.is_dir()
     package = ["megatron_lynx", *module.split(".")] if is_package else ["megatron_lynx", *module.split(".")[:-1]]
@@ -115,6 +141,14 @@ def within(name: str, places: set[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
+def allowed_in(module: str) -> set[str]:
+    """What a module may import: of its own package all, but for a slice's two faces, which are of two halves of the package."""
+    top = module.split(".")[0]
+    row = next((name for name in (module, top) if name in MAY_IMPORT), None)
+    allowed = FOUNDATION | ({top} if top != "kinds" else set()) | (MAY_IMPORT[row] if row is not None else set())
+    return allowed | (KINDS_PLANNING if "cost" in allowed else set())
+
+
 def test_every_module_has_a_rank() -> None:
     known = FOUNDATION | MAY_IMPORT.keys() | ANYTHING
     assert [module for module in modules() if module.split(".")[0] not in known] == []
@@ -122,22 +156,37 @@ def test_every_module_has_a_rank() -> None:
 
 @pytest.mark.parametrize("module", modules())
 def test_imports_follow_the_table(module: str) -> None:
-    top = module.split(".")[0]
     ours = [name.removeprefix("megatron_lynx.") for name in imports_of(module) if name.startswith("megatron_lynx.")]
-    if top not in ANYTHING:
-        allowed = FOUNDATION | {top} | MAY_IMPORT.get(top, set())
+    if not within(module, ANYTHING):
+        allowed = allowed_in(module)
         assert [name for name in ours if not within(name, allowed)] == [], f"{module} may import {sorted(allowed)}"
-    if top in RUNNING:
+    if within(module, RUNNING):
         assert [name for name in ours if within(name, PLANNING)] == []
     heavy = {name.split(".")[0]: name for name in imports_of(module)}
     assert "torch" not in heavy or within(module, TORCH), f"{module} imports {heavy['torch']}"
     assert "megatron" not in heavy or within(module, MEGATRON), f"{module} imports {heavy['megatron']}"
 
 
+def test_only_commands_reach_the_testbed() -> None:
+    """A launch on GPUs loads none of it."""
+    tops = {
+        module.split(".")[0]
+        for module in modules()
+        if any(within(name, {"megatron_lynx.testbed"}) for name in imports_of(module))
+    }
+    assert tops == {"cli", "testbed"}
+
+
+def test_the_wheel_needs_nothing_else_of_the_checkout() -> None:
+    """Instruments live with the tests; who wants them names them (`testbed.compiled_parts`)."""
+    others = {"tests", "scripts", "benchmarks"}
+    assert [(module, name) for module in modules() for name in imports_of(module) if within(name, others)] == []
+
+
 def test_planning_needs_neither_torch_nor_megatron() -> None:
     """A laptop without torch imports all of it; only what measures is imported when used."""
     tops = FOUNDATION | PLANNING | {"schedule", "plan", "cli"}
-    names = [f"megatron_lynx.{module}" for module in modules() if module.split(".")[0] in tops and not within(module, TORCH)]
+    names = [f"megatron_lynx.{module}" for module in modules() if within(module, tops) and not within(module, TORCH)]
     run_python(
         f"import sys, importlib\nsys.modules.update(torch=None, megatron=None)\nfor n in {names}: importlib.import_module(n)"
     )
@@ -145,7 +194,7 @@ def test_planning_needs_neither_torch_nor_megatron() -> None:
 
 def test_running_never_loads_planning() -> None:
     """Not even through a third module."""
-    names = [f"megatron_lynx.{module}" for module in modules() if module.split(".")[0] in RUNNING]
+    names = [f"megatron_lynx.{module}" for module in modules() if within(module, RUNNING)]
     loaded = run_python(f"import sys, importlib\nfor n in {names}: importlib.import_module(n)\nprint(*sys.modules)").split()
     assert [name for name in loaded if within(name, {f"megatron_lynx.{part}" for part in PLANNING})] == []
 

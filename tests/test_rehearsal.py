@@ -11,6 +11,7 @@ from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
@@ -109,8 +110,8 @@ def closed_form_s(job, profile, plan):
     stages = []
     for stage in plan.stages:
         time, exposed_s = stage_seconds(job, profile, stage.stage, message), stage.predicted.exposed_replay_s / job.microbatches
-        spared = [half.spared("steady") for half in treated_halves(plan, stage, Prices(profile))]
-        spared_s = sum(seconds for _, seconds in filter(None, spared))
+        halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
+        spared_s = sum(half.spared_s(half.planned.steady.gather) for half in halves)
         stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))
     return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
 
@@ -280,8 +281,9 @@ def test_an_input_that_was_gathered_before_is_not_waited_for_again():
     waits = [{span.name for span in one.timeline().ranks[0] if span.kind == "window"} for one in (kept, gathered)]
     assert "bwd.attention.1@3" in waits[0]
     assert "bwd.attention.1@3" not in waits[1]
-    half = next(each for each in treated_halves(plans[1], plans[1].stages[0], Prices(profile)) if each.layer == 3)
-    window, spared_s = half.spared("steady")
-    (span,) = (span for span in kept.executed[0][1].content.spans if span.name == str(window))
+    (stage,) = plans[1].stages
+    halves = treated_halves(stage, planned_halves(stage, plans[1].model.sections_of), Prices(profile))
+    spared_s = next(half.spared_s(half.planned.steady.gather) for half in halves if half.layer == 3)
+    (span,) = (span for span in kept.executed[0][1].content.spans if span.name == "bwd.attention.1@3")
     assert spared_s > 0
     assert spared_s == pytest.approx(span.end_s - span.start_s)

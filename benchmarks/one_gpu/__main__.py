@@ -17,6 +17,7 @@ from benchmarks.results_folder import add_out
 from megatron_lynx.errors import LynxError
 from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.whole_file import write_whole
+from tests import instruments
 
 PAGE = "one-gpu.md"
 
@@ -24,6 +25,8 @@ PAGE = "one-gpu.md"
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where every subject that was asked for has a row for stock none; else 1."""
     given = _read(arguments)
+    if given.dry_run:
+        instruments.offer()
     if given.read:
         print(page([*_read_again(Path(given.read), given)]))
         return 0

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from benchmarks.one_gpu.predicted import Predicted, of_plan, of_stock
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.errors import LynxError
+from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver.within import Leaver
+from megatron_lynx.solver.offload import Leaver
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.testbed.candidates import Candidate, stock, with_offload, without_windows

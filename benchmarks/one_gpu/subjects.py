@@ -6,7 +6,6 @@ States are those of a launch: weights in bf16, gradients in fp32, Megatron's Ada
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.loader import bundled_configs, load_cluster
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.testbed.compiled_parts import transformer_engine_can_run
 from megatron_lynx.yaml_file import read_yaml
 
 CLUSTER = "clusters/h100-80g"
@@ -50,7 +50,7 @@ class _Jobs:
 
     def __init__(self, dry: bool, fusions: bool) -> None:
         self._dry, self._fusions = dry, fusions
-        self._te = not dry or importlib.util.find_spec("transformer_engine") is not None
+        self._te = not dry or transformer_engine_can_run()
 
     def of(self, model: str, *, microbatches: int, te: bool = True, pipeline: int = 1, **fields: Any) -> Job:
         layers = fields["layers"]

@@ -10,8 +10,7 @@ verdict.py      one sentence;  screen.py: the screen;  figures.py: for programs
 """
 
 from megatron_lynx.advise.answer import Answer, answered
-from megatron_lynx.advise.figures import as_json
-from megatron_lynx.advise.screen import screen
+from megatron_lynx.advise.screen import as_json, screen
 from megatron_lynx.advise.verdict import verdict
 
 __all__ = ["Answer", "answered", "as_json", "screen", "verdict"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.layer_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
+from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan
 

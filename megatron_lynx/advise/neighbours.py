@@ -16,14 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_lynx.advise.rows import Row, row_of
+from megatron_lynx.advise.today import Row, row_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.best_first import BestFirst
-from megatron_lynx.search.collector import no_collections
+from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Layout, Space
 
 MOST, MOST_OF_MANY = 3, 2

@@ -1,15 +1,18 @@
-"""The screen: the verdict, then a row for each way to run the launch. 80 columns are enough; a file or a pipe gets 80, too."""
+"""The screen: the verdict, then a row for each way to run the launch; 80 columns are enough, and a file or a pipe gets 80, too.
+And the same answer for programs, as `advise --json` and `plan --json` print it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.advise.answer import Answer
-from megatron_lynx.advise.rows import Row
+from megatron_lynx.advise.today import Row
 from megatron_lynx.advise.verdict import verdict
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
@@ -109,3 +112,18 @@ def _why_none(answer: Answer) -> Iterator[str]:
         yield f"- {problem}"
     if (more := len(answer.problems) - MOST_REASONS) > 0:
         yield f"- and {more} more (--verbose)"
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Seconds are of a whole step, the optimizer's update included; bytes of the fullest device."""
+    near = [{**each.row.as_json, "flags": answer.changed(each), "launch": answer.command(each)} for each in answer.near]
+    return {
+        "launch": answer.launch.as_json,
+        "plan": None if answer.plan is None else answer.plan.as_json,
+        "plan_in_todays_bytes": None if answer.in_todays_bytes is None else answer.in_todays_bytes.as_json,
+        **({"neighbours": near} if answer.asked_near else {}),
+        **({"no_plan": [str(problem) for problem in answer.problems]} if answer.problems else {}),
+        **({"would_fit": list(answer.would_fit)} if answer.would_fit else {}),
+        "budget_bytes": answer.job.memory_budget_bytes,
+        "verdict": verdict(answer),
+    }

@@ -1,15 +1,19 @@
-"""The launch as it is written, priced: what everything else on the screen is held against."""
+"""The launch as it is written, priced: what everything else on the screen is held against. Also one that no plan goes with, if
+what it does today can be priced.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lynx.advise.rows import Row, as_stock
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import cannot_train
+from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import exchanges_hidden, priced
 from megatron_lynx.stock.setting import NONE, StockSetting
@@ -84,3 +88,64 @@ def _row(job: Job, costs: Profile, setting: StockSetting, what: str) -> Row:
     own = as_stock(job)
     price = priced(own, costs, setting)
     return Row(what, price.step_s + update_s(own, costs), price.most_bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`step_s`: a whole step, the optimizer's update included. `memory_bytes`: what the fullest device holds."""
+
+    what: str
+    step_s: float
+    memory_bytes: int
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"step_s": self.step_s, "memory_bytes": self.memory_bytes}
+
+
+def row_of(decision: Decision, costs: Profile, what: str) -> Row:
+    """A plan's."""
+    step_s = decision.simulation.step_s + update_s(decision.job, costs)
+    return Row(what, step_s, max(memory.total for memory in decision.memory))
+
+
+def gain(row: Row, before_s: float) -> float:
+    """The part of a step that a row saves."""
+    return 1 - row.step_s / before_s
+
+
+def as_stock(job: Job) -> Job:
+    """The job as stock Megatron runs it: where its launch leaves the layers' places open, stages are alike."""
+    parallel = job.parallel
+    if parallel.partition == "auto":
+        parallel = parallel.model_copy(update={"partition": None})
+    return job.model_copy(update={"policy": "none", "parallel": parallel, "schedule": "flush", "defer_updates": True})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A launch, and its job. `refused`: what no plan goes with; the job is then that of an estimate."""
+
+    job: Job
+    reading: Reading
+    refused: tuple[Problem, ...] = ()
+
+
+def asked_launch(
+    words: Sequence[str],
+    cluster: str,
+    gpus: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+) -> Asked:
+    """Raises `ConfigError` with all problems where the launch cannot even be priced."""
+    reading = read_launch(words, gpus=gpus, strict=strict)
+    if not reading.problems:
+        return Asked(job_of(reading, cluster, changes), reading)
+    as_it_is = read_launch(words, gpus=gpus, planning=False, strict=strict)
+    try:
+        return Asked(job_of(as_it_is, cluster, changes), as_it_is, reading.problems)
+    except ConfigError:
+        job_of(reading, cluster, changes)
+        raise

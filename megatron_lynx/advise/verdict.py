@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.rows import Row, gain
+from megatron_lynx.advise.today import Row, gain
 from megatron_lynx.units import format_bytes, format_seconds
 
 WORTH = 0.02
@@ -39,11 +39,11 @@ def _of_plan(answer: Answer, plan: Row) -> str:
     if near is not None:
         changed = answer.changed(near)
         return f"Nothing to gain in this layout ({_little(won)}); {changed} under a plan: {_less(near.row, before_s)}."
-    if not answer.launch.written and (spared_bytes := answer.launch.row.memory_bytes - plan.memory_bytes) > 0:
+    if answer.launch.written:
+        return f"Nothing to gain: {KEEP} ({_little(won)})."
+    if (spared_bytes := answer.launch.row.memory_bytes - plan.memory_bytes) > 0:
         return f"The plan holds {format_bytes(spared_bytes)} less than stock Megatron without recomputation ({_little(won)})."
-    if not answer.launch.written:
-        return f"Nothing to gain: stock Megatron without recomputation does as well ({_little(won)})."
-    return f"Nothing to gain: {KEEP} ({_little(won)})."
+    return f"Nothing to gain: stock Megatron without recomputation does as well ({_little(won)})."
 
 
 def _no_plan(answer: Answer) -> str:

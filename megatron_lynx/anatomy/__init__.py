@@ -1,6 +1,6 @@
 """What a transformer layer consists of and where its windows are, as data: sections, items, collectives, addresses."""
 
-from megatron_lynx.anatomy.dense import (
+from megatron_lynx.kinds.dense.section import (
     ATTENTION,
     CODE_ITEMS,
     COLUMN_PARALLEL,
@@ -11,20 +11,12 @@ from megatron_lynx.anatomy.dense import (
     REPLAYABLE,
     ROW_PARALLEL,
 )
-from megatron_lynx.anatomy.experts import (
-    ALL_ITEMS,
-    EXPERTS,
-    EXPERTS_WITH_SHARED,
-    FILLING,
-    SHARED_EXPERTS,
-    names_in,
-    sections_of,
-)
-from megatron_lynx.anatomy.latent import LATENT, LATENT_ITEMS, halves_of, latent_section
-from megatron_lynx.anatomy.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
+from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, SHARED_EXPERTS
+from megatron_lynx.kinds.latent.section import LATENT, LATENT_ITEMS
+from megatron_lynx.kinds.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
+from megatron_lynx.kinds.sections import Facts, all_items, filling, halves_of, names_in, sections_of
 
 __all__ = [
-    "ALL_ITEMS",
     "ATTENTION",
     "CODE_ITEMS",
     "COLUMN_PARALLEL",
@@ -33,7 +25,7 @@ __all__ = [
     "EXPERTS",
     "EXPERTS_LINEARS",
     "EXPERTS_WITH_SHARED",
-    "FILLING",
+    "Facts",
     "HALVES",
     "Half",
     "ITEMS",
@@ -49,8 +41,9 @@ __all__ = [
     "Role",
     "SHARED_EXPERTS",
     "Section",
+    "all_items",
+    "filling",
     "halves_of",
-    "latent_section",
     "names_in",
     "sections_of",
 ]

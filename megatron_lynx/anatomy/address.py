@@ -27,8 +27,8 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_lynx.anatomy.dense import DENSE
-from megatron_lynx.anatomy.section import HALVES, PASSES, Half, Pass
+from megatron_lynx.kinds.dense.section import DENSE
+from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass
 
 BackwardPhase = Literal["steady", "cooldown"]
 BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy.address import window_name
-from megatron_lynx.anatomy.section import Half, Section
+from megatron_lynx.kinds.section import Half, Section
 
 
 def half_before(half: Half) -> tuple[Half, int]:

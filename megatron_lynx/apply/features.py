@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.live_run import not_one, switched_on
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.running import FACES
 
 OFF = {
     "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
@@ -31,11 +33,6 @@ OFF = {
 }
 """Config fields that must be off, and what to drop."""
 
-NOT = {
-    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU")
-}
-"""Config fields that must not have a value, which ones they may have, and what to launch with."""
-
 OFF_WITH_TE = {
     "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
     "symmetric_ar_type": "--symmetric-ar-type: that reduction is no window",
@@ -46,53 +43,23 @@ OFF_WITH_TE = {
 }
 """Config fields that must also be off if the layers are Transformer Engine's, and what to drop."""
 
-OFF_WITH_LATENTS = {
-    "cache_mla_latents": "--cache-mla-latents: it is for inference, and takes a linear apart",
-    "apply_rope_fusion": "it with --no-rope-fusion: the fused kernel overwrites what a linear returned, which a replay may need",
-    "mla_down_proj_fusion": "--mla-down-proj-fusion: one linear does what two items stand for",
-    "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
-    "fp8": "--fp8-format: not shown with latent attention",
-    "tp_comm_overlap": "--tp-comm-overlap: not shown with latent attention",
-}
-"""Config fields that must also be off with multi-latent attention, and what to drop."""
-
 ONE = {
     "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards: weights are gathered by collectives of their own",
 }
 """Config fields that must be 1 where a release has them, and what to drop."""
 
-ONE_WITH_EXPERTS = {
-    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards: weights are gathered by their own collectives",
-}
-"""Config fields that must also be 1 with experts, and what to drop."""
-
 
 def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
     """Every setting that a plan cannot work with. `te`: the layers are Transformer Engine's."""
-    yield from _set(config, OFF, "off under a plan")
-    for name, drop in {**ONE, **(ONE_WITH_EXPERTS if config.num_moe_experts else {})}.items():
-        value = getattr(config, name, 1)
-        if value != 1:
-            yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")
-    for name, (value, needed, instead) in NOT.items():
-        if config.num_moe_experts and getattr(config, name, None) == value:
-            yield Problem(f"config.{name}", value, f"{needed} under a plan", f"launch with {instead}")
-    if config.num_moe_experts and config.fp8:
-        yield Problem(
-            "config.fp8", str(config.fp8), "none with experts under a plan", "drop --fp8-format: not shown with experts"
-        )
+    yield from switched_on(config, OFF, "off under a plan")
+    for name, drop in ONE.items():
+        yield from not_one(config, name, drop)
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"
         yield Problem("config.cuda_graph_impl", str(graphs), "none under a plan", todo)
-    if getattr(config, "multi_latent_attention", False):
-        yield from _set(config, OFF_WITH_LATENTS, "off under a plan with multi-latent attention")
+    for face in FACES:
+        yield from face.refused_settings(config)
     if te:
-        yield from _set(config, OFF_WITH_TE, "off under a plan with Transformer Engine")
-
-
-def _set(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:
-    for name, drop in fields.items():
-        if value := getattr(config, name, None):
-            yield Problem(f"config.{name}", str(value), needed, f"drop {drop}")
+        yield from switched_on(config, OFF_WITH_TE, "off under a plan with Transformer Engine")

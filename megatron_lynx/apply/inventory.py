@@ -8,23 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
+from megatron_lynx.kinds.running import FACES
 
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
     "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    EXPERTS.name: (
-        "transformer.moe.moe_layer",
-        "transformer.moe.moe_utils",
-        "transformer.moe.router",
-        "transformer.moe.experts",
-        "transformer.moe.shared_experts",
-        "transformer.moe.token_dispatcher",
-    ),
-    "latents": ("transformer.multi_latent_attention",),
+    **{face.name: face.relies_on for face in FACES if face.relies_on},
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
@@ -39,7 +31,7 @@ RELIES_ON = {
 }
 """By hook (`apply/hooks/<name>`, `apply/transformer_engine`), the modules of `megatron.core` whose functions it counts on.
 
-`experts` is no hook: those on halves and sites hold mixtures of experts as well, whose functions are listed apart."""
+A kind of section is no hook: those on halves and sites hold every kind; the functions of one kind alone are listed apart."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine; in place of
-its MLP there may be a mixture of experts, of which nothing is asked here but that it is Megatron's (`expert_refusals`)."""
+its MLP there may be another section in some layers, of which nothing is asked here (`kinds.experts.running`)."""
 
 from __future__ import annotations
 
@@ -7,33 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Item, Role
-from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, name_of
-from megatron_lynx.apply.site import dense_sections_in, modules_of
+from megatron_lynx.anatomy import Item
+from megatron_lynx.apply.live_run import LiveRun, name_of
+from megatron_lynx.apply.site import modules_of
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.held import Classes
+from megatron_lynx.kinds.running import classes_of, sections_in
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_COLUMN_PARALLEL = ("megatron.core.tensor_parallel.layers.ColumnParallelLinear",)
-_LOCAL_CLASSES: Mapping[Role, tuple[str, ...]] = {
-    "column_parallel": _COLUMN_PARALLEL,
-    "down_projection": _COLUMN_PARALLEL,
-    "up_projection": _COLUMN_PARALLEL,
-    "query_projection": _COLUMN_PARALLEL,
-    "row_parallel": ("megatron.core.tensor_parallel.layers.RowParallelLinear",),
-}
-_IDENTITY = ("megatron.core.transformer.identity_op.IdentityOp",)
-_TE_CLASSES: Mapping[Role, tuple[str, ...]] = {
-    "norm": _IDENTITY,
-    "column_parallel": (f"{TE_MODULE}TELayerNormColumnParallelLinear",),
-    "down_projection": (f"{TE_MODULE}TELinear",),
-    "inner_norm": _IDENTITY,
-    "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
-    "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
-    "core": (f"{TE_MODULE}TEDotProductAttention",),
-    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
-}
-"""By role the classes that a site may have. Of a norm that is no part of a linear it does not matter."""
-
 _TE_FLAGS = ("return_layernorm_output", "primary_weights_in_fp8", "fsdp_group")
 """Attributes of its linears that must be off: they hand on or hold what no item names."""
 
@@ -59,14 +40,14 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
         try:
-            sections = dense_sections_in(layer)
+            sections = [section for section in sections_in(layer) if not section.in_some_layers]
             sites = {item: module for section in sections for item, module in modules_of(section, layer).items()}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        apart = {section.item("norm") for section in sections if not section.fuses_norm}
-        held = {item: module for item, module in sites.items() if item not in apart}
-        yield from _other_classes(number, held, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
+        for section in sections:
+            held = {item: sites[item] for item in section.sites if section.fuses_norm or item.role != "norm"}
+            yield from _other_classes(number, held, classes_of(section, te=run.uses_te))
         if run.uses_te and number == first:  # all are built from one config
             yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*_OWNS_USERBUFFER, *_TE_FLAGS))
     if run.userbuffers and run.layers and not run.uses_te:
@@ -74,7 +55,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
 
 
-def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, tuple[str, ...]]) -> Iterator[Problem]:
+def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) -> Iterator[Problem]:
     for site, module in sites.items():
         known = classes.get(site.role)
         if known is not None and name_of(module) not in known:

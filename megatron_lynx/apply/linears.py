@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch.nn import Module, Parameter
@@ -9,7 +11,9 @@ from torch.nn import Module, Parameter
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.live_run import LiveRun
-from megatron_lynx.apply.site import modules_named, sections_in
+from megatron_lynx.apply.site import modules_named
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.pending import Linear
 
@@ -59,3 +63,94 @@ def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
                 for item, expert, module in modules_named(section, run.layers[layer], names):
                     found[LinearOf(layer, section.half, item.name, item.role, expert)] = module
     return found
+
+
+NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+"""Transformer Engine then hands on operands of another kind, on GPUs only: nobody has seen them deferred."""
+
+
+def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Every reason why weight gradients cannot be deferred here; none where the plan defers none."""
+    if not any(entry.defers for entry in plan.stages):
+        return
+    if not run.config.gradient_accumulation_fusion:
+        needed = "True: where weight gradients are deferred they are added to main_grad where it lies"
+        todo = "drop --no-gradient-accumulation-fusion (local layers need APEX for it), or plan without weight_gradients"
+        yield Problem("config.gradient_accumulation_fusion", "False", needed, todo)
+    if getattr(run.config, "defer_embedding_wgrad_compute", False):
+        todo = "drop --defer-embedding-wgrad-compute: the plan decides which weight gradients are deferred"
+        yield Problem("config.defer_embedding_wgrad_compute", "True", "off where a plan defers weight gradients", todo)
+    if any(list(entry.layers) != _layers_of(run, entry.chunk) for entry in plan.chunks_of(run.stage)):
+        return  # the plan was made for another model, which is said elsewhere
+    linears = deferring_linears(plan, run)
+    yield from _ungraded(linears)
+    yield from _storeless(linears, run)
+    yield from _natively_grouped(linears)
+    yield from _too_small(plan, run, linears)
+
+
+def _layers_of(run: LiveRun, chunk: int) -> list[int]:
+    if chunk >= len(run.chunks):
+        return []
+    return [layer.layer_number for layer in run.chunks[chunk].decoder.layers]  # type: ignore[union-attr]
+
+
+def _ungraded(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
+    for linear, module in linears.items():
+        if not all(hasattr(weight, "main_grad") for weight in weights_of(module)):
+            todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
+            yield Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
+            return  # one stands for all
+
+
+def _storeless(linears: dict[LinearOf, Module], run: LiveRun) -> Iterator[Problem]:
+    for linear, module in linears.items() if run.uses_te else ():
+        if getattr(module, "wgrad_store", None) is None:
+            todo = "install a Transformer Engine that has delay_wgrad_compute, or plan without weight_gradients"
+            yield Problem(f"{linear.place}.wgrad_store", "none", "Transformer Engine's WeightGradStore", todo)
+            return
+
+
+def _natively_grouped(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
+    """A grouped GEMM whose operands are no tensors of experts, or that makes gradients of biases as well."""
+    grouped = {linear: module for linear, module in linears.items() if linear.of_experts and len(weights_of(module)) > 1}
+    for linear, module in grouped.items():
+        if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":
+            needed = "off where weight gradients of grouped experts are deferred"
+            yield Problem(linear.place, NATIVE, needed, f"unset {NATIVE}, or plan without weight_gradients of experts")
+            return
+        if getattr(module, "apply_bias", False):
+            needed = "False where weight gradients of grouped experts are deferred"
+            yield Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
+            return
+
+
+def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
+    """A bound that not even one entry fits into: nothing would ever be deferred."""
+    for entry in plan.chunks_of(run.stage):
+        sizes = {linear: _least_bytes(plan, run, *each) for each in linears.items() if (linear := each[0]).layer in entry.layers}
+        largest = max(sizes, key=lambda linear: sizes[linear], default=None)
+        if largest is None or entry.weight_gradients is None or entry.weight_gradients.bytes >= sizes[largest]:
+            continue
+        place = f"plan: {plan.place_of(entry)}.weight_gradients.bytes"
+        needed = f"at least {sizes[largest]}, what one micro-batch of {largest.item} holds"
+        yield Problem(place, str(entry.weight_gradients.bytes), needed, "raise it, or plan without weight_gradients")
+
+
+def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
+    """What one entry of a linear holds at least: its input and the gradient of its output, for all tokens of a micro-batch. Of
+    experts for their share, if all are asked as often: whatever comes, entries that do not fit are computed at once."""
+    weights = weights_of(module)
+    outputs, inputs = weights[0].shape
+    element_bytes = 1 if run.fp8 else weights[0].element_size()
+    tokens = plan.model.seq * plan.batch.micro
+    if linear.of_experts:
+        rows = (
+            tokens
+            // run.shards_of(plan.parallel.sequence_parallel)
+            * run.expert
+            * (run.config.expert_tensor_parallel_size or 1)
+            * run.config.moe_router_topk
+        )
+        tokens = rows * len(weights) // run.config.num_moe_experts
+    return int(tokens * (inputs + outputs) * element_bytes)

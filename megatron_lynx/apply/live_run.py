@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION, LATENT, Section
-from megatron_lynx.anatomy.experts import MIXTURE
-from megatron_lynx.anatomy.latent import KV_DOWN, Q_DOWN
+from megatron_lynx.anatomy import ATTENTION, filling
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
 """How the full names begin of Megatron's classes that wrap Transformer Engine's layers."""
 
-EXPERTS_CLASS = "megatron.core.transformer.moe.moe_layer.MoELayer"
-"""The class of the mixture of experts that a layer may have in place of an MLP."""
+LINEARS = "megatron.core.tensor_parallel.layers."
+"""The same of its own linears."""
 
-
-LATENT_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
-"""The class of latent attention. The one with fused down-projections is another."""
+IDENTITY = "megatron.core.transformer.identity_op.IdentityOp"
+"""What stands in the place of a norm that Transformer Engine makes inside a linear."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +48,11 @@ class LiveRun:
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
 
     @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """Numbers of the rank's layers whose MLP half is a mixture of experts."""
-        return tuple(number for number, layer in self.layers.items() if has_experts(layer))
-
-    @property
     def uses_te(self) -> bool:
         """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
         layer = next(iter(self.layers.values()), None)
-        linear = module_at(layer, ATTENTION.item("column_parallel").path) or module_at(layer, KV_DOWN.path)
-        return name_of(linear).startswith(TE_MODULE)
-
-    @property
-    def has_latents(self) -> bool:
-        """Whether the rank's first layer has latent attention."""
-        return latent_in(next(iter(self.layers.values()), None)) is not None
+        linears = [module_at(layer, item.path) for section in filling(ATTENTION.half) for item in section.items if item.is_linear]
+        return name_of(next(filter(None, linears), None)).startswith(TE_MODULE)
 
     @property
     def fp8(self) -> bool:
@@ -81,6 +69,10 @@ class LiveRun:
     def userbuffers(self) -> bool:
         """Whether tensor-parallel linears exchange inside their GEMMs (--tp-comm-overlap)."""
         return self.tensor > 1 and bool(getattr(self.config, "tp_comm_overlap", False))
+
+    def shards_of(self, sequence_parallel: bool) -> int:
+        """Ranks among which the tokens of a sequence are cut outside of tensor-parallel linears."""
+        return self.context * (self.tensor if sequence_parallel else 1)
 
     @property
     def group_size(self) -> int:
@@ -128,19 +120,6 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
     return tuple(wrappers), model
 
 
-def has_experts(layer: Module) -> bool:
-    """Whether a layer's MLP half is a mixture of experts."""
-    return name_of(module_at(layer, MIXTURE)) == EXPERTS_CLASS
-
-
-def latent_in(layer: object) -> Section | None:
-    """What fills the attention half of a layer that has latent attention; None where it has another."""
-    if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != LATENT_CLASS:
-        return None
-    te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
-    return LATENT[module_at(layer, Q_DOWN.path) is not None, te]
-
-
 def module_at(layer: object, path: str) -> object:
     """The submodule of a layer at an attribute path; None where it has none."""
     return reduce(lambda module, name: getattr(module, name, None), path.split("."), layer)
@@ -149,3 +128,17 @@ def module_at(layer: object, path: str) -> object:
 def name_of(module: object) -> str:
     """The full name of an object's class: module and qualified name."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def switched_on(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:
+    """The fields of these that are on, with what to drop."""
+    for name, drop in fields.items():
+        if value := getattr(config, name, None):
+            yield Problem(f"config.{name}", str(value), needed, f"drop {drop}")
+
+
+def not_one(config: Any, name: str, drop: str) -> Iterator[Problem]:
+    """A field that is not 1, where a release has it."""
+    value = getattr(config, name, 1)
+    if value != 1:
+        yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")

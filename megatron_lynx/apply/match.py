@@ -9,13 +9,11 @@ Plan and run may both be sound, but not fit each other. Whether the run can carr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.apply.fp8_refusals import recipe_of
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.running import layers_by_kind
 from megatron_lynx.plan.plan import Plan
 
 
@@ -25,7 +23,7 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
-        problems += [*_layers(plan, run), *_experts(plan, run)]
+        problems += [*_layers(plan, run), *_kinds(plan, run)]
     return problems
 
 
@@ -61,40 +59,15 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "fp8": recipe_of(config) if config.fp8 else None,
     }
-    if run.layers:
-        live["latent_attention"] = latent_sizes_of(config) if run.has_latents else None
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:
             found = getattr(plan.model, name)
             yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
 
 
-def latent_sizes_of(config: Any) -> LatentSizes:
-    """The sizes of latent attention in Megatron's model config."""
-    return LatentSizes(
-        q_rank=config.q_lora_rank,
-        kv_rank=config.kv_lora_rank,
-        head_size=config.qk_head_dim,
-        rope_size=config.qk_pos_emb_head_dim,
-        value_head_size=config.v_head_dim,
-    )
-
-
-def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
-    planned = {number for number in run.layers if plan.model.has_experts(number)}
-    live = set(run.expert_layers)
-    for numbers, found, needed in ((live - planned, "an MLP", EXPERTS.name), (planned - live, EXPERTS.name, "an MLP")):
-        if numbers:
-            place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
-            yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
-    exchanging = run.expert if run.config.moe_token_dispatcher_type == "alltoall" else 1
-    if live and plan.parallel.expert not in (1, exchanging):
-        place, needed = "plan: parallel.expert", f"{exchanging}, the ranks that exchange tokens by all-to-all, or 1"
-        yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
-    if live and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
-        place = "plan: model.shared_experts"
-        yield Problem(place, "True", "False, as this run has none", "make a plan for this model")
+def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    for face, layers in layers_by_kind(run):
+        yield from face.mismatches(plan, run, layers)
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:

@@ -1,14 +1,25 @@
-"""From a plan's stage to what goes to the host: a policy for every chunk that offloads."""
+"""From a plan's stage to what goes to the host: a policy for every chunk that offloads.
+
+This rank's share of host memory, by what the hosts themselves say.
+
+No launcher's variable says it: torchrun sets `LOCAL_WORLD_SIZE`, srun does not. So all ranks tell each other which machine and
+which control groups they run in, and each counts who takes from the same.
+"""
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
+from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.stage_order import OrderOfStep
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.host_pool import most_on_host
+from megatron_lynx.schedule.one_stage import most_on_host
+from megatron_lynx.schedule.schedule import Action
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
@@ -47,3 +58,30 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
         where=f"stage {run.stage}",
         lasting=lambda chunk: (*run.chunks[chunk].parameters(), *run.chunks[chunk].buffers()),
     )
+
+
+log = logging.getLogger(__name__)
+
+STATE_BYTES = 14
+"""Of one parameter: weight in 16 bits, master weight and Adam's two moments in 32 (arXiv 1910.02054, section 3.1)."""
+
+
+def host_limit_of(plan: Plan, run: Any) -> HostLimit | None:
+    """None where the plan sends nothing to the host. Every rank must call this, also one that cannot carry the plan: the others
+    would wait for it. `run`: this rank's, or why it has none."""
+    if not any(stage.offload for stage in plan.stages):
+        return None
+    free = free_memory()
+    mine = HostFacts(free, _state_bytes(run) if isinstance(run, LiveRun) else 0)
+    limit = limit_of(mine, of_all_ranks(mine))
+    if free.unread:
+        log.warning("no limit of host memory can be read in %s: counted on %s", ", ".join(free.unread), limit.words)
+    return limit
+
+
+def _state_bytes(run: LiveRun) -> int:
+    """What the rank's part of a checkpoint, or of an optimizer on the CPU, takes at most."""
+    parameters = sum(parameter.numel() for chunk in run.chunks for parameter in chunk.parameters() if parameter.requires_grad)
+    configs = (getattr(wrapper, "ddp_config", None) for wrapper in run.wrappers)
+    shared_out = any(getattr(config, "use_distributed_optimizer", False) for config in configs)
+    return STATE_BYTES * parameters // (run.replicas if shared_out else 1)

@@ -1,32 +1,45 @@
 """Refuses runs that the hooks cannot work with, naming every reason at once (rules R6, R14).
 
 its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
-its torch          windows whose collectives would hold memory (`recorded_operands`)
+its torch          windows whose collectives would hold memory (at the end)
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
-its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
+its gradients      weight gradients that cannot be deferred (`linears`)
 its head           one that cannot run in pieces, where the plan asks for it (`head_refusals`)
-its experts        those that cannot be looked into, where the plan asks for it (`expert_refusals`)
+its kinds          what the kinds of its halves refuse (`kinds.held`)
+
+Refused are, too, windows where torch would keep what their collectives read and write for longer than a plan counts:
+
+stock     a synchronous collective: its operands are free when compute comes behind it
+ours      the same collective, asynchronous, with the window's tasks behind it
+          torch below 2.8: NCCL's `record_stream` keeps both operands until the host sees the collective over, and the host is far
+          ahead of the device: several GiB more than planned, at 70B
+
+Messages between stages are asynchronous in stock, too: their windows change nothing. On a CPU, gloo keeps its operands itself.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+import torch
+from torch import distributed
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
-from megatron_lynx.anatomy.dense import CORE_ATTENTION
-from megatron_lynx.apply.expert_refusals import refused_experts
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.head_refusals import refused_head
 from megatron_lynx.apply.layers import refused_layers
+from megatron_lynx.apply.linears import refused_deferrals
 from megatron_lynx.apply.live_run import LiveRun, module_at
-from megatron_lynx.apply.recorded_operands import refused_windows
-from megatron_lynx.apply.weight_gradient_refusals import refused_deferrals
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import receives_in
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.kinds.running import layers_by_kind
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
@@ -42,7 +55,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *refused_layers(run),
         *_random_numbers(run),
         *refused_deferrals(plan, run),
-        *refused_experts(plan, run),
+        *(problem for face, layers in layers_by_kind(run) for problem in face.refusals(plan, run, layers)),
         *refused_head(plan, run),
     ]
 
@@ -87,8 +100,9 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
     if run.overlaps_exchanges:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
+    timetable = timetable_of(plan, run.stage)
     for entry in plan.chunks_of(run.stage):
-        if not any(receives_in(entry, phase) for phase in phases):
+        if not any(timetable.receive(entry.chunk, phase).replays for phase in phases):
             continue
         found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"
@@ -106,3 +120,18 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
             needed = "allow: with overlapped exchanges there is always a message under way"
             todo = "launch with --no-overlap-p2p-communication, or change the plan"
             yield Problem(f"plan: {plan.place_of(entry)}.offload.beside_messages", "avoid", needed, todo)
+
+
+def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Of the whole plan, not of one stage: all ranks say the same."""
+    if not _over_nccl(run) or not records_operands(torch.__version__, os.environ):
+        return
+    if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
+        found = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
+        needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
+        yield Problem(AVOIDS_RECORDING, found, needed, f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later")
+
+
+def _over_nccl(run: LiveRun) -> bool:
+    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have none
+    return on_cuda or distributed.get_backend(run.tensor_group) == "nccl"

@@ -1,25 +1,33 @@
-"""Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.anatomy`.
+"""Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.kinds`.
 
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
-                         (or latent attention's: `anatomy.latent`)
+                         (or latent attention's: `kinds.latent`)
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
        with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
 
 The names have been stable from megatron-core 0.12 to 0.20. A site of experts is called once for each expert where they run one
 by one, and the dispatcher's are methods of an object that is no module.
+
+Whether a half may draw random numbers: whether anything in it drops out, now.
+
+Norms, linears and activations draw nothing. The core attention does where its dropout is not 0, and so does the addition at the
+end of a half. Both are read when a half is called, because training code may change them. A router may draw, too, but no replay
+runs it: where nothing drops out behind it, nobody needs to know.
+
+Transformer Engine's fused attention takes a seed and an offset from the generator, moves it on, and saves both for its backward,
+whether anything drops out or not (`fused_attn_fwd` in its csrc/extensions/attention.cpp; seen on an H100). Where a replay runs
+it, the half counts as one that draws: the replay finds the generator where forward had it, and leaves it where it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch.nn import Module
+from torch.nn import Dropout, Module
 
-from megatron_lynx.anatomy import Item, Section, sections_of
-from megatron_lynx.anatomy.experts import MIXTURE
-from megatron_lynx.apply.live_run import has_experts, latent_in, module_at
+from megatron_lynx.anatomy import Item, Section
 
 EACH = "*"
 ONE_BY_ONE = "local_experts"
@@ -41,17 +49,6 @@ class Place(NamedTuple):
     def goes_on(self) -> bool:
         """Whether another method of the same item is called behind it."""
         return self.method != self.item.methods[-1]
-
-
-def sections_in(layer: Module) -> tuple[Section, ...]:
-    """What fills the halves of a live layer."""
-    shared = getattr(module_at(layer, MIXTURE), "shared_experts", None) is not None
-    return sections_of(experts=has_experts(layer), shared_experts=shared, latent=latent_in(layer))
-
-
-def dense_sections_in(layer: Module) -> list[Section]:
-    """Those that a layer without experts has as well."""
-    return [section for section in sections_in(layer) if not section.has_experts]
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
@@ -84,3 +81,25 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
         return
     for expert in getattr(found, ONE_BY_ONE, (found,)):
         yield attrgetter(behind)(expert)
+
+
+def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:
+    """For calls of this half of this layer, of which these items are replayed."""
+    cores = [place for place in places_of(section, layer) if place.item.role == "core"]
+    if any(place.item.name in replayed and hasattr(place.owner, "fused_attention") for place in cores):
+        return lambda: True
+    inside = [module for place in cores if place.module is not None for module in place.module.modules()]
+    dropping = [module for module in inside if isinstance(module, Dropout)]
+    attending = [module for module in inside if hasattr(module, "attention_dropout")]
+
+    def may_draw() -> bool:
+        if getattr(layer, "hidden_dropout", 1.0):
+            return True
+        return any(each.p for each in dropping) or any(_drops(each.attention_dropout) for each in attending)
+
+    return may_draw
+
+
+def _drops(dropout: Any) -> bool:
+    """Megatron has a module there, and Transformer Engine a module or a probability."""
+    return bool(getattr(dropout, "p", dropout))

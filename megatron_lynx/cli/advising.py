@@ -64,7 +64,7 @@ def advise(
 
 def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | None, tuple[Problem, ...]]:
     """The job, and why no plan can be made of the launch although what it does today can be priced."""
-    from megatron_lynx.advise.launch import asked_launch
+    from megatron_lynx.advise.today import asked_launch
 
     if asked.cluster is None:
         return (*job_or_launch(asked, planning=True, changes=changes), ())

@@ -1,13 +1,20 @@
-"""How commands show their answers: tables on the terminal, and files of pictures and traces."""
+"""How commands show their answers: tables on the terminal, and files of pictures and traces. That files and folders for answers
+can be written is checked before anything takes long.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_lynx.cli.terminal import show
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.writable import against_file, against_folder
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
@@ -22,14 +29,33 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
+INSTALL_PLOT = "pip install 'megatron-lynx[plot]'"
+
+
+def can_plot() -> bool:
+    """Whether pictures can be drawn: matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def check_plot(picture: Path | None) -> None:
+    """Refuses, before anything takes long, a picture that cannot be drawn."""
+    if picture is not None and not can_plot():
+        raise ConfigError("no picture can be drawn", [Problem("--plot", "no matplotlib is installed", "", INSTALL_PLOT)])
+
+
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Without matplotlib all but the picture, and a line says so."""
     from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.compare.report import write_report
-    from megatron_lynx.compare.timeline_plot import plot_timeline
 
     picture, trace = folder / "timeline.png", folder / "trace.json"
-    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
     write_trace(comparison.timeline, trace)
+    if not can_plot():
+        typer.echo(f"{picture} is not drawn: it needs matplotlib ({INSTALL_PLOT})", err=True)
+        return [*write_report(comparison.measurement, folder), trace]
+    from megatron_lynx.compare.timeline_plot import plot_timeline
+
+    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
     return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
 
 
@@ -42,7 +68,7 @@ def write_simulation(
     stages = range(len(simulation.executed))
     timeline, memory = simulation.timeline(), {stage: simulation.memory(stage) for stage in stages}
     if plot is not None:
-        from megatron_lynx.compare.simulation_plot import Shown, plot_simulation
+        from megatron_lynx.compare.timeline_plot import Shown, plot_simulation
 
         notes = {stage: note(simulation, stage) for stage in stages}
         shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
@@ -205,3 +231,34 @@ def show_findings(found: list[Finding]) -> None:
         row = (finding.level, finding.topic, finding.found, finding.costs, finding.todo)
         table.add_row(*row, style=styles.get(finding.level, ""))
     show(table)
+
+
+def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> None:
+    """Whether the answers can be written, each to a place of its own, and none over what is `read`. All problems at once."""
+    problems: list[Problem] = []
+    taken = {_place(file): "a file that is read" for file in read if file is not None}
+    for file in files:
+        if file is None or _is_device(file):
+            continue
+        if (place := _place(file)) in taken:
+            problems.append(Problem(os.fspath(file), taken[place], "another place for the answer"))
+        elif (found := against_file(file)) is not None:
+            problems.append(Problem(os.fspath(file), found, "a file that can be written"))
+        taken[place] = "another answer's place"
+    if problems:
+        raise ConfigError("the answer could not be written", problems)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for answers. Raises `ConfigError` where it cannot be written to."""
+    if (found := against_folder(folder)) is not None:
+        raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
+
+
+def _place(file: Path) -> str:
+    return os.path.realpath(file)
+
+
+def _is_device(file: Path) -> bool:
+    """Devices and pipes are left alone, opening one may have an effect."""
+    return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)

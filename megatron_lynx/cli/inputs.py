@@ -1,7 +1,10 @@
-"""Reads what a command was given, as jobs, profiles and plans; measures a profile on this machine where none is given."""
+"""Reads what a command was given, as jobs, profiles and plans, and what a run has taught (`plan --from-run lynx_outcome.json`);
+measures a profile on this machine where none is given.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.config.host_time import HostTime
     from megatron_lynx.doctor import Unmeasured
+    from megatron_lynx.from_run import Lesson
+    from megatron_lynx.measure.run_outcome import RunOutcome
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.testbed.hosts import Hosts
@@ -89,18 +94,20 @@ def warn_of(profile: Profile) -> None:
         typer.echo(f"warning: {profile.source.caution}", err=True)
 
 
-def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
-    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster. Nothing is measured."""
+def figures_for(plan: Plan, profile_file: Path | None, job_file: str | None) -> Profile:
+    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster, with what the plan has learned. Nothing
+    is measured."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
+    from megatron_lynx.profiler.scaled import as_learned
 
     job = None if job_file is None else job_named(job_file)
     if job is not None and (job.cluster.matmul is not None or profile_file is not None):
-        return costs_of(job, profile_file)
+        return as_learned(costs_of(job, profile_file), plan.provenance.learned)
     if profile_file is not None:
         given = load_profile(profile_file)
         warn_of(given)
-        return given
+        return as_learned(given, plan.provenance.learned)
     needed = "a profile of the plan's job, or --job, whose cluster has figures"
     raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
 
@@ -132,9 +139,9 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
     own_layers = bool(words) and read_launch(words).given["transformer_impl"] == "local"
 
     try:
+        from megatron_lynx.testbed.compiled_parts import has_compiled_extension
         from megatron_lynx.testbed.host_time import Asked, measured_here
         from megatron_lynx.testbed.ranks import RankError
-        from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 
         import_module("megatron.core")
     except ImportError as error:
@@ -163,10 +170,12 @@ def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path 
 def plan_and_costs(
     job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, hosts: Hosts | None = None
 ) -> tuple[Plan, Profile]:
-    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept."""
+    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept. The
+    costs that are returned have what the given plan has learned."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
+    from megatron_lynx.profiler.scaled import as_learned
 
     given = None if plan_file is None else _given(job, plan_file)
     measured = hosts is not None and profile_file is None and job.cluster.matmul is None
@@ -174,7 +183,7 @@ def plan_and_costs(
     save_profile(costs, folder / "profile.yaml")
     made = make_plan(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
-    return made, costs
+    return made, as_learned(costs, made.provenance.learned)
 
 
 def _given(job: Job, plan_file: Path) -> Plan:
@@ -185,3 +194,35 @@ def _given(job: Job, plan_file: Path) -> Plan:
     plan = load_plan(plan_file)
     check_plan(job, plan)
     return plan
+
+
+def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
+    """The job and its costs with what a run has taught, if one is given; without one as ever."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.from_run import lesson
+    from megatron_lynx.measure.run_outcome import load_outcome
+
+    if run_file is None:
+        return job, costs_of(job, profile_file), None
+    outcome = load_outcome(run_file)
+    if profile_file is None and job.cluster.matmul is None:
+        needed = f"the profile that {outcome.plan} was made with: one that is measured now has other seconds"
+        raise ConfigError("a run corrects the figures of its own plan", [Problem("--profile", "nothing", needed)])
+    costs = costs_of(job, profile_file)
+    found = lesson(outcome, job, costs, os.fspath(run_file), _plan_of(outcome, run_file))
+    return found.job(job), found.costs(costs), found
+
+
+def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
+    """The plan that a run was made under: where its launch had it, or beside the outcome. None where it is not there."""
+    from megatron_lynx.errors import LynxError
+    from megatron_lynx.plan import load_plan
+
+    for path in (Path(outcome.plan), run_file.with_name(Path(outcome.plan).name)):
+        try:
+            plan = load_plan(path)
+        except LynxError:
+            continue
+        if plan.digest == outcome.plan_digest:
+            return plan
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ def asked_about(
 ) -> Asked:
     """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
     from megatron_lynx.errors import ConfigError
-    from megatron_lynx.launch_arguments.launch_file import read_launch_file
+    from megatron_lynx.launch_arguments.files import read_launch_file
 
     words = words or []
     if launch_file is None:
@@ -152,13 +152,15 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
     return {} if reading is None else {"understood": as_json(reading)}
 
 
-def command_with(reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = ()) -> str:
+def command_with(
+    reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
+) -> str:
     """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
-    it gets besides, of which Megatron takes the last."""
+    it gets besides, of which Megatron takes the last; `without`: names of arguments that it loses."""
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment
 
     layers = layer_flags(made) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
-    return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made))
+    return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made), without)

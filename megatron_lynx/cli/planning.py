@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_lynx.cli.advising import show_answer, show_details
-from megatron_lynx.cli.answers import profile_in_words, write_simulation
+from megatron_lynx.cli.answers import check_plot, check_writable, profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word
+from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word, taught
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
-from megatron_lynx.cli.learning import taught
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
@@ -31,7 +30,6 @@ from megatron_lynx.cli.options import (
     VerboseOption,
     finite,
 )
-from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import awaited, show, show_json
 
 if TYPE_CHECKING:
@@ -100,7 +98,13 @@ def plan(
         _say_no(answer, as_json=as_json)
         return
     compared = against_windows(decision, job, costs)
-    options = {"--profile": profile_file, "--optimizer-offload": optimizer_offload, "--inexact": next(iter(inexact or ()), None)}
+    head = next(iter(inexact or ()), None)
+    options = {
+        "--profile": profile_file,
+        "--optimizer-offload": optimizer_offload,
+        "--inexact": head,
+        "--from-run": run_file,
+    }
     origin = {"asked": asked.again(options), "job": job.digest, **({} if lesson is None else lesson.origin)}
     provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
@@ -124,6 +128,7 @@ def plan(
 
 def _launched(job: Job, decision: Decision, reading: Reading | None, output: Path, *, chosen: bool) -> str:
     """What to launch with a plan. `chosen`: how much of the optimizer is on the host was asked of the plan, not of the launch."""
+    from megatron_lynx.launch_arguments.optimizer_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
 
@@ -131,10 +136,10 @@ def _launched(job: Job, decision: Decision, reading: Reading | None, output: Pat
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
         return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
     own = host_optimizer_flags(decision.job) if chosen else []
-    command = f"launch with it:\n\n{command_with(reading, job, decision.plan, output, own)}"
-    if chosen and not own and reading.given["optimizer_cpu_offload"]:
-        return f"leave out --optimizer-cpu-offload: the plan has all of the optimizer on the device; {command}"
-    return command
+    without = OF_THE_HOST if chosen and not own else ()
+    file = reading.given["yaml_cfg"]
+    drop = f"drop {ON_HOST} in {file}; " if without and file is not None and reading.given[ON_HOST] else ""
+    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, own, without)}"
 
 
 def _say_no(answer: Answer, *, as_json: bool) -> None:
@@ -173,7 +178,8 @@ def simulate(
         typer.Option("--job", metavar="JOB", help="The plan's job: its cluster's figures are taken where there is no profile."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", help="Write a picture: stages over time, memory below.")
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Write a picture (matplotlib): stages over time, memory below."),
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
     budget_mib: Annotated[
@@ -182,16 +188,18 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
-    from megatron_lynx.cost.host_report import HostReport
+    from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
+    check_plot(plot)
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
-        costs = figures_for(profile_file, job_file)
+        plan = load_plan(plan_file)
+        costs = figures_for(plan, profile_file, job_file)
         reduced = job_file is not None and job_named(job_file).overlap.gradients
-        simulation = rehearse(load_plan(plan_file), costs, reduced_in_backward=reduced)
+        simulation = rehearse(plan, costs, reduced_in_backward=reduced)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))

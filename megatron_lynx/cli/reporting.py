@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_lynx.cli.answers import check_writable
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
-from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import counted
 
 if TYPE_CHECKING:
@@ -41,17 +41,22 @@ def report(
     ] = 12,
 ) -> None:
     """One HTML file to look at, without a network: schedule, waits, memory, plans over budgets; predicted beside measured."""
+    from megatron_lynx.profiler.scaled import as_learned
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
-    from megatron_lynx.report.page import write_page
+    from megatron_lynx.report.island import write_page
 
     given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
     check_writable(output, read=map(Path, given.sources.values()))
     if given.job is not None:
         mention_experts(given.job)
     job = given.job if job_file is None else job_named(job_file)
+    learned, costs = None if given.plan is None else given.plan.provenance.learned, _costs(job, given.profile)
+    if learned is not None:  # the plan, the front around it and stock's settings are priced with what its run before has taught
+        job = None if job is None else job.model_copy(update={"learned": learned})
+        costs = None if costs is None else as_learned(costs, learned)
     with counted("plans made") as watch:
-        island = contents(Asked(given, job, _costs(job, given.profile), budgets, watch))
+        island = contents(Asked(given, job, costs, budgets, watch))
     write_page(island, output)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 

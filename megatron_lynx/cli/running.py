@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
+from megatron_lynx.cli.answers import make_folder, show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
 from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
@@ -20,7 +20,6 @@ from megatron_lynx.cli.options import (
     ProfileOption,
     StrictOption,
 )
-from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
 
@@ -97,6 +96,8 @@ def _compare_simulated(
     from megatron_lynx.testbed.schedule_comparison import most_held
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
+    if (learned := made.provenance.learned) is not None:
+        job = job.model_copy(update={"learned": learned})
     parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)

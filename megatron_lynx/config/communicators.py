@@ -32,8 +32,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lynx.config.cluster import NcclChannels
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.config.reserve import NcclChannels
 from megatron_lynx.units import MIB
 
 Use = Literal["collectives", "exchange", "messages"]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_lynx.anatomy import Section, sections_of
+from megatron_lynx.anatomy import Facts, Section, sections_of
 from megatron_lynx.validation import Part
 
 BALANCED = 1.0
@@ -74,7 +74,7 @@ class Experts(Part):
     @property
     def section(self) -> Section:
         """What fills the MLP half of a layer that has them."""
-        return sections_of(experts=True, shared_experts=bool(self.shared_ffn))[1]
+        return sections_of(Facts(experts=True, shared_experts=bool(self.shared_ffn)))[1]
 
     def most_load(self, ranks: int) -> float:
         """The load of one of so many ranks if every token went to as many of its experts as it can."""

@@ -11,14 +11,13 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator, communicators
 from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
-from megatron_lynx.config.head import Head
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.learned import Learned
-from megatron_lynx.schedule.groups import groups_needed
+from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part
 
@@ -54,6 +53,13 @@ class Budget(Part):
     expandable_segments: bool = True
     """Whether the run has PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves less unused. It decides how much is
     reserved for that."""
+
+
+class Head(Part):
+    """A head in pieces, which does not equal stock's in every bit: the gradient of its weight is another sum."""
+
+    pieces: Literal["auto"] | Annotated[int, Field(ge=2, le=1_000_000)]
+    """Parts of a sequence, whose logits are there one after the other; auto: the planner decides whether, and how many."""
 
 
 class Job(Part):

@@ -25,6 +25,7 @@ LATER: dict[str, dict[str, Any]] = {
         "cross_entropy": "unfused",
         "deterministic": False,
         "glu_offset": True,
+        "kinds": (),
     },
     "parallel": {
         "expert": 1,

@@ -7,15 +7,27 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
+from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
-from megatron_lynx.config.fp8 import Fp8
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.fp8_recipes import Recipe
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
+
+Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
+"""Bias, dropout and residual addition (`--no-bias-dropout-fusion` switches it off); bias and activation (`--no-bias-gelu-fusion`,
+`--no-bias-swiglu-fusion`); rotary positions, with a kernel of Transformer Engine's (`--no-rope-fusion`); mask and softmax of
+local layers' scores (`--no-masked-softmax-fusion`)."""
+
+
+class Fp8(Part):
+    """Megatron's `--fp8-format` and `--fp8-recipe`. Weights themselves stay in the model's type."""
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: E4M3, but gradients in E5M2."""
+    recipe: Recipe = "delayed"
 
 
 class Model(Part):
@@ -78,13 +90,16 @@ class Model(Part):
     experts: Experts | None = None
     """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
 
+    kinds: tuple[KindName, ...] = ()
+    """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
+
     @model_validator(mode="before")
     @classmethod
-    def _listed_fusions(cls, data: Any) -> Any:
+    def _listed(cls, data: Any) -> Any:
         """A file's list is checked as Python's, once somebody has looked at its data."""
-        if isinstance(data, dict) and isinstance(data.get("fusions"), list):
-            return {**data, "fusions": tuple(data["fusions"])}
-        return data
+        if not isinstance(data, dict):
+            return data
+        return {**data, **{name: tuple(data[name]) for name in ("fusions", "kinds") if isinstance(data.get(name), list)}}
 
     @model_validator(mode="before")
     @classmethod
@@ -123,14 +138,20 @@ class Model(Part):
             yield "latent goes with no fp8 yet: what its projections keep in FP8 is not counted"
 
     @property
-    def halves(self) -> Mapping[Half, Section]:
-        """What fills the halves of a layer without experts."""
-        return halves_of(self.latent_section)
+    def facts(self) -> Facts:
+        """What decides which kinds fill the halves of layers without experts."""
+        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds)
 
     @property
-    def latent_section(self) -> Section | None:
-        """What fills the attention halves, where that is latent attention."""
-        return latent_section(self.latent, te=self.uses_te)
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(self.facts)
+
+    @property
+    def every_section(self) -> tuple[Section, ...]:
+        """Every content of a half that some layer has, the usual ones first."""
+        mixture = () if self.experts is None else (self.experts.section,)
+        return (*self.halves.values(), *mixture)
 
     @property
     def element_bytes(self) -> int:
@@ -183,7 +204,7 @@ class Model(Part):
 
     def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
         """The same of one of its kinds of layers."""
-        return sections_of(experts=experts, shared_experts=self.shared_experts, latent=self.latent_section)
+        return sections_of(self.facts._replace(experts=experts, shared_experts=self.shared_experts))
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:
@@ -209,3 +230,7 @@ class Model(Part):
     def fc1_width(self) -> int:
         """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H with SwiGLU."""
         return 2 * self.ffn if self.activation == "swiglu" else self.ffn
+
+    def norm_parameters(self, width: int | None = None) -> int:
+        """Parameters of one norm, of what is so wide: the residual stream where nothing is given."""
+        return (width or self.hidden) * (2 if self.norm == "layernorm" else 1)

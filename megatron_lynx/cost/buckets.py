@@ -16,9 +16,8 @@ from __future__ import annotations
 from math import ceil, lcm
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.expert_parameters import expert_sharers
-from megatron_lynx.cost.parameter_tensors import parameter_tensors
-from megatron_lynx.cost.parameters import Parameters
+from megatron_lynx.cost.parameters import Parameters, parameter_tensors
+from megatron_lynx.kinds.experts.planning import expert_sharers
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
 """A bucket has so many parameters, or so many for each rank that shares them if that is more (`DistributedDataParallel`), unless

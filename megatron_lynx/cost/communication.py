@@ -7,6 +7,15 @@
 
 In FP8 inputs are gathered as bytes, after their cast; of a gradient with block scales those by rows and by columns are gathered,
 which is as much as in bf16.
+
+What Transformer Engine allocates for userbuffers (--tp-comm-overlap), beside PyTorch's allocator and before the first step.
+
+                                                                   tensors     with FP8
+    gathered    qkv, fc1 forward and dgrad, proj, fc2 dgrad and wgrad    8     in bytes
+    scattered   proj, fc2 forward, qkv, fc1 wgrad                        4     in 16 bits
+
+Each holds all rows of a micro-batch, and serves all layers. Source: `initialize_ub` of Transformer Engine 2.9 to 2.20 as Megatron
+calls it (the methods that are the default; a ring that scatters holds almost twice as much).
 """
 
 from __future__ import annotations
@@ -14,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
-from megatron_lynx.anatomy.latent import KV_UP, Q_DOWN, Q_UP
-from megatron_lynx.anatomy.section import Exchange
+from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
+from megatron_lynx.profiler.shape import LayerShape
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
@@ -74,28 +85,10 @@ def _beside_s(profile: Profile, section: Section, collective: Collective) -> flo
 
 def _carried_bytes(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> int:
     if collective.of:
-        return message_bytes * _latent_width(profile, collective) // profile.shape.hidden
+        return message_bytes * planning_of(section).carried_width(profile.shape, collective) // profile.shape.hidden
     per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
     in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
-    return gathered_input_bytes(profile, message_bytes) if in_fp8 else message_bytes
-
-
-def _latent_width(profile: Profile, collective: Collective) -> int:
-    """Columns of what a collective of latent attention carries, over all rows."""
-    sizes, te = profile.shape.latent, profile.shape.implementation == "transformer_engine"
-    assert sizes is not None, "a profile of latent attention says its sizes"
-    if collective.carries != "latent":
-        return latent_input_width(profile, collective.of)
-    if collective.of == Q_DOWN.name:
-        return sizes.q_rank or 0
-    return sizes.rope_size if te else sizes.kv_down_width
-
-
-def latent_input_width(profile: Profile, linear: str) -> int:
-    """Columns of what a linear of latent attention that makes heads or compresses reads."""
-    sizes = profile.shape.latent
-    assert sizes is not None, "a profile of latent attention says its sizes"
-    return {Q_UP.name: sizes.q_rank or 0, KV_UP.name: sizes.kv_rank}.get(linear, profile.shape.hidden)
+    return profile.gathered_input(message_bytes) if in_fp8 else message_bytes
 
 
 def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
@@ -104,16 +97,6 @@ def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[st
         return 0
     inputs = (one for one in section.collectives("fwd", True) if one.carries == "input" and one.of in section.gathering_latents)
     return sum(_carried_bytes(profile, section, one, message_bytes) for one in inputs if one.of in replay)
-
-
-def message_bytes_of(profile: Profile) -> int:
-    """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
-    return profile.attention.input_bytes * (profile.shape.tensor if profile.shape.sequence_parallel else 1)
-
-
-def gathered_input_bytes(profile: Profile, message_bytes: int) -> int:
-    """What the gather of a column-parallel linear's input moves."""
-    return message_bytes if profile.shape.fp8 is None else message_bytes * FP8_BYTES // BF16_BYTES
 
 
 def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
@@ -174,7 +157,7 @@ def gather_lost_and_spared_s(
 ) -> tuple[float, float]:
     """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
     earlier one delays it: one of the two is 0."""
-    gather_s = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
+    gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.half(section.half).items[section.column_parallel].dgrad_s)
     longer_s = max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
     return max(0.0, longer_s), max(0.0, -longer_s)
@@ -185,3 +168,16 @@ def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
     items = profile.half(section.half).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))
+
+
+GATHERED, SCATTERED = 8, 4
+
+
+def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
+    """Bytes of all userbuffers of a device. None without them."""
+    if not job.userbuffers:
+        return 0
+    gathered = GATHERED * shape.gathered_bytes
+    if job.model.fp8 is not None:
+        gathered = gathered * FP8_BYTES // BF16_BYTES
+    return gathered + SCATTERED * shape.gathered_bytes

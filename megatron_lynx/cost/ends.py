@@ -23,8 +23,7 @@ Counted with the real loss, compiled by inductor and not (`tests/cost/test_momen
 
 from __future__ import annotations
 
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 NATIVE_GRADIENT_BYTES = 2
 """Megatron's own fused loss makes its gradient in bf16, whatever the logits are."""
@@ -32,13 +31,7 @@ NATIVE_GRADIENT_BYTES = 2
 
 def embedding_gradient_bytes(shape: LayerShape) -> int:
     """The gradient of the word embeddings, a block as large as they are, before it is added to Megatron's buffer."""
-    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * added_gradient_bytes(shape)
-
-
-def added_gradient_bytes(shape: LayerShape) -> int:
-    """Bytes of one element of a gradient while it is added to a buffer in fp32: on a CPU it is copied into that type first."""
-    element = shape.model.element_bytes
-    return element + (FP32_BYTES if shape.device == "cpu" and element < FP32_BYTES else 0)
+    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * shape.added_gradient_bytes
 
 
 def logits_at_loss_bytes(shape: LayerShape, pieces: int = 1) -> int:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.parameter_tensors import parameter_tensors
-from megatron_lynx.cost.parameters import Parameters, bytes_each
-from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.cost.parameters import Parameters, bytes_each, parameter_tensors
+from megatron_lynx.profiler.roofline import link_among
 
 BLOCKS, BLOCK_ELEMENTS = 320, 65_536
 """Of one launch over many tensors (Apex's and Transformer Engine's `multi_tensor_apply`)."""

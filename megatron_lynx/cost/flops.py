@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_lynx.config.model import Model
-from megatron_lynx.cost.expert_parameters import weights_passed
-from megatron_lynx.cost.parameters import attention_matrices, layer_matrices
+from megatron_lynx.cost.parameters import passed_weights
 
 Convention = Literal["causal", "whole"]
 
@@ -19,9 +18,9 @@ Convention = Literal["causal", "whole"]
 def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     """Forward and backward of the whole model: 6 for each weight of a matrix, and the attention."""
     mixtures = len(model.expert_layers)
-    matrices = (model.layers - mixtures) * layer_matrices(model) + model.hidden * model.vocab
+    matrices = (model.layers - mixtures) * passed_weights(model) + model.hidden * model.vocab
     if mixtures:  # of its experts a token passes some
-        matrices += mixtures * (attention_matrices(model) + weights_passed(model))
+        matrices += mixtures * passed_weights(model, experts=True)
     attention = (6 if convention == "causal" else 12) * model.layers * model.query_width * model.seq
     return 6 * matrices + attention
 

@@ -2,19 +2,23 @@
 
 A pass cannot be shorter, whatever its device does: a *host-bound* stage waits for Python. What is not known counts as no time:
 the ends of the model, collectives, experts, and everything where the profile knows no host time.
+
+What there is to say of host time: whether it is known, on which CPU, and which stages wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, Section
-from megatron_lynx.config.host_time import Setting
+from megatron_lynx.config.host_time import Implementation, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def half_host_s(
     profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
 ) -> HostSeconds:
     """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
-    if profile.host_time is None or section.has_experts:
+    if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
     treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
@@ -74,7 +78,7 @@ def _deferring(profile: Profile, section: Section) -> HostSeconds:
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
-    if profile.host_time is None or section.has_experts:
+    if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
 
@@ -117,3 +121,44 @@ def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
     assert profile.host_time is not None, "callers look"
     passes = profile.host_time.of(profile.shape.implementation).half(section.half).under(setting)
     return HostSeconds(passes.forward_s, passes.backward_s)
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """Host time in an answer about a whole step."""
+
+    cpu: str | None
+    """What the host time was measured on; None where it is not known."""
+    layers: Implementation | None = None
+    """Whose layers it was measured of."""
+    words: str = ""
+    """Both, for people; and where other layers had to be taken, for which."""
+    bound: Sequence[HostLoad] = ()
+    """The stages that are host-bound."""
+
+    @classmethod
+    def of(cls, profile: Profile, bound: Sequence[HostLoad]) -> HostReport:
+        """`bound`: what was found with the figures of this profile."""
+        known, own = profile.host_time, profile.shape.implementation
+        if known is None:
+            return cls(None, bound=tuple(bound))
+        return cls(known.cpu, known.taken_for(own), known.words_for(own), tuple(bound))
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"cpu": self.cpu, "layers": self.layers, "host_bound": [asdict(load) for load in self.bound]}
+
+    @property
+    def lines(self) -> list[str]:
+        """For a terminal: one line, or one for each stage that is host-bound and what to do about it."""
+        if self.cpu is None:
+            return ["host time: not known (megatron-lynx profile and doctor measure it); no pass is taken to wait for Python"]
+        if not self.bound:
+            return [f"host time: Python stays ahead of the device on every stage (host time of {self.words})"]
+        stages = [
+            f"host-bound: stage {load.stage}: in a step the host needs {format_seconds(load.host_s)} to issue what takes "
+            f"the device {format_seconds(load.device_s)}"
+            for load in self.bound
+        ]
+        todo = "hiding replays gains nothing there; a larger batch.micro or a smaller parallel.tensor does"
+        return [*stages, f"host time of {self.words}; {todo}"]

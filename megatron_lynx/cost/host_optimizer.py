@@ -139,6 +139,18 @@ def least_left_bytes(job: Job) -> float:
     return min(left_for_activations_bytes(job, stage) for stage in range(job.parallel.pipeline))
 
 
+def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
+    """What a node's host memory lacks where every rank puts so many bytes of activations there; None where it is enough.
+    A node's devices share it; each is taken to be of the stage that offloads most."""
+    node, devices = job.cluster.node, job.host_sharers
+    if node is None or (not rank_bytes and not job.optimizer.offloaded):
+        return None
+    if (needed := devices * rank_bytes) <= (left := least_left_bytes(job)):
+        return None
+    found = f"{format_bytes(needed)} for {devices} devices"
+    return Problem("host memory of a node", found, in_words(job, left), "offload less: lower the batch")
+
+
 def in_words(job: Job, left_bytes: float) -> str:
     """What of host memory may be used, and why it is less than the node has."""
     assert job.cluster.node is not None, "there is a limit"

@@ -12,15 +12,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import ATTENTION, ITEMS, LATENT_ITEMS, MLP, Section
-from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION
+from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Section, filling
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.profiler.expert_shape import expert_flops
-from megatron_lynx.profiler.expert_tensors import expert_tensors, saved_bytes
-from megatron_lynx.profiler.item_seconds import flops_of
+from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 
 BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
 CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
@@ -29,7 +26,8 @@ CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
 
 def replayed_items(policy: Policy) -> tuple[str, ...]:
     """What runs again in backward. Raises `KeyError` for `planned`, of which only a plan knows."""
-    return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": (*ITEMS, *LATENT_ITEMS)}[policy]
+    usual = (name for half in HALVES for section in filling(half) if not section.in_some_layers for name in section.names)
+    return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": tuple(dict.fromkeys(usual))}[policy]
 
 
 @lru_cache(maxsize=1024)
@@ -42,10 +40,7 @@ def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
     if policy == "full":
         return shape.input_bytes
     sections = shape.model.kind_sections(experts=experts)
-    return sum(
-        saved_bytes(shape) if section.has_experts else shape.input_bytes + _kept_by(section, shape, policy)
-        for section in sections
-    )
+    return sum(shape.input_bytes + _kept_by(section, shape, policy) for section in sections)
 
 
 def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) -> int:
@@ -55,23 +50,16 @@ def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) 
 
 
 def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
-    tensors = half_tensors(_checkpointed(shape) if policy == "selective" else shape, section.half)
+    face = planning_of(section)
+    if section.in_some_layers:
+        policy = "none"
+    tensors = face.tensors(_checkpointed(shape) if policy == "selective" else shape)
     if policy == "balanced":
         return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
-    given_bytes = core_arguments_bytes(shape) if let_go else 0
+    given_bytes = face.core_arguments_bytes(shape) if let_go else 0
     return given_bytes + sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
-
-
-def core_arguments_bytes(shape: LayerShape) -> int:
-    """What a checkpoint of the core attention is given, and nobody else keeps. Inside it, eager kernels repeat grouped keys and
-    values for every head, so it holds them as they were: keys, and the projection's whole block, of which values are a part."""
-    model = shape.model
-    if not shape.eager or model.kv_groups == model.heads or model.latent is not None:
-        return 0
-    changed = model.position == "rope" or model.qk_norm
-    return shape.tokens * model.element_bytes * (shape.qkv_width + (shape.key_width if changed else 0))
 
 
 def _checkpointed(shape: LayerShape) -> LayerShape:
@@ -82,8 +70,9 @@ def _checkpointed(shape: LayerShape) -> LayerShape:
 
 def replayed_flops(shape: LayerShape, replay: Collection[str], *, experts: bool = False) -> int:
     """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `experts`: of a layer that has them."""
-    flops = flops_of(shape) | (expert_flops(shape) if experts else {})
-    sections = shape.model.kind_sections(experts=experts)
-    tensors = [expert_tensors(shape) if each.has_experts else half_tensors(shape, each.half) for each in sections]
-    runs = [replay_of(section, blocks, replay).runs for section, blocks in zip(sections, tensors, strict=True)]
-    return sum(flops.get(item, 0) for run in runs for item in run if item in replay)
+    total = 0
+    for section in shape.model.kind_sections(experts=experts):
+        face = planning_of(section)
+        flops, runs = face.flops(shape), replay_of(section, face.tensors(shape), replay).runs
+        total += sum(flops[item] for item in runs if item in replay)
+    return total

@@ -5,14 +5,22 @@
            whole  +  resident       +  resident  +  resident
     [B] in its last window the next one is regenerated, when of itself only its inputs are still needed
            tail   +  whole          +  resident  +  resident
-    What is regenerated in other windows, or gathered behind them, is there at [A], too. A replay may run in windows of the two
-    halves before: what of it is there at which of their moments is `ahead`, `ahead2`, ...
 
-        moments        mlp(3) [A] [B]    attention(3) [A] [B]    mlp(2) [A]
-        of mlp(2)        ahead4  ahead3          ahead2  ahead    whole
+There is one formula of a peak, a table: a row for every moment of the backward, a column for every half, and in it what the half
+holds then. A half goes through the same eight columns wherever it is, only later than those before it:
 
-    The other micro-batches in flight hold their resident parts all the while. What is regenerated early, while a forward or a
-    receive still waits, is there from before the first backward until its own, once: only one micro-batch's backward comes next.
+    COLUMNS       held     -4     -3     -2     -1     [A]     [B]     over
+    bytes         held         held + what is there ahead      whole   tail    0
+
+    moments       before   mlp(2) [A] [B]   attention(2) [A] [B]    mlp(1) [A] [B]  ...
+    of mlp(2)      held        [A]  [B]       over                   over
+    of attention(2) held       -2   -1        [A] [B]                over
+    of mlp(1)      held        -4   -3        -2  -1                 [A] [B]
+
+What is regenerated in other windows, or gathered behind them, is there at [A], too. A replay may run in windows of the two halves
+before: what of it is there at their four moments is `ahead`. The other micro-batches in flight hold their resident parts all the
+while. What is regenerated early, while a forward or a receive still waits, is there from before the first backward until its own,
+once: only one micro-batch's backward comes next.
 
 A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes. Of that, blocks
 large enough can go to the host (`smallest_offloaded_bytes`).
@@ -21,8 +29,13 @@ large enough can go to the host (`smallest_offloaded_bytes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Replay
@@ -41,18 +54,13 @@ class HalfMemory:
     tail: int
     """What its backward still needs at its last collective: its input, and its column-parallel linear's. Without collectives:
     everything."""
-    ahead: int = 0
-    """What is there when the half before ends, of what is regenerated or gathered: all, a part, or nothing."""
+    ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """What is there, of what is regenerated or gathered, at the four moments before its own backward, the nearest one first:
+    when the half before ends, when it begins, when that before it ends, when it begins."""
     early: int = 0
     """What is there before the stage's first backward begins, and then until its own. It is in none of the other parts."""
     movable: int = 0
     """The part of the resident bytes that can go to the host."""
-    ahead2: int = 0
-    """What is there when the half before begins."""
-    ahead3: int = 0
-    """What is there when the half before that ends."""
-    ahead4: int = 0
-    """What is there when that begins."""
 
     @property
     def whole(self) -> int:
@@ -63,11 +71,17 @@ class HalfMemory:
         """What is held while backward is on its way to the half."""
         return self.resident + self.early
 
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """What it holds from column to column."""
+        held = self.held
+        return held, *(held + size for size in reversed(self.ahead)), self.whole, self.tail, 0
 
-NOTHING = HalfMemory(0, 0, 0)
 
-AHEAD = ("ahead", "ahead2", "ahead3", "ahead4")
-"""By how many moments before its own backward begins."""
+COLUMNS = ("held", "-4", "-3", "-2", "-1", "begins", "ends", "over")
+"""When a half holds what: by the moments before its own backward [A], which has two itself [A] [B]."""
+
+BEGINS = COLUMNS.index("begins")
 
 
 def half_memory(
@@ -113,10 +127,27 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
     return sum(half.resident for half in halves)
 
 
-def _threes(halves: Sequence[HalfMemory]) -> Iterator[tuple[HalfMemory, HalfMemory, HalfMemory]]:
-    """Each half with the two behind it."""
-    behind = [*halves[1:], NOTHING, NOTHING]
-    return zip(halves, behind, behind[1:], strict=False)
+def held_at_moments(columns: NDArray[Any]) -> NDArray[Any]:
+    """What halves hold together at every moment of one micro-batch's backward.
+
+    columns: (..., halves in the order of a backward, COLUMNS). Returns (..., 1 + 2 halves): before backward begins, then when
+    that of each half begins [A] and ends [B].
+    """
+    halves, held = columns.shape[-2], columns[..., 0]
+    behind = np.flip(np.flip(held, -1).cumsum(-1), -1)  # of a half and of all that come later
+    moments = np.concatenate([behind[..., :1], np.repeat(behind, 2, axis=-1)], axis=-1)
+    beyond = columns - held[..., None]
+    for later in range(min(3, halves)):  # at the moments of a half: of itself, of the next one, of that behind it
+        both = slice(BEGINS - 2 * later, BEGINS - 2 * later + 2)
+        moments[..., 1 : 1 + 2 * (halves - later)] += beyond[..., later:, both].reshape(*columns.shape[:-2], -1)
+    return moments
+
+
+def held_by_one(columns: NDArray[Any], half: int, halves: int) -> NDArray[Any]:
+    """What one of so many halves adds to that: (options, COLUMNS) of it to (options, moments)."""
+    every = np.zeros((len(columns), halves, len(COLUMNS)), columns.dtype)
+    every[:, half] = columns
+    return held_at_moments(every)
 
 
 def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_bytes: int = 0) -> int:
@@ -125,10 +156,8 @@ def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_byte
     `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.). `loss_bytes`: what the
     loss holds before backward reaches the layers, beyond what is held beside them then.
     """
-    behind = sum(half.held for half in backward_order)
-    peak = behind + loss_bytes
-    for half, first, second in _threes(backward_order):
-        behind -= half.held
-        begins, ends = half.whole + first.ahead2 + second.ahead4, half.tail + first.ahead + second.ahead3
-        peak = max(peak, behind + begins, behind + ends)  # [A] [B]
+    if not backward_order:
+        return loss_bytes
+    moments = held_at_moments(np.array([half.columns for half in backward_order]))
+    peak = max(int(moments[0]) + loss_bytes, int(moments[1:].max()))
     return peak + math.ceil((in_flight - 1) * resident_bytes(backward_order))

@@ -19,14 +19,20 @@ time: `zero_grad` frees it before the next forward.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.cost.expert_parameters import beside_experts, expert_sharers, own_expert_parameters
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.experts.planning import expert_sharers
+from megatron_lynx.kinds.face import HalfParameters
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.quantized import weight_bytes
+from megatron_lynx.profiler.shape import LayerShape
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 FP32_BYTES, MOMENTS_BYTES = 4, 8
@@ -106,70 +112,45 @@ class Parameters:
 
 def stage_parameters(job: Job, stage: int) -> Parameters:
     """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
-    model, tensor, layers = job.model, job.parallel.tensor, job.layers_on(stage)
-    mixtures = job.experts_on(stage)
-    mlps = layers - mixtures
+    model, tensor, halves = job.model, job.parallel.tensor, halves_on(job, stage)
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
+    usual = (planning_of(section).parameters(model, job.parallel) for section in model.halves.values())
     return Parameters(
-        matrices=(mlps * layer_matrices(model) + mixtures * attention_matrices(model)) // tensor
-        + (layers * latent_down_matrices(model, model.latent) if model.latent is not None and model.uses_te else 0)
-        + (mixtures * beside_experts(job) if mixtures else 0),
-        vectors=layers * _layer_vectors(model, tensor) - mixtures * _mlp_biases(model, tensor) + last * _norm(model),
+        matrices=sum(count * half.cut for half, count in halves) // tensor + sum(count * half.whole for half, count in halves),
+        vectors=sum(count * half.vectors for half, count in halves) + last * model.norm_parameters(),
         embedding=first * (words + positions),
         head=last * (0 if first and model.tied_embeddings else words),
-        experts=mixtures * own_expert_parameters(job) if mixtures else 0,
-        largest=max(_largest_matrix(model) // tensor, words if first or last else 0),
+        experts=sum(count * half.apart for half, count in halves),
+        largest=max(max(half.largest for half in usual) // tensor, words if first or last else 0),
     )
 
 
-def _largest_matrix(model: Model) -> int:
-    """The largest weight of a layer, over all tensor-parallel ranks."""
-    sizes = model.latent
-    if sizes is None:
-        return model.hidden * max(model.fc1_width, model.qkv_width)
-    queries = model.heads * sizes.query_head_size * (sizes.q_rank or model.hidden)
-    return max(model.hidden * max(model.fc1_width, model.query_width), queries, model.heads * sizes.kv_head_size * sizes.kv_rank)
+def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
+    """The halves of a stage's layers, of every kind, and how many there are."""
+    mixtures, counts = job.experts_on(stage), Counter[Section]()
+    for experts, layers in ((False, job.layers_on(stage) - mixtures), (True, mixtures)):
+        if layers:
+            counts.update(dict.fromkeys(job.model.kind_sections(experts=experts), layers))
+    return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counts.items()]
 
 
-def layer_matrices(model: Model) -> int:
-    """Weights of one layer's four linears over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with SwiGLU, else 2hH."""
-    return attention_matrices(model) + model.hidden * (model.fc1_width + model.ffn)
-
-
-def attention_matrices(model: Model) -> int:
-    """Weights of the two linears around the attention; of latent attention its projections."""
-    if model.latent is not None:
-        return latent_matrices(model, model.latent)
-    return model.hidden * (model.qkv_width + model.query_width)
-
-
-def latent_matrices(model: Model, sizes: LatentSizes) -> int:
-    """Weights of latent attention that are cut over tensor-parallel ranks: all but Transformer Engine's down-projections."""
-    cut = model.heads * ((sizes.q_rank or model.hidden) * sizes.query_head_size + sizes.kv_rank * sizes.kv_head_size)
-    whole = 0 if model.uses_te else latent_down_matrices(model, sizes)
-    return cut + whole + model.query_width * model.hidden
-
-
-def latent_down_matrices(model: Model, sizes: LatentSizes) -> int:
-    """Weights of the down-projections."""
-    return model.hidden * ((sizes.q_rank or 0) + sizes.kv_down_width)
+def passed_weights(model: Model, *, experts: bool = False) -> int:
+    """Weights of one layer that one token is multiplied with, over all tensor-parallel ranks: of a usual one (2 + 2g/a)h² + 3hH
+    with SwiGLU, else 2hH. `experts`: of a layer that has them, of which a token passes some."""
+    return sum(planning_of(section).parameters(model, Parallel()).passed for section in model.kind_sections(experts=experts))
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
     """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch."""
-    model, tensor, recipe = job.model, job.parallel.tensor, job.model.fp8_recipe
+    model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
-    rows_and_columns = (
-        (model.qkv_width // tensor, model.hidden),
-        (model.hidden, model.query_width // tensor),
-        (model.fc1_width // tensor, model.hidden),
-        (model.hidden, model.ffn // tensor),
-    )
+    shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
+    linears = (linear for section in model.halves.values() for linear in planning_of(section).linears(shape).values())
     return job.layers_on(stage) * sum(
-        weight_bytes(recipe, *size, transposes=job.cluster.transposes_fp8) for size in rows_and_columns
+        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes) for linear in linears
     )
 
 
@@ -227,21 +208,24 @@ def _shared(job: Job, count: int, experts: int, each: float) -> int:
     return ceil((count - experts) * each / sharers) + of_experts
 
 
-def _mlp_biases(model: Model, tensor: int) -> int:
-    """The biases that a layer without experts has, and a layer with experts has not."""
-    return model.hidden + model.fc1_width // tensor if model.bias else 0
+class ParameterTensors(NamedTuple):
+    """Parameters of one rank as tensors: copies and launches of an update go by them, not by their elements."""
+
+    weights: int
+    vectors: int
+    """Biases and norms."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.vectors
 
 
-def _layer_vectors(model: Model, tensor: int) -> int:
-    if model.latent is not None:
-        inner = (model.latent.q_rank or 0) + model.latent.kv_rank if model.qk_norm else 0
-        biases = 2 * model.hidden + model.fc1_width // tensor if model.bias else 0  # projections of latent attention have none
-        return 2 * _norm(model) + (_norm(model, inner) if inner else 0) + biases
-    row_parallel, column_parallel = 2 * model.hidden, (model.qkv_width + model.fc1_width) // tensor
-    heads = 2 * _norm(model, model.head_size) if model.qk_norm else 0  # one norm for all queries, one for all keys
-    return 2 * _norm(model) + heads + (row_parallel + column_parallel if model.bias else 0)
-
-
-def _norm(model: Model, width: int | None = None) -> int:
-    """Parameters of one norm, of what is `width` wide: the residual stream where nothing is given."""
-    return (width or model.hidden) * (2 if model.norm == "layernorm" else 1)
+def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
+    """Those of the layers; at the ends embeddings, the last norm, and the head if it is not the embedding itself."""
+    model, halves = job.model, halves_on(job, stage)
+    first, last = stage == 0, stage == job.parallel.pipeline - 1
+    norms = last + sum(count * half.norms for half, count in halves)
+    ends = first * (2 if model.position == "learned" else 1) + last * (not (first and model.tied_embeddings))
+    biases = sum(count * half.biased for half, count in halves) if model.bias else 0
+    weights = ends + sum(count * half.weights for half, count in halves)
+    return ParameterTensors(weights=weights, vectors=norms * (2 if model.norm == "layernorm" else 1) + biases)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_lynx.anatomy import Pass, Section
-from megatron_lynx.cost.communication import gather_lost_and_spared_s, message_bytes_of, window_lengths_s
+from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
@@ -67,4 +67,4 @@ class Prices:
     @cached_property
     def message_bytes(self) -> int:
         """What a tensor-parallel collective of a layer moves."""
-        return message_bytes_of(self.profile)
+        return self.profile.message_bytes

@@ -3,19 +3,28 @@ rehearsal of a plan, which has made its choices, and for the table of trade-offs
 
     items of the section ──replay_of──> what runs, stays, is regenerated ──> seconds and FLOPs of the replay
                                                                          └─> memory of the half, a gathered input included
+
+What recomputation buys, for every set of replayed items worth looking at, is the front of bytes of one layer against seconds:
+
+seconds │                    o full               It begins with nothing replayed. Balanced recomputation (norms and
+        │             o                           the activation; Yuan et al., ATC '24) ends the flat stretch, before a GEMM
+        │   balanced                              or the attention has to run again.
+        │ o──o
+        └─────────────────────── bytes saved
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gathered_input_bytes, kept_gathers_bytes, message_bytes_of
+from megatron_lynx.cost.communication import gather_once_s, kept_gathers_bytes
 from megatron_lynx.cost.memory import HalfMemory, half_memory
-from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.cost.replay import replay_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -48,7 +57,7 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
     """What it costs to replay these items of the section."""
     costs = profile.of(section)
     replayed = replay_of(section, costs.tensors, replay)
-    gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
+    gathered_bytes = profile.gathered_input(profile.message_bytes) if gathers(profile, section, replay) else 0
     stops = {
         stop: Stop(
             sum(costs.items[item].forward_s for item in replayed.runs if section.index(item) < section.index(stop)),
@@ -58,7 +67,7 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
     }
     exchanging = section.exchanges and profile.shape.expert > 1
     memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
-    if kept := kept_gathers_bytes(profile, section, replay, message_bytes_of(profile)):
+    if kept := kept_gathers_bytes(profile, section, replay, profile.message_bytes):
         memory = dataclasses.replace(memory, resident=memory.resident + kept)
     return PricedSection(
         memory,
@@ -72,3 +81,41 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
 def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
     """Whether a replay of these items runs the GEMM whose input is gathered once."""
     return profile.shape.sequence_parallel and section.gathered in replay
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """A set of items that are replayed on demand: one layer, one micro-batch, one rank."""
+
+    replay: tuple[str, ...]
+    saved_bytes: int
+    """How much less is held between forward and backward than if everything is kept."""
+    replay_s: float
+
+
+def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
+    """Every trade-off that no other one beats in both, from nothing replayed to most bytes saved."""
+    both = [
+        TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
+        for first, second in product(*(list(_trade_offs(profile, section)) for section in _sections(profile)))
+    ]
+    front: list[TradeOff] = []
+    for one in sorted(both, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
+        if not front or one.saved_bytes > front[-1].saved_bytes:
+            front.append(one)
+    return tuple(front)
+
+
+def _sections(profile: Profile) -> tuple[Section, ...]:
+    """What fills the halves of a layer: of one with experts, if there are any."""
+    attention, mlp = profile.shape.halves.values()
+    return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
+
+
+def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
+    costs = profile.of(section)
+    sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
+    for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
+        price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
+        gather_s = gather_once_s(profile, section, None, profile.message_bytes) if gathering else 0.0
+        yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

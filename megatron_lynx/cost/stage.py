@@ -1,7 +1,15 @@
-"""Seconds of a stage's passes and of a whole step.
+"""Seconds of a stage's passes and of a whole step, and how much of it is under way at once.
 
 stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once,
 stage 1     F B F B F B F B                 each with the messages that it exchanges with its neighbours
+
+How many chunks a stage holds between their forward and their backward, at most:
+
+1F1B, p = 4          stage 0 1 2 3            p - s
+chunks in flight           4 3 2 1
+without flushes            4 3 2 1            p - s, all the time
+interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
+chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 """
 
 from __future__ import annotations
@@ -128,3 +136,26 @@ def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> f
     """One step of 1F1B, without the optimizer: messages hold up both sides, so each stage pays one for each neighbour."""
     paces = [stage.both_s + p2p_s * ((number > 0) + (number < len(stages) - 1)) for number, stage in enumerate(stages)]
     return (microbatches - 1) * max(paces) + sum(paces)
+
+
+def chunks_in_flight(job: Job, stage: int) -> int:
+    """How many one stage holds; each is one chunk of one micro-batch."""
+    return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group, stage)
+
+
+def chunks_in_flight_by_stage(job: Job) -> list[int]:
+    """How many each stage holds."""
+    pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
+    return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
+
+
+def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage: int) -> int:
+    if chunks == 1:
+        return min(pipeline - stage, microbatches)
+    return min(microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * group + 1)
+
+
+def microbatches_in_flight(job: Job, stage: int) -> int:
+    """How many micro-batches of a stage's first chunk, whose backward comes last, it holds."""
+    pipeline = job.parallel.pipeline
+    return min(job.microbatches, pipeline - stage if job.chunks == 1 else job.microbatch_group)

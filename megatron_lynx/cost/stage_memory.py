@@ -37,6 +37,7 @@ from functools import lru_cache
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.buckets import filled_numbers
+from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.ends import (
     embedding_gradient_bytes,
     head_block_bytes,
@@ -48,7 +49,6 @@ from megatron_lynx.cost.ends import (
     tied_gradients_bytes,
 )
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
@@ -62,12 +62,9 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
-from megatron_lynx.cost.stage import of_every_stage
-from megatron_lynx.cost.userbuffers import userbuffers_bytes
-from megatron_lynx.profiler.expert_shape import routed_rows
-from megatron_lynx.profiler.expert_tensors import remembered_bytes
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
+from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
+from megatron_lynx.kinds.experts.saved import remembered_bytes, routed_rows
+from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 """What is allocated beside everything else: workspaces of cuBLAS, 32 MiB for each of the threads that run forward and backward

@@ -20,9 +20,17 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
-from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
+from megatron_lynx.cost.stage import (
+    LayerSeconds,
+    StageSeconds,
+    chunks_in_flight,
+    chunks_in_flight_by_stage,
+    layer_seconds,
+    of_every_stage,
+    stage_of_layers,
+    step_s,
+)
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
@@ -95,7 +103,7 @@ def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> La
     stock = replace(stock, replay_s=_replay_s(policy, items, profile, profile.shape.halves.values(), message_bytes))
     if stock.experts is None:
         return stock
-    others = [section for section in profile.shape.sections_with_experts if not section.has_experts]
+    others = [section for section in profile.shape.sections_with_experts if not section.in_some_layers]
     again_s = _replay_s(policy, items, profile, others, message_bytes)
     again_s += stock.experts.forward_s if policy == "full" else 0.0
     return replace(stock, experts=replace(stock.experts, replay_s=again_s))

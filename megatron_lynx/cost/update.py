@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
-from megatron_lynx.cost.expert_parameters import expert_sharers
 from megatron_lynx.cost.fixed import fixed_s
 from megatron_lynx.cost.host_optimizer import host_seconds
 from megatron_lynx.cost.parameters import FP32_BYTES, bytes_each, owned_parameters, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
-from megatron_lynx.profiler.link_levels import fewest_in_a_node
+from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import Casts
+from megatron_lynx.profiler.roofline import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
 
 

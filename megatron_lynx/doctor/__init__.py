@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.doctor.beside_collectives import beside_collectives
-from megatron_lynx.doctor.environment import Software, environment
+from megatron_lynx.doctor.environment import Software, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding
-from megatron_lynx.doctor.hardware_queues import hardware_queues
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
-from megatron_lynx.doctor.machine import gpus, machine
-from megatron_lynx.doctor.software import software, version_of
+from megatron_lynx.doctor.machine import gpus, machine, software, version_of
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
 

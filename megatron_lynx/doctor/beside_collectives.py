@@ -16,7 +16,7 @@ from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.norm_kernels import BACKWARD_MARGIN, CUDNN, FORWARD_MARGIN, USUAL_MARGIN, Norm, starts_as_one
 from megatron_lynx.plan import Plan
-from megatron_lynx.plan.in_windows import Group, groups_waited_for, norms_in_windows
+from megatron_lynx.plan.timetables import Group, groups_waited_for, norms_in_windows
 
 ALL_STREAMS = "TORCH_NCCL_HIGH_PRIORITY"
 """Environment variable: torch's streams for NCCL have a high priority, whatever their group."""

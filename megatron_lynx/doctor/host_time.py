@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.host_time import HostTime, Setting
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.host import HostReport
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.errors import LynxError
 from megatron_lynx.estimate import host_report

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 
 OUTPUTS = ("send_next", "recv_prev")
 GRADIENTS = ("send_prev", "recv_next")

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron_lynx.double_buffered.exchange import Exchange, Tensors, Waiting
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 
 
 class Interpreter:

@@ -19,20 +19,19 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.double_buffered.buffers import TwoGradients, TwoVersions
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
-from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.loss_scales import TwoLossScales
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
-from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.ledger import BatchListener
 from megatron_lynx.runtime.stage_order import StageOrder
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
+from megatron_lynx.schedule.schedule import Action
 
 
 class DoubleBuffered:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder, VirtualMicroBatch
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, order
+from megatron_lynx.schedule.schedule import Action
 
 FEW_BATCHES = 3
 """Enough batches for everything that can happen: filling, steady running, draining."""

@@ -13,8 +13,7 @@ from itertools import accumulate
 
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"

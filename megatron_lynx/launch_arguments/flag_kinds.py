@@ -72,8 +72,8 @@ READ = names_in(
     optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
-"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `latent_facts`, `layer_facts`, `context_facts`,
-`batch_facts`, `optimizer_facts`, `overlap_facts`; or what the launch does today is (`today`)."""
+"""The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
+(`today`)."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"

@@ -3,20 +3,22 @@
 --num-layers 32 --swiglu --lr 3e-4  ─┐
                                      ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that take all of it
 language_model: {num_layers: 32 ...} ─┘
+
+Each becomes a `Fact` about the job, which names the flag that it comes from.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.command_line import is_flag, pieces
 from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
-from megatron_lynx.launch_arguments.pieces import is_flag, pieces
 
 MISTYPED = 0.9
 """How alike two words are, from 0 to 1, of which one is the other with a letter or two wrong."""
@@ -163,3 +165,26 @@ def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> 
         problems.append(Problem(where, str(number), "at least 1"))
         return None
     return number
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One value of the job."""
+
+    place: str
+    """Where it stands in a job file: `model.layers`."""
+    value: Any
+    origin: str
+    """The flag that says it, or how it follows from other flags."""
+
+
+def as_job_data(facts: Iterable[Fact]) -> dict[str, Any]:
+    """The facts as a job file would have them."""
+    data: dict[str, Any] = {}
+    for fact in facts:
+        *path, last = fact.place.split(".")
+        inside = data
+        for key in path:
+            inside = inside.setdefault(key, {})
+        inside[last] = fact.value
+    return data

@@ -2,6 +2,18 @@
 
 hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
 vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab
+
+Latent attention (--multi-latent-attention):
+
+--q-lora-rank 1536                             ──> model.latent.q_rank              left out: queries are not compressed
+--kv-lora-rank 512                             ──> model.latent.kv_rank
+--qk-head-dim 128 --qk-pos-emb-head-dim 64     ──> model.latent.head_size, rope_size
+--v-head-dim 128                               ──> model.latent.value_head_size
+
+A head in pieces has no logits for whatever makes something else of them than a loss. `--fp8-format` switches FP8 on, the other
+flags say how; what of them is not modelled is refused by name.
+
+--fp8-margin, --fp8-interval, --fp8-amax-history-len, --fp8-amax-compute-algo     numbers alone: neither bytes nor seconds
 """
 
 from __future__ import annotations
@@ -11,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.fp8_recipes import RUN_BY_PLANS
+from megatron_lynx.launch_arguments.given import Fact, Given
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
 """Releases whose NullTokenizer has an end-of-document token beside the entries it is told."""
@@ -171,3 +183,79 @@ def _attention(given: Given) -> Iterator[Fact]:
     yield Fact("model.attention", "unfused" if asked in ("unfused", "local") else "flash", origin)
     if asked == "flash":
         yield Fact("model.attention_kernel", "flash_attention_2", f"{origin} flash, unless FlashAttention-3 is installed")
+
+
+LATENT = "multi_latent_attention"
+SIZES = {
+    "kv_rank": "kv_lora_rank",
+    "head_size": "qk_head_dim",
+    "rope_size": "qk_pos_emb_head_dim",
+    "value_head_size": "v_head_dim",
+}
+BESIDE = {
+    "group_query_attention": "no --group-query-attention: latent attention has keys for every head",
+    "tp_comm_overlap": "no --tp-comm-overlap: userbuffers are not shown with latent attention",
+}
+
+
+def latent_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
+    """Nothing without latent attention. What it cannot have beside it is added to `problems`.
+
+    `planning`: for a plan, under which rotary parts may not be turned in place.
+    """
+    if not given[LATENT]:
+        return
+    if given["q_lora_rank"] is not None:
+        yield Fact("model.latent.q_rank", given["q_lora_rank"], given.origin("q_lora_rank"))
+    for name, flag in SIZES.items():
+        yield Fact(f"model.latent.{name}", given[flag], given.origin(flag))
+    for flag, needed in BESIDE.items():
+        if given[flag]:
+            problems.append(Problem(given.origin(flag), str(given[flag]), needed))
+    if planning and given["apply_rope_fusion"]:
+        todo = "the fused kernel overwrites what a linear returned, which a replay may need"
+        problems.append(Problem("--no-rope-fusion", "not given", "given, with --multi-latent-attention under a plan", todo))
+
+
+WANTS_LOGITS = {"use_mup": "it scales logits", "config_logger_dir": "it writes logits to files"}
+
+
+def refused_in_pieces(given: Given) -> Iterator[Problem]:
+    """Every flag that a plan for a head in pieces cannot be made with."""
+    for name, why in WANTS_LOGITS.items():
+        value = given.values.get(name)
+        if value is not None and value.value:
+            todo = f"drop it ({why}), or plan without a head in pieces"
+            yield Problem(value.said, str(value.value), "a launch without it, with a head in pieces", todo)
+
+
+NOT_MODELLED = {
+    "fp8_param_gather": (False, "weights that are kept in FP8 are not held"),
+    "fp8_wgrad": (True, "inputs would be saved in both types"),
+    "first_last_layers_bf16": (False, "layers that differ are not modelled"),
+    "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
+    "fp8_quantizer_factory": (None, "what another quantizer saves is not known"),
+}
+"""What these must be beside `--fp8-format`, and why."""
+
+
+def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
+    """Nothing where it is not on. `planning`: for a plan, which not all recipes can have."""
+    if not (found := given["fp8"]):
+        return
+    flag, recipe = given.origin("fp8"), given["fp8_recipe"]
+    yield Fact("model.fp8.format", found, flag)
+    if recipe == "custom":
+        problems.append(Problem(given.origin("fp8_recipe"), recipe, "delayed, tensorwise, mxfp8 or blockwise"))
+    else:
+        yield Fact("model.fp8.recipe", recipe, given.origin("fp8_recipe"))
+    if given["transformer_impl"] == "local":
+        problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
+    if not given["bf16"]:
+        problems.append(Problem(flag, found, "--bf16 beside it"))
+    for name, (needed, why) in NOT_MODELLED.items():
+        if name in given.values and given[name] != needed:
+            problems.append(Problem(given.origin(name), "given", f"a launch without it, or without {flag}", why))
+    if planning and recipe not in (*RUN_BY_PLANS, "custom"):
+        todo = "plans for it cannot be run yet; megatron-lynx estimate can price it"
+        problems.append(Problem(given.origin("fp8_recipe"), str(recipe), " or ".join(RUN_BY_PLANS), todo))

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.given import Fact, Given
 
 AWARE = "use_precision_aware_optimizer"
 SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
 ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
+OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
+"""Arguments that a launch loses whose plan has all of the optimizer on the device."""
+
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.launch_arguments.pieces import OURS
+from megatron_lynx.launch_arguments.command_line import OURS
+from megatron_lynx.launch_arguments.given import Fact, Given
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}

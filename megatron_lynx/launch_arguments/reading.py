@@ -4,6 +4,8 @@ words ─ command_line ─> arguments ─ given ─> values by Megatron's names 
                         (or --yaml-cfg)                                          ├─ priced as ──> said
                                                                                  ├─ refused ────> problems
                                                                                  └─ no matter ──> listed
+
+With a cluster it becomes a job, or everything that prevents it is said.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_lynx.config import Job
 from megatron_lynx.config.job import Policy
-from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts
-from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
-from megatron_lynx.launch_arguments.context_facts import context_facts
+from megatron_lynx.config.loader import load_cluster
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
-from megatron_lynx.launch_arguments.fact import Fact, as_job_data
+from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
     ALLOWED,
     EXPERTS_OWN,
@@ -32,18 +34,21 @@ from megatron_lynx.launch_arguments.flag_kinds import (
     kind_of,
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
-from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
-from megatron_lynx.launch_arguments.given import Given, Value, given_arguments, mistyped, unknown_problem
-from megatron_lynx.launch_arguments.latent_facts import latent_facts
-from megatron_lynx.launch_arguments.layer_facts import layer_facts
-from megatron_lynx.launch_arguments.model_facts import model_facts
+from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
+from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
-from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts
-from megatron_lynx.launch_arguments.pieces import changed
-from megatron_lynx.launch_arguments.today import REPLACED, Today, today_of
-from megatron_lynx.launch_arguments.yaml_cfg import given_file
+from megatron_lynx.launch_arguments.parallel_facts import (
+    USERBUFFERS,
+    batch_facts,
+    context_facts,
+    group_facts,
+    layer_facts,
+    overlap_facts,
+)
+from megatron_lynx.launch_arguments.today import REPLACED, Today, against_megatron, today_of
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
+from megatron_lynx.validation import validated
 
 POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
 """Stock settings that a job has a word for."""
@@ -84,12 +89,19 @@ class Reading:
         table, releases = self.given.table, self.given.releases
         return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 
-    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> str:
+    def under_plan(
+        self,
+        plan: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        without: Collection[str] = (),
+    ) -> str:
         """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
-        `environment`: variables that the plan needs, unless the launch sets them."""
-        text = self.changed({}).under_plan(plan, flags, environment)
-        dropped = self.command.script is None and self.today.flags
-        return f"{text}, and drop {' '.join(self.today.flags)}" if dropped else text
+        `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
+        """
+        text = self.changed({}, without).under_plan(plan, flags, environment)
+        dropped = [*self.today.flags, *dict.fromkeys(self.given.origin(name) for name in without if name in self.given.values)]
+        return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
@@ -210,3 +222,29 @@ def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
     return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)
+
+
+def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
+    """The job of a launch on a cluster (its name, or its file). `changes`: values of the job that no flag says, by
+    their place in it (`{"budget.memory_gib": 70}`).
+
+    Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
+    """
+    problems: list[Problem] = list(reading.problems)
+    if any(place.startswith("head.") for place in changes or {}):
+        problems += refused_in_pieces(reading.given)
+    try:
+        machine = load_cluster(cluster, "--cluster").model_dump(mode="json")
+    except ConfigError as error:
+        raise ConfigError(HEADLINE, [*problems, *error.problems]) from None
+    try:
+        data = as_job_data([*reading.facts, *(Fact(place, value, "asked for") for place, value in (changes or {}).items())])
+        job = validated(Job, {**data, "cluster": machine}, "launch")
+    except ConfigError as error:
+        # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
+        problems += [] if problems else error.problems
+    else:
+        problems += against_megatron(reading.given, reading.today, job)
+    if problems:
+        raise ConfigError(HEADLINE, problems)
+    return job

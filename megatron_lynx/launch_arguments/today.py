@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
-from megatron_lynx.stock.offload import LEAST_ELEMENTS, OFFLOADED
-from megatron_lynx.stock.recompute import RECOMPUTED, Fact
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, Fact
 from megatron_lynx.stock.setting import NONE, WHOLE, StockSetting
 
 if TYPE_CHECKING:

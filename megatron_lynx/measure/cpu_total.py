@@ -8,7 +8,7 @@ what is allocated and shrinks by exactly what is freed, twice. Where none does, 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
@@ -20,6 +20,14 @@ _WORDS = 24
 """How far to look into the object; it is a mutex, a table and the total."""
 _SIZES = (4099, 70_001)
 """What is allocated to find the total: no count of anything grows by these."""
+
+
+@runtime_checkable
+class MemoryLimit(Protocol):
+    """Who lets nobody hold more than a limit sees every operator, and knows the most that was held."""
+
+    most_bytes: int
+    """The most that was there behind an operator."""
 
 
 @final

@@ -39,6 +39,40 @@ class StagePredicted(Part):
     """Seconds for which one step waits for copies from the host."""
 
 
+class HalfSeconds(Part):
+    """Of all halves of one kind on a stage's ranks, in one step."""
+
+    calls: int = 0
+    """Forwards of such a half."""
+    seconds: float = 0.0
+    """As many forwards and backwards as there were, each counted as the usual one, and weight gradients that ran elsewhere;
+    without waits, recomputations and waits for copies."""
+
+
+class WaitSeconds(Part):
+    """Of all waits for communication at one place of a half, on a stage's ranks, in one step."""
+
+    longer: int = 0
+    """Waits that went on behind what ran in them."""
+    longer_s: float = 0.0
+    """Seconds from where these were waited for to their ends: what is left there of the communication."""
+    longer_replays_s: float = 0.0
+    """Seconds of recomputations in these, which they hid."""
+    shorter: int = 0
+    """Waits that were over before what ran in them."""
+    shorter_replays_s: float = 0.0
+    """Seconds of recomputations in those, which they hid at most."""
+
+
+class StepParts(Part):
+    """What one traced step consisted of, added up over the ranks of a stage."""
+
+    halves: dict[str, HalfSeconds] = Field(default_factory=dict)
+    """By part of the profile: attention, mlp, experts."""
+    waits: dict[str, WaitSeconds] = Field(default_factory=dict)
+    """By place, as in plans, with the part of the profile for the half: `fwd.experts.0`."""
+
+
 class StageMeasured(Part):
     """Of each figure the largest of the stage's ranks."""
 
@@ -65,6 +99,8 @@ class StageMeasured(Part):
     host_bytes: int = 0
     expert_load: float = 0.0
     """The most rows that experts of one layer got, over what they would get if all were asked as often. 0: there are none."""
+    parts: StepParts | None = None
+    """None: no step was traced for it (a short run, one that is checked; outcome files of before)."""
 
 
 class StageRow(Part):

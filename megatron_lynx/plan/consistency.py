@@ -18,7 +18,8 @@ from megatron_lynx.plan import double_buffered, experts, latent, order, userbuff
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.schedule.groups import groups_needed
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.schedule.interleaved import groups_needed
 
 
 def problems(plan: PlanContents) -> list[str]:
@@ -32,12 +33,14 @@ def problems(plan: PlanContents) -> list[str]:
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
-    te, halves = plan.model.implementation == "transformer_engine", plan.model.halves
+    te = plan.model.implementation == "transformer_engine"
+    timetables = [timetable_of(plan, stage) for stage in range(plan.parallel.pipeline)]
     for at, stage in enumerate(plan.stages):
-        misplaced = order.problems(stage, plan.parallel, te=te, exchanging=plan.exchanging, halves=halves)
-        found += [f"stages.{at}: {text}" for text in misplaced]
+        timetable = timetables[stage.stage]
+        found += [f"stages.{at}: {text}" for text in order.problems(stage, timetable, stage.chunk, te=te)]
         for rule in stage.rules:
-            found += [f"stages.{at} layers {rule.layers}: {text}" for text in weight_gradients.problems(plan, stage, rule)]
+            deferring = weight_gradients.problems(plan, stage, rule, timetable)
+            found += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
     return found
 
 

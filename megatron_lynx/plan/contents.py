@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
-from megatron_lynx.plan.device import PlannedDevice
-from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.head import Head
+from pydantic import Field
+
+from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, PlannedDevice, Provenance
+from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
+
+
+class Head(Part):
+    """A head in pieces."""
+
+    pieces: int = Field(ge=2, le=1_000_000)
+    """Parts of a sequence, one after the other: logits, loss and gradients of one are there at a time. The weight's gradient is
+    then summed in another order than stock's, and is not equal to it in every bit."""
 
 
 class PlanContents(Part):
@@ -36,9 +46,14 @@ class PlanContents(Part):
     @property
     def exchanging(self) -> frozenset[int]:
         """The layers whose windows in the MLP half are exchanges of tokens."""
-        layers = range(1, self.model.layers + 1) if self.parallel.expert > 1 else ()
-        return frozenset(layer for layer in layers if self.model.has_experts(layer))
+        return _layers_in(self.model.moe_layers) if self.parallel.expert > 1 else frozenset()
 
     def place_of(self, entry: Stage) -> str:
         """Where an entry stands in the plan, for messages: `stages.3`."""
         return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"
+
+
+@lru_cache
+def _layers_in(spans: tuple[LayerRange, ...]) -> frozenset[int]:
+    """Asked for each half of each layer of each plan that is weighed."""
+    return frozenset(layer for span in spans for layer in span)

@@ -1,15 +1,20 @@
-"""What a plan was made for: model, layout and batch, as far as they decide whether it fits a run; and where it came from."""
+"""What a plan was made for: model, layout and batch, as far as they decide whether it fits a run; and where it came from.
+
+what PyTorch reports of a device = reserve: outside PyTorch (context, libraries, nccl)  +  its allocator's slack  +  what was
+planned with
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
+from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
@@ -39,16 +44,18 @@ class ModelFacts(Part):
 
     latent_attention: LatentSizes | None = None
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+    kinds: tuple[KindName, ...] = ()
+    """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
     @property
     def halves(self) -> Mapping[Half, Section]:
         """What fills the halves of a layer without experts."""
-        return halves_of(self.latent)
+        return halves_of(self.facts)
 
     @property
-    def latent(self) -> Section | None:
-        """What fills the attention halves, where that is latent attention."""
-        return latent_section(self.latent_attention, te=self.implementation == "transformer_engine")
+    def facts(self) -> Facts:
+        """What decides which kinds fill the halves of layers without experts."""
+        return Facts(te=self.implementation == "transformer_engine", latent=self.latent_attention, kinds=self.kinds)
 
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
@@ -68,7 +75,8 @@ class ModelFacts(Part):
 
     def sections_of(self, layer: int) -> tuple[Section, Section]:
         """What fills the halves of a layer."""
-        return sections_of(experts=self.has_experts(layer), shared_experts=self.shared_experts, latent=self.latent)
+        facts = self.facts._replace(experts=self.has_experts(layer), shared_experts=self.shared_experts)
+        return sections_of(facts)
 
 
 class ParallelFacts(Part):
@@ -114,3 +122,31 @@ class Provenance(Part):
     learned: Learned | None = None
     """What a run before had taught. None: nothing."""
     note: str | None = None
+
+
+SLACK = "allocator"
+"""The part of a reserve that is PyTorch's own: reserved, and not allocated."""
+STATED = "stated"
+"""A reserve in one piece, of which nobody knows the parts."""
+
+
+class PlannedDevice(Part):
+    """Bytes of one device. What a plan expects to be used of it is each stage's prediction."""
+
+    memory_bytes: int = Field(ge=1)
+    """As PyTorch reports it."""
+    budget_bytes: int
+    """What the plan might use, by what PyTorch allocates: a job's own figure, or what the reserve leaves."""
+    reserve_bytes: Mapping[str, Annotated[int, Field(ge=0)]] = {}
+    """What the cluster's description leaves alone, by part."""
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """What is expected to be used by others than PyTorch's allocator; None where that is not known."""
+        known = {part: size for part, size in self.reserve_bytes.items() if part not in (SLACK, STATED)}
+        return sum(known.values()) if known else None
+
+    @property
+    def slack_bytes(self) -> int | None:
+        """What the allocator is expected to have reserved and not allocated; None where that is not known."""
+        return self.reserve_bytes.get(SLACK)

@@ -83,7 +83,7 @@ def dump_plan(plan: Plan) -> str:
         header = header.replace(_END, PACED + _END)
     if plan.head is not None:
         header = header.replace(_END, PIECES + _END)
-    if plan.model.latent is not None:
+    if plan.model.halves != DENSE:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
 

@@ -7,18 +7,60 @@ Neighbouring layers that are treated alike share one rule (`joined`):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, Half, Section, names_in
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
-from megatron_lynx.anatomy.section import WHY_KEPT
-from megatron_lynx.anatomy.stretch import Stretch, stretches_in
+from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, all_items, filling, names_in
+from megatron_lynx.anatomy.address import (
+    BACKWARD_PHASES,
+    GATHER_PATTERN,
+    ON_DEMAND,
+    RECV_BACKWARD,
+    WAIT_PATTERN,
+    BackwardPhase,
+    examples,
+)
+from megatron_lynx.anatomy.stretch import PLACE_PATTERN, Stretch, stretches_in
+from megatron_lynx.kinds.section import WHY_KEPT
+from megatron_lynx.kinds.sections import ItemName
 from megatron_lynx.plan.layer_range import LayerRange, Layers
-from megatron_lynx.plan.names import GatherName, ItemName, PlaceName, WaitName
 from megatron_lynx.validation import Part
+
+__all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
+
+
+def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
+    """Text must match `pattern`; what does not is answered with names of that kind, not with the pattern."""
+    expected = ", ".join(repr(name) for name in examples)
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
+PlaceName = Annotated[
+    str,
+    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{PLACE_PATTERN}$"}),
+]
+GatherName = Annotated[
+    str,
+    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
+]
+WaitName = Annotated[
+    str,
+    _matching(WAIT_PATTERN, (RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
+]
 
 
 class ByPhase(Part):
@@ -98,7 +140,7 @@ class Rule(Part):
 
     def filling(self, half: Half) -> Section:
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
-        of_experts = (linear for section in FILLING[half] if section.has_experts for linear in section.linears)
+        of_experts = (linear for section in filling(half) if section.in_some_layers for linear in section.linears)
         deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
         return _filling(half, self.keep + deferred, self.replay)
 
@@ -123,18 +165,18 @@ class Rule(Part):
     def _unlisted(self) -> Iterator[str]:
         """Items that the rule lists twice, or should list and does not."""
         listed = self.keep + self.replay
-        yield from (f"{item} is listed twice" for item in ALL_ITEMS if listed.count(item) > 1)
+        yield from (f"{item} is listed twice" for item in all_items() if listed.count(item) > 1)
         for half in HALVES:
             section = self.filling(half)
-            if section.has_experts:
+            if section.in_some_layers:
                 continue
             yield from (f"{item} is neither kept nor replayed" for item in section.names if item not in listed)
             others = (item for item in names_in(half) if item in listed and item not in section.names)
             yield from (f"{item} is no item of a layer that has {section.names[1]}" for item in others)
 
     def _never_replayed(self) -> Iterator[str]:
-        roles = {item.name: item.role for sections in FILLING.values() for section in sections for item in section.items}
-        for item in ALL_ITEMS:
+        roles = {item.name: item.role for half in HALVES for section in filling(half) for item in section.items}
+        for item in all_items():
             if item in self.replay and (why := WHY_KEPT.get(roles[item])):
                 yield f"{item} must be kept: {why}"
 
@@ -174,7 +216,7 @@ class Rule(Part):
 
 def _filled_by(section: Section) -> tuple[Section, ...]:
     """What fills the half of a rule's layers: beside layers with experts there may be others."""
-    return (DENSE[section.half], section) if section.has_experts else (section,)
+    return (DENSE[section.half], section) if section.in_some_layers else (section,)
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -191,7 +233,7 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 @lru_cache(maxsize=1024)
 def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # asked for thousands of times for a plan
-    named, (dense, *others) = {*keep, *replay}, FILLING[half]
+    named, (dense, *others) = {*keep, *replay}, filling(half)
     found = [section for section in others if named & set(section.names) - set(dense.names)]
     return max(found, key=lambda section: len(named & set(section.names)), default=dense)
 

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.anatomy import EXPERTS, Half, Pass, Section
-from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress, window_at
+from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.plan.contents import PlanContents
-from megatron_lynx.plan.order import windows_in_order
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule import interleaved, one_f_one_b
+from megatron_lynx.timetable import Pass as Backward
+from megatron_lynx.timetable import Timetable
 
 
-def problems(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
-    """What keeps the weight gradients that a rule defers from running in the waits that it names, in words."""
+def problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable) -> Iterator[str]:
+    """What keeps the weight gradients that a rule defers from running in the waits that it names, in words. `timetable`: of the
+    stage."""
     for linear, waits in rule.weight_gradients.items():
         sections = {layer: _section_of(plan, layer, linear) for layer in rule.layers}
         missing = next((layer for layer, section in sections.items() if section is None), None)
@@ -37,7 +39,7 @@ def problems(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
                 why
                 for layer, section in sections.items()
                 if section is not None
-                for why in _never(plan, stage, layer, section, linear, wait)
+                for why in _never(plan, stage, timetable, (layer, section, linear), wait)
             )
             yield from (f"weight_gradients.{linear} names {wait}, {text}" for text in list(dict.fromkeys(why))[:1])
 
@@ -47,8 +49,9 @@ def _section_of(plan: PlanContents, layer: int, linear: str) -> Section | None:
     return next((section for section in plan.model.sections_of(layer) if linear in section.linears), None)
 
 
-def _never(plan: PlanContents, stage: Stage, layer: int, section: Section, linear: str, wait: str) -> Iterator[str]:
+def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> Iterator[str]:
     """Why a weight gradient of this layer can never run in that wait."""
+    layer, _, _ = where
     window, another = window_at(wait, layer), plan.batch.microbatches > 1
     if window == RECV_BACKWARD:
         if stage.stage == plan.parallel.pipeline - 1 and stage.chunk == plan.parallel.chunks - 1:
@@ -58,14 +61,15 @@ def _never(plan: PlanContents, stage: Stage, layer: int, section: Section, linea
         return
     assert isinstance(window, WindowAddress)
     if window.passing == "fwd":
-        yield from _never_in_forward(plan, stage, window)
+        yield from _never_in_forward(plan, stage, timetable, window)
     else:
-        yield from _never_in_backward(plan, stage, (layer, section, linear), window, another)
+        yield from _never_in_backward(plan, stage, timetable, where, window, another)
 
 
-def _no_wait(plan: PlanContents, passing: Pass, layers: list[int], half: Half, ordinal: int) -> str | None:
+def _no_wait(plan: PlanContents, timetable: Timetable, passing: Pass, layers: list[int], half: Half, ordinal: int) -> str | None:
     """Why a half of none of these layers has a wait of this number; None where one has."""
-    numbers = {layer: _waits_in(plan, passing, layer, half) for layer in layers}
+    sections = {layer: next(one for one in plan.model.sections_of(layer) if one.half == half) for layer in layers}
+    numbers = {layer: timetable.layout.waits(passing, layer, section) for layer, section in sections.items()}
     if any(ordinal < number for number in numbers.values()):
         return None
     inside = [layer for layer in layers if half == EXPERTS.half and plan.model.has_experts(layer)]
@@ -76,19 +80,11 @@ def _no_wait(plan: PlanContents, passing: Pass, layers: list[int], half: Half, o
     return "which is no wait of this stage"
 
 
-def _waits_in(plan: PlanContents, passing: Pass, layer: int, half: Half) -> int:
-    """How many waits a half of a layer has in one pass: exchanges of tokens, or collectives of the tensor-parallel group."""
-    if half == EXPERTS.half and plan.model.has_experts(layer):
-        return len(EXPERTS.exchanges_of[passing]) if layer in plan.exchanging else 0
-    sequence_parallel = plan.parallel.sequence_parallel
-    return len(plan.model.halves[half].collectives(passing, sequence_parallel)) if plan.parallel.tensor > 1 else 0
-
-
-def _never_in_forward(plan: PlanContents, stage: Stage, window: WindowAddress) -> Iterator[str]:
+def _never_in_forward(plan: PlanContents, stage: Stage, timetable: Timetable, window: WindowAddress) -> Iterator[str]:
     """A forward's windows are known by where their layer stands in its chunk: the forward may be any chunk's of the stage."""
     place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)
     there = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
-    if why := _no_wait(plan, "fwd", there, window.half, window.ordinal):
+    if why := _no_wait(plan, timetable, "fwd", there, window.half, window.ordinal):
         yield why
     elif not _forward_follows(plan, stage):
         yield f"but no forward runs behind a backward (batch.microbatches {plan.batch.microbatches})"
@@ -108,28 +104,32 @@ def _forward_follows(plan: PlanContents, stage: Stage) -> bool:
 
 
 def _never_in_backward(
-    plan: PlanContents, stage: Stage, where: tuple[int, Section, str], window: WindowAddress, another: bool
+    plan: PlanContents,
+    stage: Stage,
+    timetable: Timetable,
+    where: tuple[int, Section, str],
+    window: WindowAddress,
+    another: bool,
 ) -> Iterator[str]:
-    layer, section, linear = where
-    windows = windows_in_order(stage, plan.parallel.sequence_parallel, "cooldown", plan.exchanging, plan.model.halves)
+    backward = timetable.backward(stage.chunk, "cooldown")
+    windows = [wait.window for half in backward.halves for wait in half.waits if not wait.over]
     there = [window.layer] if window.layer in stage.layers else []
-    if why := _no_wait(plan, "bwd", there, window.half, window.ordinal):
+    if why := _no_wait(plan, timetable, "bwd", there, window.half, window.ordinal):
         yield why
     elif window not in windows:
         yield "which is no wait of this stage"
-    elif not another and windows.index(window) < _first_behind(plan, windows, layer, section, linear):
+    elif not another and windows.index(window) < _first_behind(backward, *where, timetable.layout.sequence_parallel):
         yield "which comes before its own backward, and there is only one micro-batch"
 
 
-def _first_behind(plan: PlanContents, windows: list[Window], layer: int, section: Section, linear: str) -> int:
+def _first_behind(backward: Backward, layer: int, section: Section, linear: str, sequence_parallel: bool) -> int:
     """The place among a backward's windows of the first one behind that where a linear's weight gradient is deferred: of the
     column-parallel one the wait for its input's gradient, of the row-parallel one whatever comes behind the wait for the gathered
     gradient; of a linear that waits for nothing itself whatever comes behind it."""
-    first = section.behind_wgrad(linear, plan.parallel.sequence_parallel)
-    own = [at for at, window in enumerate(windows) if _is_in(window, layer, section)]
-    return next((at for at in own if windows[at].ordinal >= first), own[-1] + 1)  # type: ignore[union-attr]
-
-
-def _is_in(window: Window, layer: int, section: Section) -> bool:
-    """Whether a window lies in the backward of this half."""
-    return isinstance(window, WindowAddress) and window.passing == "bwd" and window.frame == (layer, section.half)
+    first, place = section.behind_wgrad(linear, sequence_parallel), 0
+    for half in backward.halves:
+        ordinals = [wait.window.ordinal for wait in half.waits if not wait.over and not isinstance(wait.window, str)]
+        if half.half == (layer, section.half):
+            return place + sum(ordinal < first for ordinal in ordinals)
+        place += len(ordinals)
+    raise LookupError(f"{section.half} of layer {layer} is not in this backward")

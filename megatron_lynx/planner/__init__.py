@@ -2,14 +2,14 @@
 
 decision.py      make_plan, which runs all of it
 partitioning.py  layers of each stage, where the job leaves them open
-nearest.py       what to change in a job that does not fit
+nearest.py       what would fit: changes of a job that does not, the load of experts with which a plan does
 summary.py       a plan in figures, for programs
 filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them
-                 (packing_in_turns.py with many linears), slack.py for which there is memory
-deferrable.py    whether a job may defer any
+                 (in turns with many linears), slack.py for which there is memory
 writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
 userbuffers.py   whether a launch with them is expected to be faster than one without
-checks.py        refuses what a plan cannot do, and profiles of another job
+checks.py        refuses what a plan cannot do, and profiles of another job; whether a job may defer weight gradients
+left_open.py     what a job leaves open beside its layers: the share of its optimizer on the host, pieces of its head
 """
 
 from megatron_lynx.anatomy import REPLAYABLE

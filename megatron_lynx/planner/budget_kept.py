@@ -25,13 +25,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import beside_layers, bounded_by_device
 from megatron_lynx.cost.moments import Moment
 from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.simulator.timeline import MemoryCurve
-from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device
 from megatron_lynx.units import MIB, format_bytes
 
 BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")

@@ -1,4 +1,5 @@
-"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job."""
+"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job; and says which jobs' plans may
+defer no weight gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import RUN_BY_PLANS
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
 
@@ -25,6 +27,7 @@ def check_plannable(job: Job) -> None:
     if job.userbuffers and job.policy == "full":
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
+    problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 
@@ -58,3 +61,19 @@ def check_profile(job: Job, profile: Profile) -> None:
     ]
     if problems:
         raise ConfigError("the profile was measured for another job", problems)
+
+
+def why_none_deferred(job: Job) -> str | None:
+    """Why no weight gradient is deferred, in words; None where they may be."""
+    asked = job.overlap.weight_gradients
+    if job.policy != "planned":
+        return f"policy {job.policy} is stock's: it waits where stock waits"
+    if asked == "none":
+        return "overlap.weight_gradients is none (--no-gradient-accumulation-fusion): nothing adds them up where they lie"
+    if job.userbuffers:
+        return "with userbuffers it exchanges in its GEMM, or reads a buffer that the next layer fills"
+    if job.schedule == "double_buffered":
+        return "without flushes a forward may hide those of another version of the weights: that is not planned yet"
+    if asked == "auto" and job.cluster.device == "cpu":
+        return "on the testbed only where the job asks for it (overlap.weight_gradients: deferred)"
+    return None

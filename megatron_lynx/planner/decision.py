@@ -15,28 +15,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import head
+from megatron_lynx.planner import left_open
 from megatron_lynx.planner.budget_kept import check_budget_kept
-from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.deferrable import why_none_deferred
+from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
-from megatron_lynx.planner.load import loads_that_fit
-from megatron_lynx.planner.nearest import nearest_change
-from megatron_lynx.planner.optimizer_share import best_share
+from megatron_lynx.planner.left_open import best_share
+from megatron_lynx.planner.nearest import loads_that_fit, nearest_change
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice
-from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -76,7 +73,7 @@ class Decision:
 def make_plan(job: Job, profile: Profile) -> Plan:
     """The plan for a job: what `job.policy` asks for, with its windows, its copies and, if left open, its partition.
 
-    The budget is `solver.stage_budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
+    The budget is `cost.budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
     fastest plan that fits is wanted; on the testbed, where no budget is stated, the least memory. Raises `ConfigError` where the
     profile is of another shape than the job or no plan can do what the job asks, and `Infeasible` (for every stage what binds
     and by how much, and the nearest change that fits) where no choice fits the budget. `PlannerFault` would be our own mistake: a
@@ -93,7 +90,7 @@ def decide(job: Job, profile: Profile) -> Decision:
     check_profile(job, profile)
     if job.head is None or job.head.pieces != "auto":
         return _decided(job, profile)
-    whole, pieced = head.whole(job), head.with_pieces(job)
+    whole, pieced = left_open.with_whole_head(job), left_open.with_pieces(job)
     if pieced is None:
         return _decided(whole, profile)
     try:
@@ -110,7 +107,7 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
     except Infeasible:
         return decision
     if bounded_by_device(pieced):
-        better = other.simulation.step_s < (1 - head.WORTH_BITS) * decision.simulation.step_s
+        better = other.simulation.step_s < (1 - left_open.WORTH_BITS) * decision.simulation.step_s
     else:
         better = max(each.total for each in other.memory) < max(each.total for each in decision.memory)
     return other if better else decision
@@ -121,7 +118,7 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
-        changes = [*nearest_change(job, profile, plannable), *head.inexact_change(job, profile, plannable)]
+        changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
 

@@ -23,8 +23,7 @@ from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
-from megatron_lynx.planner.packing import NOWHERE, Packed, Ways
-from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
+from megatron_lynx.planner.packing import NOWHERE, InTurns, Packed, Ways, ways_of
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile

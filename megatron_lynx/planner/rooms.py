@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lynx.anatomy import HALVES, PASSES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.weight_gradient import WeightGradient
-from megatron_lynx.plan.order import windows_in_order
 from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
 from megatron_lynx.rehearsal import treated_halves
-from megatron_lynx.simulator.halves import Served, parts_by_window
+from megatron_lynx.timetable import Timetable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rooms:
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """The waits of one layer, those of its backward first, in the order in which they come."""
-        return self._waits[layer]
+        return tuple(self._by_layer.get(layer, {}).values())
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """The linears of one layer, in the order in which backward reaches them."""
@@ -54,17 +54,13 @@ class Rooms:
         return next(section.half for section in self._own if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
-        return section.linears if self.looked_into or not section.has_experts else ()
+        return section.linears if self.looked_into or not section.in_some_layers else ()
 
     def _sections(self, layer: int) -> tuple[Section, ...]:
         return self.plan.model.sections_of(layer)
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
-        return self._by_layer.get(layer, [])
-
-    @cached_property
-    def _waits(self) -> dict[int, tuple[Wait, ...]]:
-        return {layer: tuple(map(self._wait, self._addresses(layer))) for layer in self.entry.layers}
+        return list(self._by_layer.get(layer, ()))
 
     @cached_property
     def _linears(self) -> dict[int, tuple[Linear, ...]]:
@@ -86,17 +82,22 @@ class Rooms:
         return tuple(at[:1] + at[2:] for at in self._addresses(layer))
 
     @cached_property
-    def _by_layer(self) -> dict[int, list[WindowAddress]]:
-        found: dict[int, list[WindowAddress]] = {}
-        for at in (*self._backward, *(at for at in self._lengths_s if at.passing == "fwd" and self.forwards)):
-            found.setdefault(at.layer, []).append(at)
+    def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
+        """The waits of each layer. Exchanges that take no time are left out."""
+        timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
+        halves = {half.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
+        passes = [timetable.backward(0, "steady"), *([timetable.forward(0, 0)] if self.forwards else [])]
+        found: dict[int, dict[WindowAddress, Wait]] = {}
+        for event in (wait for each in passes for half in each.halves for wait in half.waits if not wait.over):
+            at = event.window
+            assert isinstance(at, WindowAddress)
+            section = halves[at.frame].section
+            seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
+            if seconds or not section.exchanges:
+                filled_s = sum(halves[replay.half].part(replay).seconds for replay in event.replays)
+                name = window_name(at.passing, at.half, at.ordinal)
+                found.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
         return found
-
-    def _wait(self, address: WindowAddress) -> Wait:
-        parts = self._served.get(address, ())
-        filled_s = sum(part.seconds for part in parts)
-        name = window_name(address.passing, address.half, address.ordinal)
-        return Wait(name, self._lengths_s[address], filled_s)
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
         waits, sliced = self._addresses(layer), self.prices.profile.shape.sequence_parallel
@@ -128,36 +129,6 @@ class Rooms:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
             elif wait._replace(layer=layer - 1) in self._addresses(layer - 1):
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
-
-    @cached_property
-    def _backward(self) -> list[WindowAddress]:
-        """The windows of a backward, in order."""
-        exchanging, halves = self.plan.exchanging, self.plan.model.halves
-        order = windows_in_order(self.entry, self.prices.profile.shape.sequence_parallel, "cooldown", exchanging, halves)
-        return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
-
-    @cached_property
-    def _lengths_s(self) -> dict[WindowAddress, float]:
-        """How long each is where no weight gradient hides anything of it; none without other ranks. Exchanges that take no time
-        are left out."""
-        of_section = {
-            (passing, section): self.prices.windows_s(passing, section, section.linears)
-            for passing in PASSES
-            for section in self._own
-        }
-        return {
-            WindowAddress(passing, layer, section.half, ordinal): seconds
-            for passing in PASSES
-            for layer in self.entry.layers
-            for section in self._sections(layer)
-            for ordinal, seconds in enumerate(of_section[passing, section])
-            if not section.exchanges or (seconds and layer in self.plan.exchanging)
-        }
-
-    @cached_property
-    def _served(self) -> Served:
-        treated = tuple(treated_halves(self.plan, self.entry, self.prices))
-        return parts_by_window(treated, "steady")
 
     @cached_property
     def _costs(self) -> dict[str, WeightGradient]:

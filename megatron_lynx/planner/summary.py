@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.norm_kernels import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
-from megatron_lynx.plan.in_windows import norms_in_windows
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import norms_in_windows
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.solver.trade_offs import pareto_front
 
 
 def summary(decision: Decision, profile: Profile) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy import ALL_ITEMS, Half, Section
+from megatron_lynx.anatomy import Half, Section, all_items
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -38,7 +38,7 @@ def uniform_plan(
     known = list(dict.fromkeys(each for mixed in (False, True) for each in job.model.kind_sections(experts=mixed)))
     replayable = [item for each in known for item in each.replayable_among(job.parallel.context, sequence_parallel=sliced)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
-    items = tuple(item for item in ALL_ITEMS if item in asked)
+    items = tuple(item for item in all_items() if item in asked)
     if sliced:
         kept = [each.gathered for each in known if gather == "keep" or job.userbuffers or not each.has_windows]
         items = tuple(item for item in items if item not in kept)
@@ -55,7 +55,7 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in own if not section.has_experts or not job.model.experts_whole]
+        replayed = [section for section, _ in own if not section.in_some_layers or not job.model.experts_whole]
         some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
         flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)

@@ -14,11 +14,12 @@ from typing import Literal
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
-from megatron_lynx.plan.device import PlannedDevice
+from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -35,11 +36,11 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.stage import ALWAYS
+from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import beside_layers
+from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
+from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 
@@ -194,7 +195,8 @@ def stage_of(
         offload=offload,
         predicted=predicted,
     )
-    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job), job.model.halves)
+    layout = Layout(job.parallel.tensor > 1, job.parallel.sequence_parallel, exchanging_layers(job))
+    deepest = order.depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
 
 

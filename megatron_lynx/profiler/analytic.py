@@ -1,7 +1,6 @@
 """A profile without measuring: what one layer and its links cost by their shapes and the cluster's figures.
 
-    items of a layer     `item_seconds`   FLOPs and bytes, on the device's `roofline`
-    experts              `expert_seconds`
+    items of a layer     what their kind says (`kinds`), FLOPs and bytes, on the device's `roofline`
     links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
 
 Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
@@ -11,16 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
-from megatron_lynx.profiler.expert_seconds import expert_half
-from megatron_lynx.profiler.item_seconds import item_profile, unmultiplied_s
-from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.profiler.element_wise import norm_kernels
 from megatron_lynx.profiler.profile import (
     BlockProfile,
-    ExpertHalf,
-    HalfProfile,
     LinkKind,
     LinkPoint,
     Profile,
@@ -28,9 +23,8 @@ from megatron_lynx.profiler.profile import (
     hiding_of,
     shape_of,
 )
-from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
+from megatron_lynx.profiler.roofline import Roofline, kernels_s, link_among
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
 LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
@@ -45,18 +39,17 @@ te        maximum and sum 2, gradient in place 4                                
 def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
     roof, shape = Roofline.of(job), LayerShape.of(job)
+    figures = {section.profiled_as: planning_of(section).half(job, shape, roof) for section in job.model.every_section}
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
-        attention=_half(shape, job.model.halves[ATTENTION.half], roof),
-        mlp=_half(shape, MLP, roof),
         links=_links(job, shape),
-        experts=_experts(job, shape, roof),
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
+        **figures,
         **_said_by(job),
     )
 
@@ -76,18 +69,6 @@ def _said_by(job: Job) -> dict[str, Any]:
     return {"hiding": hiding_of(job), "messages_between_passes": not job.overlap.messages}
 
 
-def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:
-    tensors = half_tensors(shape, section.half)
-    items = {item.name: item_profile(shape, item, roof) for item in section.items}
-    first_saved = {item: sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)) for item in items}
-    priced = {name: item.model_copy(update={"saved_bytes": first_saved[name]}) for name, item in items.items()}
-    return HalfProfile(input_bytes=shape.input_bytes, items=priced, tensors=tensors)
-
-
-def _experts(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf | None:
-    return None if job.model.experts is None else expert_half(job, shape, roof)
-
-
 def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:
     rows = shape.input_bytes
     seconds = roof.seconds(0, 2 * rows)
@@ -98,7 +79,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     """Final norm, output projection on all rows, loss."""
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
-    norm = unmultiplied_s(shape, ATTENTION.item("norm"), roof)
+    norm = kernels_s(norm_kernels(shape), roof)
     loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES[shape.model.cross_entropy]]
     return BlockProfile(
         forward_s=gemm_s + norm.forward_s + loss_s[0],

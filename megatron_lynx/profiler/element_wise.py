@@ -32,11 +32,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_lynx.config.model import Model
-from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
-FP32_BYTES = 4
-MASK_BYTES = 1
-"""One element of a dropout mask on CUDA."""
 KERNEL_KEYS = range(17, 4097)
 """Sequence lengths that Megatron's kernel for softmax takes (`FusedScaleMaskSoftmax.is_kernel_available`)."""
 KERNEL_BATCHES = 4
@@ -57,6 +54,11 @@ class Kernels(NamedTuple):
 def one_kernel(forward: int, backward: int) -> Kernels:
     """One for each pass, or none where nothing is moved."""
     return Kernels(tuple(moved for moved in (forward,) if moved), tuple(moved for moved in (backward,) if moved))
+
+
+def norm_kernels(shape: LayerShape) -> Kernels:
+    """Of a norm of the residual stream."""
+    return one_kernel(2 * shape.input_bytes, 3 * shape.input_bytes)
 
 
 def activation_kernels(model: Model, rows: int, width: int) -> Kernels:

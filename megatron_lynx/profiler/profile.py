@@ -17,14 +17,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
+from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime, Implementation
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
+from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.parallel import ContextExchange
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.sections import KindName
+from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -160,17 +162,34 @@ class Shape(Part):
     expert: int = 1
     expert_tensor: int = 1
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
+    kinds: tuple[KindName, ...] = ()
+    """Kinds of what fills a half, in every layer, that no other key speaks of."""
+
+    @property
+    def te(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return self.implementation == "transformer_engine"
+
+    @property
+    def facts(self) -> Facts:
+        """What decides which kinds fill the halves of layers without experts."""
+        return Facts(te=self.te, latent=self.latent, kinds=self.kinds)
+
+    @property
+    def every_section(self) -> tuple[Section, ...]:
+        """Every content of a half that some layer has, the usual ones first."""
+        mixture = () if self.experts is None else (self.experts.section,)
+        return (*self.halves.values(), *mixture)
 
     @property
     def sections_with_experts(self) -> tuple[Section, Section]:
         """What fills those of a layer of experts."""
-        latent = latent_section(self.latent, te=self.implementation == "transformer_engine")
-        return sections_of(experts=True, latent=latent)
+        return sections_of(self.facts._replace(experts=True))
 
     @property
     def halves(self) -> Mapping[Half, Section]:
         """What fills the halves of a layer without experts."""
-        return halves_of(latent_section(self.latent, te=self.implementation == "transformer_engine"))
+        return halves_of(self.facts)
 
 
 LATER: dict[str, Any] = {
@@ -183,6 +202,7 @@ LATER: dict[str, Any] = {
     "expert_tensor": 1,
     "context_exchange": "p2p",
     "context_levels": None,
+    "kinds": (),
 }
 """What shapes did not always say, and what it is where it changes nothing."""
 
@@ -260,10 +280,18 @@ class Profile(Part):
 
     def of(self, section: Section) -> HalfProfile:
         """The figures of what fills a half."""
-        if not section.has_experts:
-            return self.half(section.half)
-        assert self.experts is not None, "a profile with such a section has its figures"
-        return self.experts
+        costs: HalfProfile | None = getattr(self, section.profiled_as)
+        assert costs is not None, "a profile with such a section has its figures"
+        return costs
+
+    @property
+    def message_bytes(self) -> int:
+        """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
+        return self.attention.input_bytes * (self.shape.tensor if self.shape.sequence_parallel else 1)
+
+    def gathered_input(self, message_bytes: int) -> int:
+        """Bytes that the gather of a column-parallel linear's input moves; in FP8 it is cast before."""
+        return message_bytes if self.shape.fp8 is None else message_bytes * FP8_BYTES // BF16_BYTES
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.
@@ -322,7 +350,7 @@ def shape_of(job: Job) -> Shape:
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
     usual = model.latent is not None or model.query_width == model.hidden
-    facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent}
+    facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent, "kinds": model.kinds}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if parallel.context > 1:
         layout |= {"context_exchange": parallel.context_exchange, "context_levels": parallel.context_levels}

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.config.cluster import AttentionKernel, Link, Matmul
+from megatron_lynx.config.cluster import AttentionKernel, Cluster, Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.profiler.element_wise import Kernels
 from megatron_lynx.profiler.profile import hiding_of
 from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
@@ -94,6 +94,12 @@ class Roofline:
         return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
 
 
+def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
+    """Seconds of kernels that compute next to nothing, one after the other."""
+    forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
+    return Passes(forward_s, backward_s)
+
+
 def _beside_s(job: Job) -> tuple[float, float]:
     """The input gathered again beside the dgrad, under sequence parallelism; its gradient reduced beside the wgrad."""
     tensor = job.parallel.tensor
@@ -104,3 +110,32 @@ def _beside_s(job: Job) -> tuple[float, float]:
     if not job.parallel.sequence_parallel:
         return 0.0, link.seconds(2 * sent)
     return link.seconds(share * shape.gathered_input_bytes), link.seconds(sent)
+
+
+def link_among(cluster: Cluster, ranks: int) -> Link:
+    """The link between neighbours among so many consecutive ranks. Ranks below one PCIe switch share its uplink."""
+    assert cluster.pcie is not None, "checked by Roofline.of"
+    assert cluster.nic is not None, "checked by Roofline.of"
+    assert cluster.node is not None, "checked by Roofline.of"
+    if ranks > cluster.node.gpus:
+        return cluster.nic
+    if cluster.nvlink is not None:
+        return cluster.nvlink
+    return cluster.pcie.model_copy(update={"gb_per_s": cluster.pcie.gb_per_s / cluster.pcie.gpus_per_link})
+
+
+def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> int:
+    """The fewest members of a group in one node: `first`, `first + stride`, ... Counts repeat after `stride` whole nodes."""
+    if stride >= node_gpus:
+        return 1
+    begin, end = (rank // node_gpus for rank in (first, first + stride * (members - 1)))
+    nodes = {begin, end, *range(begin + 1, min(end, begin + 1 + stride))}
+    return min(
+        _members_below(node + 1, first, stride, members, node_gpus) - _members_below(node, first, stride, members, node_gpus)
+        for node in nodes
+    )
+
+
+def _members_below(node: int, first: int, stride: int, members: int, node_gpus: int) -> int:
+    """Members of a group in nodes before this one."""
+    return min(members, max(0, -((first - node * node_gpus) // stride)))

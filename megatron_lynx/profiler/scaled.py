@@ -1,4 +1,4 @@
-"""A profile whose passes take so many times longer: what a run corrects, when only the seconds of whole passes were measured."""
+"""A profile with the seconds that a run has shown: of each kind of half, of collectives and exchanges, and of all passes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,42 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.profiler.profile import LinkPoint, Profile
+from megatron_lynx.learned import Learned
+from megatron_lynx.profiler.profile import ExpertHalf, LinkPoint, Profile
 
 PartT = TypeVar("PartT", bound=BaseModel)
 
 
-def scaled(profile: Profile, times: float) -> Profile:
-    """The same profile with all seconds of passes multiplied: items, ends of the model, collectives, exchanges, messages.
+def as_learned(profile: Profile, learned: Learned | None) -> Profile:
+    """The profile with what a run has taught, as a plan states it. None: the profile as it is.
 
     As they are stay: copies from and to the host, host time (Python's), and the optimizer's update, which no profile has.
     """
-    named = ((name, getattr(profile, name)) for name in (*HALVES, "experts", "embedding", "head"))
-    parts = {name: _scaled(part, times) for name, part in named if part is not None}
-    links = tuple(_link(point, times) for point in profile.links)
-    return profile.model_copy(update={**parts, "links": links, "head_summand_s": times * profile.head_summand_s})
+    if learned is None:
+        return profile
+    times = learned.seconds
+    found: dict[str, object] = {half: _scaled(getattr(profile, half), times * getattr(learned, half)) for half in HALVES}
+    found |= {name: _scaled(getattr(profile, name), times) for name in ("embedding", "head")}
+    if profile.experts is not None:
+        found["experts"] = _experts(profile.experts, learned)
+    links = tuple(_link(point, learned) for point in profile.links)
+    return profile.model_copy(update={**found, "links": links, "head_summand_s": times * profile.head_summand_s})
 
 
-def _link(point: LinkPoint, times: float) -> LinkPoint:
-    return point if point.kind == "host" else _scaled(point, times)
+def _link(point: LinkPoint, learned: Learned) -> LinkPoint:
+    if point.kind == "host":
+        return point
+    return _scaled(point, learned.seconds * (1.0 if point.kind == "p2p" else learned.collectives))
+
+
+def _experts(half: ExpertHalf, learned: Learned) -> ExpertHalf:
+    collectives, exchanges = learned.seconds * learned.collectives, learned.seconds * learned.exchanges
+    waits = {
+        "exchange_s": exchanges * half.exchange_s,
+        "cut_s": collectives * half.cut_s,
+        "collective_s": collectives * half.collective_s,
+    }
+    return _scaled(half, learned.seconds * learned.experts).model_copy(update=waits)
 
 
 def _scaled(part: PartT, times: float) -> PartT:

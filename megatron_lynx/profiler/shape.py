@@ -1,4 +1,4 @@
-"""One layer of one rank by its shape: sizes, and the FLOPs of each item.
+"""One layer of one rank by its shape: the sizes that formulas of every kind begin with.
 
 Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size, c context-parallel
 size. A rank works on s/c rows of each sequence; under sequence parallelism norms, dropouts and residuals on s/(tc).
@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy.dense import CORE_ATTENTION, ITEMS, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV
 from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.profiler.quantized import FP8_BYTES
+
+FP32_BYTES = 4
+MASK_BYTES = 1
+"""One element of a dropout mask on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class LayerShape:
     parallel: Parallel
     micro: int
     device: Literal["cpu", "cuda"] = "cpu"
-    """Decides with `model.attention` whose kernels save what: see `profiler.tensors`."""
+    """Decides with `model.attention` whose kernels save what: see `kinds.saved`."""
     ordered: OrderedAttention | None = None
     """Of fused attention that must add up in one order, what that costs these devices."""
 
@@ -83,6 +86,31 @@ class LayerShape:
         return self.model.attention == "unfused" and self.device == "cpu" and not self.model.uses_te
 
     @property
+    def activation_apart(self) -> bool:
+        """Whether every operator of an MLP's activation saves for itself."""
+        return self.eager or not self.model.fuses_activation
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sum with the bias is a block of its own that is saved in place of what the GEMM made; or what ReLU made
+        is."""
+        squared = self.eager and self.model.activation == "squared_relu"
+        return self.activation_apart and (self.model.bias or squared)
+
+    @property
+    def gates_apart(self) -> int:
+        """Blocks that SwiGLU saves beside what it is given: SiLU of one half, and the other half plus Megatron's offset of 0."""
+        if self.model.activation != "swiglu" or not self.activation_apart:
+            return 0
+        return 1 + self.model.glu_offset
+
+    @property
+    def added_gradient_bytes(self) -> int:
+        """Of one element of a gradient while it is added to a buffer in fp32: on a CPU it is copied into that type first."""
+        element = self.model.element_bytes
+        return element + (FP32_BYTES if self.device == "cpu" and element < FP32_BYTES else 0)
+
+    @property
     def input_bytes(self) -> int:
         """The input of a half: the residual stream."""
         return self.own_tokens * self.model.hidden * self.model.element_bytes
@@ -98,16 +126,17 @@ class LayerShape:
         return self.tokens * self.model.hidden * (self.model.element_bytes if self.model.fp8 is None else FP8_BYTES)
 
 
-def item_flops(shape: LayerShape) -> dict[str, int]:
-    """FLOPs of the GEMMs in one forward of each item (2mnk each), as torch's FlopCounterMode counts them.
+def embedding_bytes(shape: LayerShape) -> int:
+    """What the embedding keeps of one micro-batch: its dropout's mask."""
+    size = shape.model.element_bytes if shape.eager else MASK_BYTES
+    return size * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
 
-    Attention is two batched GEMMs over the whole square: a causal mask saves no work in them.
-    """
-    hidden, tokens = shape.model.hidden, shape.tokens
-    flops = dict.fromkeys(ITEMS, 0)
-    flops[LINEAR_QKV] = 2 * tokens * hidden * shape.qkv_width
-    flops[CORE_ATTENTION] = 2 * (2 * shape.scores * shape.model.head_size)
-    flops[LINEAR_PROJ] = 2 * tokens * shape.query_width * hidden
-    flops[LINEAR_FC1] = 2 * tokens * hidden * shape.fc1_width
-    flops[LINEAR_FC2] = 2 * tokens * shape.ffn * hidden
-    return flops
+
+def head_bytes(shape: LayerShape) -> int:
+    """What the final norm and the output projection read: each its input."""
+    return 2 * shape.input_bytes
+
+
+def logits_bytes(shape: LayerShape) -> int:
+    """What the loss keeps, in fp32."""
+    return FP32_BYTES * shape.tokens * shape.model.vocab // shape.parallel.tensor

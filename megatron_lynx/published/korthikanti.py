@@ -17,8 +17,7 @@ from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.published.jobs import catalogued_job
-from megatron_lynx.published.row import Row
+from megatron_lynx.published.row import Row, catalogued_job
 from megatron_lynx.units import GIB
 
 SOURCE = "Korthikanti et al., 2205.05198"

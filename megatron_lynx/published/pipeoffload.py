@@ -16,7 +16,8 @@ from typing import Any
 from megatron_lynx.config import Model, Parallel
 from megatron_lynx.cost.host_copy import copy_to_compute_ratio
 from megatron_lynx.cost.layer import kept_bytes
-from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.kinds.planning import flops_of
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import Row
 
 SOURCE = "PipeOffload, 2503.01328"
@@ -42,7 +43,7 @@ def _ratio(shape: LayerShape) -> float:
     """They do not count what fused attention keeps for itself, four bytes of each row and head."""
     statistics = kept_bytes(shape, "none") - kept_bytes(shape, "selective")
     copied = kept_bytes(shape, "balanced") - statistics
-    return copy_to_compute_ratio(copied, sum(item_flops(shape).values()), COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S)
+    return copy_to_compute_ratio(copied, sum(flops_of(shape).values()), COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S)
 
 
 def _gpt(hidden: int, seq: int) -> Model:

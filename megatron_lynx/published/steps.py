@@ -15,8 +15,7 @@ from typing import Any
 from megatron_lynx.config import Job, Model
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.jobs import described_job
-from megatron_lynx.published.row import Row
+from megatron_lynx.published.row import Row, described_job
 
 ROW_PERCENT, SERIES_PERCENT = 8.0, 5.0
 """Bounds on the error of one step, and on the mean of a series."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_lynx.published import korthikanti, peaks, pipeoffload, steps, yuan
-from megatron_lynx.published.jobs import published_figures
-from megatron_lynx.published.row import Row
+from megatron_lynx.published.row import Row, published_figures
 
 
 def all_rows() -> list[Row]:

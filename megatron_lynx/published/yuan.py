@@ -17,8 +17,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.jobs import catalogued_job
-from megatron_lynx.published.row import Row
+from megatron_lynx.published.row import Row, catalogued_job
 from megatron_lynx.solver.offload import smallest_ratio
 from megatron_lynx.units import GIB
 

@@ -17,19 +17,24 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.report.comparison import how_measured, settings_table
-from megatron_lynx.report.drawn import views_of
-from megatron_lynx.report.figures import Seen, stage_table
+from megatron_lynx.report.figures import (
+    Seen,
+    allocated_bytes,
+    check_outcome,
+    how_measured,
+    outcome_table,
+    settings_table,
+    stage_table,
+    tiles_of,
+)
 from megatron_lynx.report.front import Watch, plans_over_budgets, point, stock_points
 from megatron_lynx.report.given import NEEDED, Given
 from megatron_lynx.report.island import VERSION, Island, Point, Table, View
-from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, with_fallbacks
+from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, notes_of, subject_of, with_fallbacks
 from megatron_lynx.report.launch import planned_launch
-from megatron_lynx.report.outcome import allocated_bytes, check_outcome, outcome_table
-from megatron_lynx.report.tiles import tiles_of
 from megatron_lynx.report.treatments import stages_of
+from megatron_lynx.report.views import views_of
 from megatron_lynx.report.waits import exposed_table, use_table
-from megatron_lynx.report.words import notes_of, subject_of
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.version import __version__
 

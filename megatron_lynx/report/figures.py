@@ -1,17 +1,25 @@
 """Figures of a view that are the same for a simulated step and a traced one, so that they can stand side by side.
 
-They are taken from spans alone. Bars of halves include the waits inside them.
+They are taken from spans alone. Bars of halves include the waits inside them. Beside them: the few figures at the top of a page,
+how a run came out (`lynx_outcome.json`), and the settings of a comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_lynx.report.island import Cell, Column, Table
+from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.measure.run_outcome import Report, RunOutcome, StagePredicted, StageRow
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit
 from megatron_lynx.report.kinds import kind_of
 from megatron_lynx.report.waits import waits_of
 from megatron_lynx.simulator.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from megatron_lynx.measure.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -92,3 +100,147 @@ def stage_table(views: Sequence[Seen]) -> Table:
         "Communication slows what runs beside it, so a bar is longer than a replay would be alone."
     )
     return Table(id="stages", title="Stages", note=note, columns=columns, rows=rows)
+
+
+FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
+    ("step", "s", "forwards and backwards; reducing gradients and the update come on top", lambda seen: seen.step_s),
+    ("replays hidden", "share", "of all seconds of replays, those behind waits", lambda seen: seen.hidden_share),
+    ("replays exposed", "s", "in one step, on the stage that has most", lambda seen: seen.exposed_s),
+    ("collectives unused", "share", "of all seconds of waits for tensor-parallel collectives", lambda seen: seen.unused_share),
+)
+
+
+def tiles_of(views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None) -> Iterator[Tile]:
+    """Those of which there is a figure."""
+    predicted = next((seen for seen in views if seen.name == "predicted"), None)
+    measured = next((seen for seen in views if seen.name == "measured"), None)
+    shown = next((point for point in points if point["shown"]), None)
+    for label, unit, note, figure in FIGURES:
+        values = [None if seen is None else figure(seen) for seen in (predicted, measured)]
+        if label == "step" and values[0] is None and shown is not None:
+            values[0] = shown["step_s"] or None
+        if label == "step" and values[1] is None and outcome is not None:
+            values[1] = passes_s(outcome)
+        if values != [None, None]:
+            yield Tile(label=label, unit=unit, predicted=values[0], measured=values[1], note=note)
+    if shown is not None and shown["memory_bytes"]:
+        measured_bytes = max([stage["measured_bytes"] or 0 for stage in shown["stages"]], default=0) or None
+        note = "everything on the device that holds most, at its peak"
+        yield Tile(label="fullest device", unit="bytes", predicted=shown["memory_bytes"], measured=measured_bytes, note=note)
+
+
+COLUMNS: tuple[tuple[str, Unit], ...] = (
+    ("when", "text"),
+    ("stage", "count"),
+    ("peak predicted", "bytes"),
+    ("allocated", "bytes"),
+    ("reserved", "bytes"),
+    ("passes predicted", "s"),
+    ("passes", "s"),
+    ("whole step", "s"),
+    ("hidden predicted", "s"),
+    ("in windows", "s"),
+    ("exposed predicted", "s"),
+    ("on demand", "s"),
+)
+
+
+def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
+    """Raises `PlanMismatch` where the run was under another plan."""
+    if outcome.plan_digest != plan.digest:
+        found, needed = (f"{digest[:12]}..." for digest in (outcome.plan_digest, plan.digest))
+        todo = f"give {outcome.plan}, as it was when the run began"
+        problem = Problem(f"{where}: plan_digest", found, f"{needed}, the plan's", todo)
+        raise PlanMismatch("the run was under another plan", [problem])
+
+
+def outcome_table(outcome: RunOutcome) -> Table:
+    """A row for each stage, at every time that was told of."""
+    ended = "the run has ended" if outcome.finished else "the run has not ended, or broke off"
+    return Table(
+        id="outcome",
+        title="How the run came out",
+        note=f"Of each stage the rank that needs most; seconds of one step. {outcome.ranks} ranks; {ended}.",
+        columns=[Column(label=label, unit=unit) for label, unit in COLUMNS],
+        rows=[_cells(report, row) for report in outcome.reports for row in report.stages],
+    )
+
+
+def _cells(report: Report, row: StageRow) -> list[Cell]:
+    predicted, measured = row.predicted or StagePredicted(), row.measured
+    return [
+        "the end" if report.when == "end" else f"step {report.step}",
+        row.stage,
+        predicted.memory_bytes,
+        measured.allocated_bytes,
+        measured.reserved_bytes,
+        predicted.passes_s,
+        measured.passes_s,
+        measured.step_s,
+        predicted.hidden_replay_s,
+        measured.in_windows_s,
+        predicted.exposed_replay_s,
+        measured.on_demand_s,
+    ]
+
+
+def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
+    """What devices held at most, by stage, as far as it was measured."""
+    rows = outcome.reports[-1].stages
+    return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
+
+
+def passes_s(outcome: RunOutcome) -> float | None:
+    """Seconds of a step's forwards and backwards, of the last time at which they were known."""
+    return next(_known(outcome), None)
+
+
+def _known(outcome: RunOutcome) -> Iterator[float]:
+    for report in reversed(outcome.reports):
+        seconds = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
+        if seconds:
+            yield max(seconds)
+
+
+def settings_table(measurement: Measurement) -> Table:
+    """A row for each setting that was timed."""
+    from megatron_lynx.compare.report import verdicts
+    from megatron_lynx.compare.table import rows_of
+
+    rows: list[list[Cell]] = [
+        [
+            row.setting,
+            row.step_s,
+            row.ratio_to_none,
+            row.activation_bytes,
+            row.peak_bytes,
+            row.hidden_replays,
+            row.on_demand_replays,
+            {True: "yes", False: "NO", None: "reference" if row.ratio_to_none == 1.0 else "not compared"}[row.gradients_equal],
+        ]
+        for row in rows_of(measurement)
+    ]
+    columns: tuple[tuple[str, Unit], ...] = (
+        ("setting", "text"),
+        ("step", "s"),
+        ("of none", "share"),
+        ("resident activations", "bytes"),
+        ("peak", "bytes"),
+        ("replays hidden", "count"),
+        ("replays on demand", "count"),
+        ("gradients equal", "text"),
+    )
+    return Table(
+        id="settings",
+        title="Settings side by side, measured",
+        note=" ".join(verdicts(measurement)),
+        columns=[Column(label=label, unit=unit) for label, unit in columns],
+        rows=rows,
+    )
+
+
+def how_measured(measurement: Measurement) -> list[str]:
+    """How times and bytes were counted, on what, and what was left out."""
+    from megatron_lynx.compare.report import notes
+
+    return list(notes(measurement))

@@ -21,9 +21,7 @@ from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
-from megatron_lynx.report.simulation_file import ReadSimulation, read_simulation
-from megatron_lynx.report.trace_file import TODO as ABOUT_TRACES
-from megatron_lynx.report.trace_file import ReadTrace, read_trace
+from megatron_lynx.report.trace_file import ABOUT_TRACES, ReadSimulation, ReadTrace, read_simulation, read_trace
 from megatron_lynx.yaml_file import read_yaml
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lynx.advise.rows import Row
-from megatron_lynx.advise.today import Launch, launch_today
+from megatron_lynx.advise.today import Launch, Row, launch_today
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import LynxError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
@@ -19,6 +18,7 @@ from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import partitioned_as
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.scaled import as_learned
 from megatron_lynx.report.island import Cell, Column, Table, Unit
 
 
@@ -61,6 +61,8 @@ def planned_launch(plan: Plan) -> PlannedLaunch | None:
     if job.cluster.matmul is None:
         return None
     costs = analytic_profile(job)
+    if (learned := plan.provenance.learned) is not None:
+        job, costs = job.model_copy(update={"learned": learned}), as_learned(costs, learned)
     step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
     held = max(stage.predicted.memory_bytes for stage in plan.stages)
     return PlannedLaunch(reading, launch_today(job, costs, reading), Row("plan", step_s, held))

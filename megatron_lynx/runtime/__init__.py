@@ -5,7 +5,7 @@ engine                   what hooks talk to; `progress` is the state that its pa
     recorded_graph         which of the saved tensors of autograd's nodes (`saved`) those are; `site` is one submodule's call
     watched                the same for an observer, who checks what backward gets
   replay                 the half's code makes them again, under the `surroundings` of the record, without `forward_hooks`
-  waits, windows         where a collective is waited for, what the plan has put there runs
+  waits                  where a collective is waited for, what the plan has put there runs
   weight_gradients       those that backward left for later are `pending`, and run in waits
   offload/               activations in host memory
 device, cuda             streams, events and memory of whatever computes; `trace` times them

@@ -5,7 +5,7 @@
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       reported(): it passes, or site()           recorder, replayer
-        a collective is issued      window(): fwd.*                            waits; windows say what runs in it
+        a collective is issued      window(): fwd.*                            waits; the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
@@ -32,7 +32,7 @@ from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
@@ -43,19 +43,20 @@ from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
 from megatron_lynx.runtime.trace import ReplayClock
-from megatron_lynx.runtime.waits import Waits
+from megatron_lynx.runtime.waits import Waits, WindowedWork
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.windows import WindowedWork, Windows
+from megatron_lynx.timetable import Timetable
 
 
 class Engine:
-    """Everything of one installation that changes while training runs. `windows`: those of each chunk of the stage;
-    `reduced_in_backward`: whether gradients are reduced while a chunk's last backward runs."""
+    """Everything of one installation that changes while training runs. `timetable`: what runs in which wait; `chunks`: the policy
+    of each chunk of the stage; `reduced_in_backward`: whether gradients are reduced while a chunk's last backward runs."""
 
     def __init__(
         self,
-        windows: Sequence[Windows] = (Windows(),),
+        timetable: Timetable | None = None,
+        chunks: Sequence[ChunkPolicy] = (ChunkPolicy(),),
         *,
         order: OrderOfStep | None = None,
         random: RandomSource | None = None,
@@ -66,7 +67,7 @@ class Engine:
         surroundings: Sequence[Context] = (Autocast(),),
         reduced_in_backward: bool = False,
     ) -> None:
-        self._windows = tuple(windows)
+        self._chunks = tuple(chunks)
         device = device or device_for(torch.device("cpu"))
         self.offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
         self.trace = self.offloader.trace
@@ -79,12 +80,14 @@ class Engine:
         self._graphs = RecordedGraphs()
         self.weight_gradients = WeightGradients(
             self._progress,
-            [chunk.deferral for chunk in self._windows],
+            [chunk.deferral for chunk in self._chunks],
             self._surroundings,
             reduced_in_backward=reduced_in_backward,
         )
         """What the hooks on weight gradients talk to."""
-        self._waits = Waits(self._progress, self._windows, self._replays, self.weight_gradients)
+        timetable = timetable or Timetable([()] * len(self._chunks))
+        depths = [chunk.ahead_depth for chunk in self._chunks]
+        self._waits = Waits(self._progress, timetable, depths, self._replays, self.weight_gradients)
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
@@ -170,7 +173,7 @@ class Engine:
         if policy.passed_over and not self.trace.enabled:
             return code(*args, **kwargs)
         micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
-        whole = micro_batch.index in self._windows[policy.chunk].whole
+        whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
         group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self._ledger)
         frame = Frame(policy, micro_batch, code)

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
 from megatron_lynx.runtime.saved import detached, is_parameter
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Phase
 
 
 @dataclass(eq=False)
@@ -46,7 +47,8 @@ class MicroBatch:
     """Halves that were regenerated and that backward has not reached."""
     output: weakref.ref[Tensor] | None = None
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
-    phase: BackwardPhase = "steady"
+    phase: Phase = "steady"
+    """Of its backward."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

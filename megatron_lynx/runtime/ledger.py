@@ -162,7 +162,7 @@ class Ledger:
         """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next, told its phase."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
-            micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
+            micro_batch.phase = backward.phase
         return micro_batch
 
     @property
@@ -188,11 +188,6 @@ class Ledger:
     def recording(self) -> MicroBatch | None:
         """The micro-batch whose forward runs."""
         return self._recording
-
-    @property
-    def recording_chunk(self) -> int:
-        """The chunk whose forward runs."""
-        return self._recording.chunk if self._recording is not None else 0
 
     def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
         micro_batch = self._in_flight.get(virtual) if virtual is not None else None

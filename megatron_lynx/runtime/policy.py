@@ -27,6 +27,17 @@ class DeferralPolicy:
 
 
 @dataclass(frozen=True)
+class ChunkPolicy:
+    """What becomes of one chunk of the stage."""
+
+    ahead_depth: int = 0
+    """How many halves of a micro-batch may be regenerated before backward reaches them (rule R4)."""
+    whole: Container[int] = ()
+    """Micro-batches of a step that keep everything, whatever the halves' policies say."""
+    deferral: DeferralPolicy = field(default_factory=DeferralPolicy)
+
+
+@dataclass(frozen=True)
 class HalfPolicy:
     """There is one for each half of each layer; `apply.assignment` makes it from a rule of the plan."""
 

@@ -1,39 +1,102 @@
-"""Waits for communication: each is a window, in which the tasks run that the plan has put there (`runtime.windows`).
+"""Waits for communication: windows in which compute would wait, and how the work runs that the plan has put into them.
 
-a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
-the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
+    issue ──> [ collective in flight .......................... ]
+    wait()    │ [1] replays, weight gradients, on this stream    │ [2] the wait proper │ [3] gathers
 
-Behind the replays, weight gradients that are pending run: of whichever micro-batch, and in a forward of whichever chunk.
-"""
+    a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
+    the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
+
+One mechanism serves every kind of wait: whatever returns a `Work` returns a `WindowedWork` instead. Which wait of which pass it
+is, is found here; what runs in it is looked up in the stage's timetable (`timetable.Wait`): it depends on the plan alone (rule
+R1), is equal on all ranks of the group, and holds no collective (rule R2). What has to communicate, such as gathering an input,
+runs behind the wait.
+
+An event names a half or a linear: it meets the frame of a micro-batch, or what is pending, when its window opens. It may find
+that there is nothing left to do, and none is needed for a gradient to be right: what no window did is done on demand (rule R5),
+or flushed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, BackwardPhase, Window, WindowAddress
-from megatron_lynx.runtime.frame import MicroBatch
+from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, WindowAddress
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
 from megatron_lynx.runtime.replay import Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.task import Opening, Task
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.windows import WindowedWork, Windows
+from megatron_lynx.timetable import Pass, Replay, Timetable, Wait
 
 
-class _Tasks(NamedTuple):
-    """What runs in one window."""
+class WindowedWork:
+    """A `Work` whose first wait runs a window. Everything else is the work's own."""
 
-    during: tuple[Task, ...]
-    """Before the wait proper."""
-    filling: tuple[Task, ...]
-    """Weight gradients, behind these."""
-    behind: tuple[Task, ...]
-    """When the wait is over."""
+    def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work = work
+        self._window: Callable[[Callable[[], Any]], Any] | None = window
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return window(lambda: self._work.wait(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One window at the moment when it is waited in, for a micro-batch whose backward comes behind it."""
+
+    window: str
+    """Its name, for the trace."""
+    micro_batch: MicroBatch
+    """The one whose backward is served."""
+    ahead_depth: int
+    replays: Replays
+    progress: Progress
+
+    def frame_of(self, half: FrameKey) -> Frame | None:
+        """The micro-batch's frame of a half, where its replay is still to come."""
+        frame = self.progress.ledger.frame_of(self.micro_batch, half)
+        return frame if frame is not None and frame.lets_go else None
+
+    def replay(self, planned: Replay) -> bool:
+        """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""
+        frame = self.frame_of(planned.half)
+        if frame is None or self.replays.would_gather(frame, planned.until):
+            return True  # the gather's window was missed: no window may communicate (rule R2)
+        if not self._has_room_for(frame):
+            return False  # what is left is replayed on demand
+        self.replays.replay(frame, self.window, planned.until)
+        self.progress.counts.hidden += frame.replayed
+        return True
+
+    def gather(self, half: FrameKey) -> None:
+        """Start gathering the input of a half's replayed GEMM. It communicates, so it runs behind a wait (rule R2)."""
+        frame = self.frame_of(half)
+        if frame is not None and frame.gathering is None:
+            begin = self.progress.trace.now()
+            self.replays.gather(frame)
+            self.progress.add_span("gather", frame, self.window, begin)
+
+    def _has_room_for(self, frame: Frame) -> bool:
+        """Whether this half may be regenerated by now (rule R4). It counts as ahead until backward reaches it."""
+        ahead, counts = frame.micro_batch.ahead, self.progress.counts
+        if frame is self.progress.ledger.entered or frame.key in ahead:
+            return True
+        if len(ahead) >= self.ahead_depth:
+            return False
+        ahead.add(frame.key)
+        counts.live_ahead = max(counts.live_ahead, len(ahead))
+        return True
 
 
 class _Done:
@@ -47,18 +110,23 @@ DONE = _Done()
 
 
 class Waits:
-    """All windows of one engine. `windows`, by chunk, say which tasks run where."""
+    """All windows of one engine. `timetable` says what runs in which; `ahead_depths`, by chunk, how many halves of a micro-batch
+    may be regenerated before backward reaches them (rule R4)."""
 
     def __init__(
-        self, progress: Progress, windows: Sequence[Windows], replays: Replays, weight_gradients: WeightGradients
+        self,
+        progress: Progress,
+        timetable: Timetable,
+        ahead_depths: Sequence[int],
+        replays: Replays,
+        weight_gradients: WeightGradients,
     ) -> None:
         self._progress = progress
         self._ledger = progress.ledger
-        self._windows = windows
+        self._timetable = timetable
+        self._ahead_depths = ahead_depths
         self._replays = replays
-        self._in_forwards = any(chunk.in_forwards for chunk in windows)
         self._weight_gradients = weight_gradients
-        self._fillers = _fillers(windows)
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
         """A collective of the tensor-parallel group, or an `exchange` of tokens, is about to be issued: what makes a window of
@@ -73,23 +141,11 @@ class Waits:
         frame = scope.frame if scope is not None else self._ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
             return None
-        address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
-        if address is None:
+        address, micro_batch, planned = self._in_forward(scope) if scope is not None else self._in_backward(frame)
+        wait = planned.busy.get(address)
+        if wait is None and not self._progress.trace.enabled:
             return None
-        tasks = self._tasks(address, micro_batch, phase)
-        if not any(tasks) and not self._progress.trace.enabled:
-            return None
-        return lambda work: WindowedWork(work, lambda wait: self._window(address, micro_batch, tasks, wait))
-
-    def _tasks(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase) -> _Tasks:
-        """What the plan has put into a window. Weight gradients of a receive are those of the chunk whose gradient it is."""
-        fillers = self._fillers.get(window, ())
-        if micro_batch is None:
-            return _Tasks((), fillers, ())
-        own, running = self._windows[micro_batch.chunk], self._windows[self._ledger.recording_chunk]
-        if window == RECV_BACKWARD:
-            fillers = own.weight_gradients.get(window, ())
-        return _Tasks(own.tasks_during(window, phase, running), fillers, own.tasks_behind(window, phase, running))
+        return lambda work: WindowedWork(work, lambda proper: self._window(wait or Wait(address), micro_batch, proper))
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -99,15 +155,14 @@ class Waits:
         """
         pending = [True]
 
-        def window(wait: Callable[[], Any]) -> Any:
+        def window(proper: Callable[[], Any]) -> Any:
             micro_batch = self._ledger.hidden_by_receive() if pending else None
             pending.clear()
             if micro_batch is None:
-                return wait()
+                return proper()
             with self._progress.aborting():
                 self._progress.offloader.gradient_awaited(self._ledger)
-                tasks = self._tasks(RECV_BACKWARD, micro_batch, micro_batch.phase)
-                return self._window(RECV_BACKWARD, micro_batch, tasks, wait)
+                return self._window(self._timetable.receive(micro_batch.chunk, micro_batch.phase), micro_batch, proper)
 
         return [WindowedWork(work, window) for work in works]
 
@@ -141,40 +196,43 @@ class Waits:
             frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: HalfCall) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
-        """Address of the collective that a forward issues now, and for which micro-batch and phase its window runs tasks."""
+    def _in_forward(self, scope: HalfCall) -> tuple[WindowAddress, MicroBatch | None, Pass]:
+        """Address of the collective that a forward issues now, for which micro-batch its window runs replays, and its pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        served = self._in_forwards or self._progress.trace.enabled
-        return address, self._ledger.hidden_by_forward() if served else None, "steady"
+        served = self._timetable.in_forwards or self._progress.trace.enabled
+        micro_batch = self._ledger.hidden_by_forward() if served else None
+        serving = None if micro_batch is None else micro_batch.chunk
+        return address, micro_batch, self._timetable.forward(scope.frame.policy.chunk, serving)
 
-    def _in_backward(self) -> tuple[WindowAddress | None, MicroBatch | None, BackwardPhase]:
-        """The same for a collective of a half's backward. Outside of one there is no address."""
-        entered = self._ledger.entered
-        if entered is None:
-            return None, None, "steady"
+    def _in_backward(self, entered: Frame) -> tuple[WindowAddress, MicroBatch, Pass]:
+        """The same for a collective of a half's backward."""
         address = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
-        return address, entered.micro_batch, entered.micro_batch.phase
+        micro_batch = entered.micro_batch
+        return address, micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase)
 
-    def _window(self, window: Window, micro_batch: MicroBatch | None, tasks: _Tasks, wait: Callable[[], Any]) -> Any:
-        kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
-        with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
-            self._run(tasks.during, window, micro_batch)
-            self._run(tasks.filling, window, None)
-            waited = wait()
-        self._run(tasks.behind, window, micro_batch)
+    def _window(self, wait: Wait, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
+        """`proper`: the wait itself."""
+        kind: SpanKind = "recv" if wait.window == RECV_BACKWARD else "window"
+        opening = self._opening(wait.window, micro_batch)
+        with self._progress.trace.span(kind, window=str(wait.window), micro_batch=micro_batch.number if micro_batch else None):
+            for replay in wait.replays:
+                if opening is None or not opening.replay(replay):
+                    break
+            for linear in wait.weight_gradients:
+                self._weight_gradients.run((linear.layer, linear.name), str(wait.window))
+            waited = proper()
+        if opening is not None:
+            for half in wait.gathers:
+                opening.gather(half)
         return waited
 
-    def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch | None) -> None:
-        """One by one, in the plan's order, until there is no room for what one would regenerate."""
-        if not tasks:
-            return
-        depth = 0 if micro_batch is None else self._windows[micro_batch.chunk].ahead_depth
-        opening = Opening(str(window), micro_batch, depth, self._replays, self._progress, self._weight_gradients)
-        for task in tasks:
-            if not task.run(opening):
-                return
+    def _opening(self, window: Window, micro_batch: MicroBatch | None) -> Opening | None:
+        """None where no backward comes behind: then nothing is replayed."""
+        if micro_batch is None:
+            return None
+        return Opening(str(window), micro_batch, self._ahead_depths[micro_batch.chunk], self._replays, self._progress)
 
 
 def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
@@ -186,16 +244,3 @@ def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> Win
         return waited
 
     return WindowedWork(work, wait_and_tell)
-
-
-def _fillers(windows: Sequence[Windows]) -> dict[Window, tuple[Task, ...]]:
-    """Which weight gradients run in which collective, of whichever chunk. Those of one chunk come in the plan's order."""
-    found: dict[Window, tuple[Task, ...]] = {}
-    ends = [*(chunk.first_layer for chunk in windows[1:]), None]
-    for chunk in windows:
-        of_chunk: dict[Window, tuple[Task, ...]] = {}
-        for running, end in zip(windows, ends, strict=True):
-            of_chunk |= chunk.weight_gradients_in(running, end)
-        for window, tasks in of_chunk.items():
-            found[window] = (*found.get(window, ()), *tasks)
-    return found

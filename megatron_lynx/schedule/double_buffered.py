@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 
 VERSIONS = 2
 """Copies of the weights that are ever needed at once."""

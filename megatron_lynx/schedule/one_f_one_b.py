@@ -9,8 +9,7 @@ A stage holds at most w + 1 = p - s micro-batches (or all m), each from its forw
 
 from __future__ import annotations
 
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Action, Schedule
 
 
 def warmup(pipeline: int, stage: int) -> int:

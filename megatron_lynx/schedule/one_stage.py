@@ -1,12 +1,21 @@
-"""The order of one stage in a step with flushes, without computing those of the others: a rank needs only its own."""
+"""The order of one stage in a step with flushes, without computing those of the others: a rank needs only its own.
+
+How many micro-batches of each chunk have their offloaded tensors on the host at once: what a stage's host pool must hold.
+
+stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves behind its forward, and comes back `prefetch` backwards before
+on the host      1   2   3 |  3               its own, or behind the forward before them. The pool of stage s holds p-1-s sets.
+                              (F3 left, F0 is back)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
 
 from megatron_lynx.schedule import interleaved, one_f_one_b
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase, phases_of
+from megatron_lynx.schedule.schedule import Action, Phase, phases_of
 
 
 def passes_of(
@@ -17,3 +26,36 @@ def passes_of(
         return phases_of(one_f_one_b.order(pipeline, stage, microbatches), one_f_one_b.warmup(pipeline, stage))
     order = interleaved.order(pipeline, stage, microbatches, chunks, group_size)
     return phases_of(order, interleaved.warmup(pipeline, stage, chunks, group_size or pipeline))
+
+
+@lru_cache(maxsize=1024)
+def sets_on_host(
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
+) -> tuple[int, ...]:
+    """The most of each chunk, in a step of Megatron's schedules."""
+    most = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
+    return tuple(most[chunk] for chunk in range(chunks))
+
+
+def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
+    """By chunk, in any order of one stage's passes. A micro-batch whose backward comes right behind its forward stays on the
+    device, or goes half by half, into host memory of its own."""
+    order = [*passes]
+    backwards = [action for action, _ in order if action.kind == "B"]
+    behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
+    away: set[Action] = set()
+    counts, most, begun = Counter[int](), Counter[int](), 0
+    for action, phase in order:
+        own = Action(action.micro_batch, "B", action.chunk)
+        at_once = behind.get(action) == own
+        begun += action.kind == "B"
+        back = {action}
+        if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
+            back.update(backwards[begun : begun + prefetch])
+        counts.subtract(one.chunk for one in back & away)
+        away -= back
+        if action.kind == "F" and not at_once:
+            away.add(own)
+            counts[action.chunk] += 1
+            most[action.chunk] = max(most[action.chunk], counts[action.chunk])
+    return most

@@ -1,24 +1,46 @@
 """A candidate on its way through the search: what is known of it so far, and how to look closer.
 
     StockFloored ──> StockFitting ──> Candidate               policies that need no plan
-    Floored ──> Ends ──> AllStages ──> Candidate              plans (`search.planned`)
+    Floored ──> Ends ──> AllStages ──> Candidate              plans
         └──────────┴─────────┴──> Excess: does not fit         └──> None: nothing needs to be replayed or copied
 
 The seconds that are known of a candidate only grow from look to look.
+
+A plan is made as late as possible: one of all stages costs as much as a hundred floors.
+
+[1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
+[2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
+[3] all stages
+[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`). Where
+    it replays while tokens travel in forwards, one without that is rehearsed, too, as the planner does
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.experts import replays_beside_forwards
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide, least_memory
+from megatron_lynx.planner.writing import device_memory, written
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.simulated import pipeline_s, simulated_spent
+from megatron_lynx.search.simulated import in_steady_state, pipeline_s, simulated_spent
+from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.solver.stages import Stages
+from megatron_lynx.units import GIB
 
 
 @dataclass(frozen=True)
@@ -61,3 +83,127 @@ class StockFitting(Entry):
         profile, ratio = self.cost.profile, self.fit.offload_ratio
         step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job, profile), self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, self.fit.memory.total)
+
+
+@dataclass(frozen=True)
+class Floored(Entry):
+    """What a plan takes if every replay and copy is hidden. `besides_none`: whether policy `none` is a candidate, too."""
+
+    offload: bool
+    besides_none: bool
+
+    def closer(self) -> Ends | Excess | None:
+        """Solves the first and the last stage. [1] [2]"""
+        kept = self.job.model_copy(update={"policy": "none"})
+        if self.besides_none and isinstance(fit(kept, offload=False), Fits):
+            return None
+        job = _to_be_planned(self.job, self.offload)
+        stages = Stages(job, self.cost.profile)
+        try:
+            ends = [stages.answer(stage) for stage in {0, job.parallel.pipeline - 1}]
+        except Infeasible:
+            return _excess(job, stages)
+        return Ends(job, self.cost, _spent(self.spent, self.cost, job, ends), stages)
+
+
+@dataclass(frozen=True)
+class Ends(Entry):
+    """What a plan takes if no other stage takes more than the first one or the last."""
+
+    stages: Stages
+
+    def closer(self) -> AllStages | Excess:
+        """Solves all stages. [3]"""
+        try:
+            answers = [self.stages.answer(stage) for stage in range(self.job.parallel.pipeline)]
+        except Infeasible:
+            return _excess(self.job, self.stages)
+        return AllStages(self.job, self.cost, _spent(self.spent, self.cost, self.job, answers), self.stages, answers)
+
+
+@dataclass(frozen=True)
+class AllStages(Entry):
+    """What a plan takes by the solver's account."""
+
+    stages: Stages
+    answers: Sequence[StageAnswer]
+
+    def closer(self) -> Candidate | Excess:
+        """Rehearses the plan. Where copies lag and more is held than fits, the planner excludes such shares. [4]"""
+        answers, pipeline_s, memory_bytes = min(self._rehearsed(), key=self._order)
+        if memory_bytes > self.job.memory_budget_bytes:
+            try:
+                decision = decide(self.job, self.cost.profile)
+            except Infeasible:
+                return _excess(self.job, self.stages)
+            answers, pipeline_s = decision.stages, decision.simulation.step_s
+            memory_bytes = max(memory.total for memory in decision.memory)
+        step_s, ratio = pipeline_s + update_s(self.job, self.cost.profile), max(answer.offload_ratio for answer in answers)
+        step_s = max(step_s, self.spent.total_s)
+        return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
+
+    def _order(self, found: _Rehearsed) -> tuple[bool, float]:
+        """What fits comes first, then what is faster."""
+        return found.memory_bytes > self.job.memory_budget_bytes, found.pipeline_s
+
+    def _rehearsed(self) -> Iterator[_Rehearsed]:
+        """The plan, and where the planner would ask for it the one that replays nothing while tokens travel in forwards."""
+        profile = self.cost.profile
+        plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
+        yield _rehearsed(self.job, profile, plan, self.answers)
+        if replays_beside_forwards(plan):
+            late = replace(self.stages, early_exchanges=False)
+            with suppress(Infeasible):
+                answers = [late.answer(stage) for stage in range(self.job.parallel.pipeline)]
+                plan = written(self.job, answers, job=self.job.digest, profile=profile.digest)
+                yield _rehearsed(self.job, profile, plan, answers)
+
+
+class _Rehearsed(NamedTuple):
+    """A plan's answers, seconds of all its micro-batches, and the bytes of its fullest stage."""
+
+    answers: Sequence[StageAnswer]
+    pipeline_s: float
+    memory_bytes: int
+
+
+def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAnswer]) -> _Rehearsed:
+    held: list[int] = []
+
+    def rehearsed_s(microbatches: int) -> float:
+        simulation = rehearse(_shorter(plan, microbatches), profile)
+        peaks = [simulation.memory(answer.stage).peak_bytes for answer in answers]
+        held.extend(device_memory(job, answer, peak).total for answer, peak in zip(answers, peaks, strict=True))
+        return simulation.step_s
+
+    return _Rehearsed(answers, in_steady_state(rehearsed_s, job.microbatches, job.parallel.pipeline), max(held))
+
+
+def _shorter(plan: Plan, microbatches: int) -> Plan:
+    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"microbatches": microbatches})})
+
+
+def _to_be_planned(job: Job, offload: bool) -> Job:
+    """The job with the policy `planned`, and with a budget: without one the planner assumes the device's memory only on a GPU."""
+    budget = job.budget
+    if budget.memory_gib is None:
+        budget = budget.model_copy(update={"memory_gib": job.memory_budget_bytes / GIB})
+    return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
+
+
+def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
+    """A floor, with the exposed replays and copies of these stages. The slowest one sets the pace."""
+    slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
+    replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
+    return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
+
+
+def _excess(job: Job, stages: Stages) -> Excess:
+    """What is too much: on the stage that is most over its budget with everything replayed and offloaded that can be, or else on
+    the host."""
+    memory = least_memory(stages.job, stages.profile)
+    stage = max(range(len(memory)), key=lambda number: memory[number].total)
+    if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
+        return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
+    needed = job.host_sharers * max(stages.least(each).host_bytes for each in range(len(memory)))
+    return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)

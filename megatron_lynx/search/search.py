@@ -20,9 +20,8 @@ from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import BestFirst, Watch
+from megatron_lynx.search.best_first import BestFirst, Watch, no_collections
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
-from megatron_lynx.search.collector import no_collections
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits

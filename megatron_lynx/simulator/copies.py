@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action, with_replays
 from megatron_lynx.schedule.double_buffered import Update, deferral, order
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
 from megatron_lynx.simulator.simulation import Executed, Simulation

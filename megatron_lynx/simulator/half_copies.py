@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from megatron_lynx.simulator.treated import Part, Treated
+from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.simulator.walk import Walk
 
 
@@ -58,10 +58,10 @@ class ComingBack:
             walk.copy("reload", coming, start_s, self._free_s)
         self.needed(walk, half)
 
-    def ahead(self, walk: Walk, served: Sequence[Part]) -> None:
-        """Parts of replays are about to run."""
-        for part in served:
-            self.needed(walk, part.half)
+    def ahead(self, walk: Walk, replayed: Sequence[Treated]) -> None:
+        """Parts of their replays are about to run."""
+        for half in replayed:
+            self.needed(walk, half)
 
     def needed(self, walk: Walk, half: Treated) -> None:
         walk.wait(self._back_s.get((half.layer, half.half), 0.0))  # [4]

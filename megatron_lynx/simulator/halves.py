@@ -1,4 +1,4 @@
-"""The passes of a stage from its layer halves: what runs, where it waits, what is replayed meanwhile, what that holds.
+"""The passes of a stage: seconds and bytes, folded over the events of its timetable.
 
    forward    [ norm, column-parallel, ..., row-parallel ] (fwd.0) [ dropout, residual ]
    backward   [ residual, dropout, row-parallel, ..., column-parallel ] (bwd.0) [ norm ]
@@ -17,39 +17,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import groupby, pairwise
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
-from megatron_lynx.anatomy.experts import EXCHANGES
-from megatron_lynx.anatomy.section import Exchange
+from megatron_lynx.anatomy import PASSES, Collective, Section
+from megatron_lynx.anatomy import Pass as Passing
+from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.kinds.experts.section import EXCHANGES
+from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass, Walked
-from megatron_lynx.simulator.pending import Due, LinearOf, Pending, Queue
-from megatron_lynx.simulator.treated import HalfKind, Part, Treated
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
+from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
 from megatron_lynx.simulator.walk import Walk
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
-
-
-Served = dict[Window, tuple[Part, ...]]
-"""Parts of replays by the window that hides them, those that backward needs first first."""
-
-Gathered = dict[Window, int]
-"""Bytes of inputs that are gathered behind a window, and of what had to be made for that."""
-
-Spared = Mapping[WindowAddress, float]
-"""By how many seconds a wait for a half's own input is shorter, because that was gathered before."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,6 @@ class Segments:
     """By linear: how many windows of its half's backward come before the place where its weight gradient is put off."""
 
 
-T = TypeVar("T")
-
 Waited = Sequence[Collective | Exchange]
 """What a section waits for in one pass."""
 
@@ -72,65 +58,57 @@ Parts = Mapping[HalfKind, Segments]
 
 
 def stage_passes(
-    treated: Sequence[Treated],
+    timetable: Timetable,
+    chunk: int,
+    own: Sequence[Treated],
+    halves: Halves,
     profile: Profile,
     message_bytes: int,
     embedding: BlockProfile | None = None,
     head: BlockProfile | None = None,
-    others: Mapping[int, Sequence[Treated]] = MappingProxyType({}),
     deferral: tuple[int, int] = (0, 0),
     *,
     reduced_in_backward: bool = False,
 ) -> ChunkPasses:
-    """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
-    `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays. `deferral`: which chunk
-    this is, and how many bytes its deferred weight gradients may hold. `reduced_in_backward`: gradients are reduced while the
-    chunk's last backward of a step runs (--overlap-grad-reduce), so nothing is deferred in it."""
-    kinds = {half.kind for half in treated} | {(half.section, frozenset[str]()) for half in treated if reduced_in_backward}
+    """The passes of one chunk of a stage. `own`: its halves in forward order. `halves`: those of all chunks, whose replays it may
+    hide. `embedding`, `head`: on the stages that have them. `deferral`: whose deferred weight gradients must be computed by its
+    last backward, and how many bytes they may hold: this chunk's. `reduced_in_backward`: gradients are reduced while the chunk's
+    last backward of a step runs (--overlap-grad-reduce), so nothing is deferred in it."""
+    others = [other for other in range(len(timetable.chunks)) if other != chunk]
+    kinds = {half.kind for half in own} | {(half.section, frozenset[str]()) for half in own if reduced_in_backward}
     forward, backward = (
         {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
-    host = sum((half.host for half in treated), start=NO_HOST_TIME)  # [4]
-
-    own = {phase: (parts_by_window(treated, phase), _gathered(treated, phase)) for phase in PHASES}
-    spared = {phase: dict(filter(None, (half.spared(phase) for half in treated))) for phase in PHASES}
-    seen = cache(lambda chunk: _as_seen_by(treated, others[chunk]))
+    host = sum((half.host for half in own), start=NO_HOST_TIME)  # [4]
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
-            served, gathered = seen(which) if isinstance(which, int) else own[which] if which == "steady" else ({}, {})
-            walk = Walk(profile.interference, queue, first[0])
-            return _forward(walk, treated, served, gathered, forward, first[1]).issued_in(host.forward_s)
+            serving = which if isinstance(which, int) else chunk if which == "steady" else None
+            walk = Walk(profile.interference, halves, queue, first[0])
+            return _forward(walk, timetable.forward(chunk, serving), own, forward, first[1]).issued_in(host.forward_s)
         assert isinstance(which, str)
         if kind == "R":
-            return _received(Walk(1.0, queue), own[which][0])
-        walk = Walk(profile.interference, queue, back[0])
+            return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
+        walk = Walk(profile.interference, halves, queue, back[0])
         defers = not (last and reduced_in_backward)
-        return _backward(walk, treated, *own[which], spared[which], backward, back[1], last, defers).issued_in(host.backward_s)
-
-    def queue(pending: Pending) -> Queue:
-        return Queue(*deferral, due, pending)
-
-    first_alike = {
-        phase: next(each for each in PHASES if (own[each], spared[each]) == (own[phase], spared[phase])) for phase in PHASES
-    }
-    hides = any(isinstance(window, WindowAddress) and window.passing == "fwd" for each in own["steady"] for window in each)
+        through = timetable.backward(chunk, which)
+        return _backward(walk, through, own, backward, back[1], last, defers).issued_in(host.backward_s)
 
     def plain(key: PassKey) -> PassKey:
         """The first of all keys whose passes are alike, so that none is walked twice."""
         kind, which, last = key
         if isinstance(which, int):
             return key
-        return (
-            (kind, which if which == "steady" and hides else "warmup", last) if kind == "F" else (kind, first_alike[which], last)
-        )
+        if kind == "F":
+            return kind, which if which == "steady" and timetable.forward(chunk, chunk).hides else "warmup", last
+        alike = timetable.backward if kind == "B" else timetable.receive
+        return kind, next(each for each in PHASES if alike(chunk, each) == alike(chunk, which)), last
 
-    due = _due(treated, others)
-    filled = Filled(walked, queue, plain, frozenset(others))
-    if due:
+    filled = Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(others))
+    if any(half.deferred for half in timetable.all_halves):
         return ChunkPasses(filled=filled)
     return ChunkPasses(
         forward=Walked(filled, "F", PHASES),
@@ -140,7 +118,9 @@ def stage_passes(
     )
 
 
-def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()) -> Segments:
+def segments(
+    profile: Profile, passing: Passing, section: Section, message_bytes: int, deferred: Collection[str] = ()
+) -> Segments:
     """How a section's seconds lie around its windows: where each one is, the section's collectives say. `deferred`: linears whose
     weight gradients are put off, so that they are not among these seconds."""
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
@@ -154,7 +134,7 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
     return _with_rest(profile, passing, section, parts, sum(off.values()))
 
 
-def _with_rest(profile: Profile, passing: Pass, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
+def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
     """What experts wait for and is no window counts as compute, at the end of the pass. `off_s`: what of it is put off."""
     if not section.exchanges:
         return parts
@@ -195,20 +175,16 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
     return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
 
 
-def _forward(
-    walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float
-) -> TimedPass:
-    """One forward. `served`, `gathered`: what its windows hide of replays, and what is gathered behind them."""
+def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
+    """One forward. `treated`: the halves through which it goes."""
     going = GoingOut() if _leave(treated) else None
-    for number, half in enumerate(treated, start=1):
+    for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
         parts = halves[half.kind]
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
-                place = WindowAddress("fwd", half.layer, half.half, ordinal)
-                walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
-                walk.regenerate(gathered.get(place, 0))
+                walk.window(_wait(planned, "fwd", ordinal), parts.windows_s[ordinal])
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
         if going is not None:
@@ -217,29 +193,26 @@ def _forward(
     return walk.over()
 
 
+def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
+    """The wait of this number. Exchanges of experts that a plan may not look into are in no timetable."""
+    return planned.waits[ordinal] if ordinal < len(planned.waits) else Wait(WindowAddress(passing, *planned.half, ordinal))
+
+
 def _backward(
-    walk: Walk,
-    treated: Sequence[Treated],
-    served: Served,
-    gathered: Gathered,
-    spared: Spared,
-    halves: Parts,
-    end_s: float,
-    last: bool,
-    defers: bool,
+    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, last: bool, defers: bool
 ) -> TimedPass:
-    """One backward. `spared`: of waits of halves whose input was gathered before. `last`: the chunk's last one in a step, behind
-    which nothing stays deferred. `defers`: whether it defers anything itself."""
-    late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
+    """One backward. `treated`: the halves, in the order of a forward. `last`: the chunk's last one in a step, behind which
+    nothing stays deferred. `defers`: whether it defers anything itself."""
     coming = ComingBack(treated) if _leave(treated) else None
-    for number, half in reversed(list(enumerate(treated, start=1))):
+    numbered = reversed(list(enumerate(treated, start=1)))
+    for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        if (part := late.get((half.layer, half.half))) is not None:
-            walk.on_demand(part)
+        if planned.on_demand is not None:
+            walk.on_demand(planned.on_demand)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
-        _back_through(walk, half, halves[kind], served, gathered, spared, defers, coming)
+        _back_through(walk, half, planned, halves[kind], defers, coming)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -252,16 +225,7 @@ def _leave(treated: Sequence[Treated]) -> bool:
     return any(half.leaving is not None for half in treated)
 
 
-def _back_through(
-    walk: Walk,
-    half: Treated,
-    parts: Segments,
-    served: Served,
-    gathered: Gathered,
-    spared: Spared,
-    defers: bool,
-    coming: ComingBack | None,
-) -> None:
+def _back_through(walk: Walk, half: Treated, planned: HalfPass, parts: Segments, defers: bool, coming: ComingBack | None) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
@@ -273,19 +237,18 @@ def _back_through(
             left, regenerated = half.memory.tail, regenerated - first
             _hold_rest(walk, half, *_let_go_of(half.section))
         if ordinal <= last:
-            place = WindowAddress("bwd", half.layer, half.half, ordinal)
-            length_s = parts.windows_s[ordinal] - ran_s - spared.get(place, 0.0)
+            wait = _wait(planned, "bwd", ordinal)
+            spared_s = half.spared_s(planned.gathered) if wait.over else 0.0
             if coming is not None:
-                coming.ahead(walk, served.get(place, ()))
-            walk.window(place, max(0.0, length_s), served.get(place, ()))
-            walk.regenerate(gathered.get(place, 0))
+                coming.ahead(walk, [walk.halves[replay.half] for replay in wait.replays])
+            walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
     walk.hold(-left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
 
 
 def _let_go_of(section: Section) -> tuple[str, ...]:
     """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
-    if section.has_experts:
+    if section.in_some_layers:
         return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < len(EXCHANGES["bwd"]))
     return section.linears[-1:]
 
@@ -294,7 +257,7 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
     """From now on these linears' entries hold by themselves what their half held until now."""
     for linear in linears:
         if linear in half.deferred:
-            walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
+            walk.holds(Linear(half.layer, half.half, linear), half.deferred[linear].bytes)
 
 
 def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: bool) -> float:
@@ -302,74 +265,23 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: boo
     `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
     backward puts none off: then those that a linear has left come right before its own."""
     ran_s, section = 0.0, half.section
-    for linear, deferral in half.deferred.items():
+    for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
-            of, reduces = LinearOf(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
-            ran = walk.defer(of, deferral.cost) if defers else walk.catch_up(of)
+            of, reduces = Linear(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
+            ran = walk.defer(of, cost) if defers else walk.catch_up(of)
             if reduces:
                 ran_s += ran
             if not reduces or ordinal < len(parts.windows_s) - 1:
-                walk.holds(of, deferral.cost.gradient_bytes)
+                walk.holds(of, cost.gradient_bytes)
     return ran_s
 
 
-def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) -> Due:
-    """Which linears' weight gradients run in which wait, in the order in which backward reaches them. In forwards those of other
-    chunks do, too, at the same places."""
-    due: dict[Window, list[LinearOf]] = {}
-    for linear, waits in _waits(treated):
-        for wait in waits:
-            due.setdefault(wait, []).append(linear)
-    for other in others.values() if treated else ():  # a chunk without layers has no waits
-        for linear, waits in _waits(other):
-            for wait in _moved(dict.fromkeys(waits, linear), treated[0].layer - other[0].layer):
-                due.setdefault(wait, []).append(linear)
-    return due
-
-
-def _waits(treated: Sequence[Treated]) -> Iterator[tuple[LinearOf, tuple[Window, ...]]]:
-    """Where the weight gradients of a chunk's linears may run."""
-    for half in reversed(treated):
-        yield from ((LinearOf(half.layer, half.half, linear), deferral.waits) for linear, deferral in half.deferred.items())
-
-
-def _received(walk: Walk, served: Served) -> TimedPass:
+def _received(walk: Walk, wait: Wait) -> TimedPass:
     """The replays, then the weight gradients, that run while the gradient is received."""
-    for part in served.get(RECV_BACKWARD, ()):
+    for replay in wait.replays:
+        half = walk.halves[replay.half]
+        part = half.part(replay)
         walk.regenerate(part.taken_bytes)
-        walk.replay(part.half, part.seconds, RECV_BACKWARD)
-    walk.received()
+        walk.replay(half, part.seconds, RECV_BACKWARD)
+    walk.received(wait)
     return walk.over()
-
-
-def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> tuple[Served, Gathered]:
-    """The same of another chunk: its layers are known by where they stand in their chunk. Beside one without layers none is."""
-    if not running or not other:
-        return {}, {}
-    moved = running[0].layer - other[0].layer
-    return _moved(parts_by_window(other, "steady"), moved), _moved(_gathered(other, "steady"), moved)
-
-
-def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
-    return {
-        window._replace(layer=window.layer + layers): content
-        for window, content in by_window.items()
-        if isinstance(window, WindowAddress) and window.passing == "fwd"
-    }
-
-
-def parts_by_window(treated: Iterable[Treated], phase: Phase) -> Served:
-    """What of replays runs in which window."""
-    served: Served = {}
-    for half in reversed(tuple(treated)):
-        for part in half.parts(phase) if half.replayed else ():
-            served[part.window] = (*served.get(part.window, ()), part)
-    return served
-
-
-def _gathered(treated: Iterable[Treated], phase: Phase) -> Gathered:
-    gathered: Gathered = {}
-    for half in treated:
-        if half.replayed and (place := half.gathered(phase)) is not None:
-            gathered[place[0]] = gathered.get(place[0], 0) + place[1]
-    return gathered

@@ -23,11 +23,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase, Schedule
+from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Filled, PassKey, TimedPass
-from megatron_lynx.simulator.pending import Pending
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Filled, PassKey, Pending, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.host import HostLoad
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, curve_of_parts

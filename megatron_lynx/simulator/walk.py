@@ -6,25 +6,25 @@ compute ──> (window: replays, weight gradients, then the rest of the wait) �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.weight_gradient import WeightGradient
-from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.pending import Entry, LinearOf, Queue
+from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.simulator.timeline import FLUSHED, Span
-from megatron_lynx.simulator.treated import Part, Treated
+from megatron_lynx.simulator.treated import Halves, Treated
+from megatron_lynx.timetable import Linear, Replay, Wait
 
 
 class Walk:
-    """Begins `start_s` after the pass does. Under a collective what fills it takes `interference` times longer. `queue`: the
-    deferred weight gradients."""
+    """Begins `start_s` after the pass does. Under a collective what fills it takes `interference` times longer. `halves`: of the
+    stage. `queue`: the deferred weight gradients."""
 
-    def __init__(self, interference: float, queue: Queue, start_s: float = 0.0) -> None:
+    def __init__(self, interference: float, halves: Halves, queue: Queue, start_s: float = 0.0) -> None:
         self.clock_s = start_s
+        self.halves = halves
         self._queue = queue
-        self._unheld: dict[LinearOf, int] = {}
+        self._unheld: dict[Linear, int] = {}
         """Bytes of entries that their own half holds as well, or that are counted as in hand (`cost.in_hand`)."""
         self._interference = interference
         self._spans: list[Span] = []
@@ -51,33 +51,42 @@ class Walk:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("replay", start_s, half, window)
 
-    def on_demand(self, part: Part) -> None:  # [1]
+    def on_demand(self, replay: Replay) -> None:  # [1]
+        half = self.halves[replay.half]
+        part = half.part(replay)
         if part.gather_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.gather_s
-            self._span("gather", start_s, part.half)
+            self._span("gather", start_s, half)
         self.regenerate(part.taken_bytes)
-        self.replay(part.half, part.seconds, ON_DEMAND)
+        self.replay(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.gather_s
 
-    def window(self, window: WindowAddress, seconds: float, served: Sequence[Part]) -> None:  # [2]
-        start_s, room_s, name = self.clock_s, seconds / self._interference, str(window)
-        for part in served:
+    def window(self, wait: Wait, seconds: float) -> None:  # [2]
+        """A wait of so many seconds, with what runs in it and behind it."""
+        start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
+        gather_s = []
+        for replay in wait.replays:
+            half = self.halves[replay.half]
+            part = half.part(replay)
             self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
-            self.replay(part.half, fits_s * self._interference, name)
-            self.replay(part.half, part.seconds - fits_s, ON_DEMAND)
+            self.replay(half, fits_s * self._interference, name)
+            self.replay(half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
             self._exposed_s += part.seconds - fits_s + part.gather_s
-        for entry in self._queue.due(window):
+            gather_s.append(part.gather_s)
+        for entry in self._queue.due(wait.weight_gradients):
             fits_s = min(entry.cost.seconds, room_s)
             room_s -= fits_s
             self._weight_gradient(entry, fits_s, name, self._interference)
-        self.clock_s = max(self.clock_s, start_s + seconds) + sum([part.gather_s for part in served])
-        if self.clock_s > start_s:
-            self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, name, name))
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum(gather_s)
+        if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
+            layer, half_name = wait.window.frame
+            self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
+        self.regenerate(sum(self.halves[half].gathered_bytes for half in wait.gathers))
 
-    def defer(self, of: LinearOf, cost: WeightGradient) -> float:
+    def defer(self, of: Linear, cost: WeightGradient) -> float:
         """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]
         start_s, entry = self.clock_s, Entry(of, self._queue.chunk, cost)
         self._unheld[of] = cost.bytes
@@ -85,23 +94,23 @@ class Walk:
             self._weight_gradient(oldest, 0.0, FLUSHED)
         return self.clock_s - start_s
 
-    def catch_up(self, of: LinearOf) -> float:
+    def catch_up(self, of: Linear) -> float:
         """Runs whatever of a linear is still deferred; for how many seconds."""
         start_s = self.clock_s
         for entry in self._queue.take(of):
             self._weight_gradient(entry, 0.0, FLUSHED)
         return self.clock_s - start_s
 
-    def holds(self, of: LinearOf, size_bytes: int) -> None:
+    def holds(self, of: Linear, size_bytes: int) -> None:
         """So much of what the newest entry of a linear holds is from now on held for it alone."""
         if of in self._unheld:
             size_bytes = min(size_bytes, self._unheld[of])
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
 
-    def received(self) -> None:
+    def received(self, wait: Wait) -> None:
         """Runs the deferred weight gradients that the plan has put into the receive of a gradient."""
-        for entry in self._queue.due(RECV_BACKWARD):
+        for entry in self._queue.due(wait.weight_gradients):
             self._weight_gradient(entry, entry.cost.seconds, RECV_BACKWARD)
 
     def flush(self) -> None:
@@ -138,7 +147,7 @@ class Walk:
 
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
         """Runs one, of which so many seconds fit into the wait."""
-        name = f"weight gradient {entry.of.linear}({entry.of.layer})"
+        name = f"weight gradient {entry.of.name}({entry.of.layer})"
         parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
         for seconds, takes_s, where in parts:
             if seconds:

@@ -7,11 +7,19 @@
                                                             the best answer is no slower than the best bound: proven
 
 Backward holds most near its beginning, so a few halves suffice, and of identical layers no two are told apart without need. With
-all halves nothing is left out. The heuristic's answer is where the search begins, and what is returned where nothing is faster;
+all halves nothing is left out. The sweep's answer is where the search begins, and what is returned where nothing is faster;
 else the first one that was found. HiGHS is deterministic as long as time does not run out.
 
 Where something need not be gained, no more than `MOST_CHOSEN` halves are chosen one by one: four times as many take HiGHS fifty
-times as long. What the programmes found is changed until it keeps the budget (`mended`), and the fastest of that is taken.
+times as long. What the programmes found is nearly right, but holds too much, because they leave out when the halves that they
+only count need most. So it is changed until it keeps the budget, one half after the other (`mended`):
+
+    moments of a backward     ▂▄██▇▆▅▃▂▁     what is held at each [A] [B] (`cost.memory`)
+    the budget                ──────────     beyond it: all that is too much at any moment, added up
+    a change of one half      ▂▄▆▆▇▆▅▃▂▁     costs seconds, and takes some of that away; the cheapest is made, then the next one
+
+What is cheapest depends on what bytes count beside seconds (`WEIGHTS`): with 1 a byte is worth the same wherever it is taken,
+with more those changes come first that take much away at once. No weight is always the best, so several are tried.
 """
 
 from __future__ import annotations
@@ -19,14 +27,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
+import numpy as np
+
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.cost.memory import held_by_one
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.solver import heuristic, mixed
-from megatron_lynx.solver.answer import Solved, Solver, infeasible
-from megatron_lynx.solver.mended import mended
-from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver import sweep
+from megatron_lynx.solver.answer import Solved, Solver, infeasible, layers_of
+from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem
 from megatron_lynx.solver.programme import Goal, Programme
 from megatron_lynx.units import format_bytes
 
@@ -40,12 +51,12 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 """So are answers that differ by less than this."""
 
 
-def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0, quick: Solver = heuristic.solve) -> Solved:
+def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0, quick: Solver = sweep.solve) -> Solved:
     """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
-    It is not looked for where it could save no more than `enough_s`. `quick`: the heuristic, which may remember its answers.
+    It is not looked for where it could save no more than `enough_s`. `quick`: the sweep, which may remember its answers.
 
     Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
-    with experts are left to `mixed`. Raises `Infeasible` where nothing fits, or nothing was found in time.
+    with experts are left to `quick`. Raises `Infeasible` where nothing fits, or nothing was found in time.
     """
     if problem.mixed is not None:
         return quick(problem)
@@ -53,7 +64,7 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
     if problem.budget_bytes is None:
         seated = problem.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
-    search = _Search(problem, "time", _by_heuristic(problem, quick), _least_s(problem), enough=enough_s)
+    search = _Search(problem, "time", _by_sweep(problem, quick), _least_s(problem), enough=enough_s)
     search.go(deadline)
     if search.answer is None:
         raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)
@@ -63,8 +74,8 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
 def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     """The answer that holds least, whatever it exposes."""
     if problem.mixed is not None:
-        return mixed.least_memory(problem)
-    search = _Search(problem, "memory", heuristic.least_memory(problem), 0.0)
+        return sweep.least_memory(problem)
+    search = _Search(problem, "memory", sweep.least_memory(problem), 0.0)
     search.go(time.monotonic() + time_limit_s)
     assert search.answer is not None
     return search.answer
@@ -151,7 +162,7 @@ def _least_s(problem: StageProblem) -> float:
     return sum(float(choices.columns.longer_s.min()) for choices in problem.halves)
 
 
-def _by_heuristic(problem: StageProblem, quick: Solver) -> Solved | None:
+def _by_sweep(problem: StageProblem, quick: Solver) -> Solved | None:
     try:
         return quick(problem)
     except Infeasible:
@@ -163,3 +174,79 @@ def _not_found(problem: StageProblem, time_limit_s: float) -> Infeasible:
     return Infeasible(
         "no plan was found", [Problem(f"stage {problem.stage}", f"{found} ({time_limit_s:g} s)", "", "allow more time")]
     )
+
+
+WEIGHTS = (1.0, 1.5)
+"""What bytes count beside seconds."""
+
+FREE_S = 1e-12
+"""A change that takes no longer than this, or less time than before, is taken to cost so much."""
+
+
+def mended(problem: StageProblem, answer: Solved) -> Solved | None:
+    """The fastest of those answers that keep the budget into which this one can be changed; None where there is none."""
+    mender = _Mender(problem)
+    found = [each for weight in WEIGHTS if (each := mender.mended(answer, weight)) is not None]
+    return min(found, key=lambda each: each.longer_s, default=None)
+
+
+@dataclass(frozen=True)
+class _Mender:
+    """Changes answers to one problem. Halves are in the order of a backward."""
+
+    problem: StageProblem
+
+    def mended(self, answer: Solved, weight: float) -> Solved | None:
+        backward = list(answer.halves[::-1])
+        own = Choices(backward).columns
+        seconds = own.longer_s.copy()
+        held = np.array([self._adds(own.at(np.array([half])), half)[0] for half in range(len(backward))])
+        while (change := self._change(seconds, held, weight)) is not None:
+            half, option = change
+            backward[half] = self._offered[half][option]
+            seconds[half], held[half] = self._seconds[half, option], self._bytes[half, option]
+        found = Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        return found if found.peak_bytes <= (self.problem.budget_bytes or 0) else None
+
+    def _change(self, seconds: Floats, held: Floats, weight: float) -> tuple[int, int] | None:
+        """The next half to change, and the number of its option; None where nothing is too much, or no change takes anything
+        away. `held`: by half and moment."""
+        together = held.sum(axis=0)
+        together[0] += self.problem.loss_bytes
+        too_much = self._beyond(together)
+        if not too_much:
+            return None
+        taken_away = too_much - self._beyond(together + (self._bytes - held[:, None]))
+        dearer_s = np.maximum(self._seconds - seconds[:, None], FREE_S)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            price = np.where(taken_away > 0, dearer_s / taken_away**weight, np.inf)
+        half, option = divmod(int(price.argmin()), price.shape[1])
+        return (half, option) if np.isfinite(price[half, option]) else None
+
+    def _beyond(self, held: Floats) -> Floats:
+        """All that is too much at any moment, added up over the moments."""
+        return np.asarray(np.maximum(0.0, held - float(self.problem.budget_bytes or 0)).sum(axis=-1))
+
+    @cached_property
+    def _offered(self) -> list[Choices]:
+        return [choices.unbeaten for choices in self.problem.halves[::-1]]
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """By half and option; no time is long enough where a half has fewer options than others."""
+        seconds = np.full((len(self._offered), max(map(len, self._offered))), np.inf)
+        for half, choices in enumerate(self._offered):
+            seconds[half, : len(choices)] = choices.columns.longer_s
+        return seconds
+
+    @cached_property
+    def _bytes(self) -> Floats:
+        """By half, option and moment: what it adds to what is held then."""
+        table = np.zeros((*self._seconds.shape, 1 + 2 * len(self._offered)))
+        for half, choices in enumerate(self._offered):
+            table[half, : len(choices)] = self._adds(choices.columns, half)
+        return table
+
+    def _adds(self, columns: Columns, half: int) -> Floats:
+        others = (self.problem.in_flight - 1) * columns.resident
+        return np.asarray(others[:, None] + held_by_one(columns.moments, half, len(self._offered)))

@@ -1,20 +1,41 @@
-"""Finds how much must be offloaded: the smallest share of every chunk's bytes with which all stages fit.
+"""How much of what layers keep goes to host memory.
+
+Under a policy that has a name: the smallest share of every chunk's bytes with which all stages fit (`smallest_ratio`).
 
     held by a stage, r offloaded     fixed + (N - (N - 4)r)C  <=  budget        falls as r grows: the first that fits is found
 
 One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
+
+Where a micro-batch's own backward follows at once, of one stage and of the last one: how much leaves while it runs (`Leaver`).
+
+    share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
+                                                          can so much of that leave? no: as much as can, once more
+    seconds of these copies    hide behind the forwards of all halves but the first, and behind the backwards of as many
+
+A chunk's input stays, because Megatron holds it, and so does what its last half keeps, which backward needs at once. What lags,
+or is not hidden because halves are not alike, the rehearsal finds.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_optimizer import in_words, least_left_bytes
+from megatron_lynx.cost.host import HostSeconds, offloading_host_s
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage import layer_seconds
 from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.pace import Pace
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver import host_bound
+from megatron_lynx.solver.answer import SolvedChunks, Within
 from megatron_lynx.units import format_bytes
 
 STEPS = 1000
@@ -67,13 +88,102 @@ def _beside_optimizer(job: Job, ratio: float) -> list[Problem]:
 
 
 def _host_shortage(job: Job, ratio: float) -> Problem | None:
-    """Host memory is shared by a node's devices; each is taken to be of the stage that offloads most."""
-    node = job.cluster.node
-    if node is None or (ratio == 0 and not job.optimizer.offloaded):
-        return None
-    devices, left = job.host_sharers, least_left_bytes(job)
-    needed = devices * max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline))
-    if needed <= left:
-        return None
-    found = f"{format_bytes(needed)} for {devices} devices"
-    return Problem("host memory of a node", found, in_words(job, left), "offload less: lower the batch")
+    """What host memory lacks where this share is offloaded."""
+    return host_shortage(job, max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline)))
+
+
+SLACK = 0.95
+"""Of the bytes that a link copies beside a half: halves differ, and a pace that is too fast is waited for."""
+
+
+def goes_within(job: Job, stage: int) -> bool:
+    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so."""
+    return job.chunks == 1 and job.schedule == "flush" and stage == job.parallel.pipeline - 1
+
+
+@dataclass(frozen=True)
+class Leaver:
+    """Finds what leaves within a micro-batch of one such stage."""
+
+    job: Job
+    profile: Profile
+    stage: int
+
+    def leaving(
+        self, asked_bytes: int, budget_bytes: int | None, solved: Callable[[int | None], SolvedChunks]
+    ) -> tuple[SolvedChunks, Within | None]:
+        """The choices under which as much as was asked for leaves, or as much as then can. `solved`: under such a budget.
+
+        Raises `Infeasible` as that does.
+        """
+        spared_bytes = asked_bytes
+        while True:
+            chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
+            within = self._within(asked_bytes, chunks)
+            if within.gone_bytes >= spared_bytes:
+                return chunks, within._replace(gone_bytes=spared_bytes) if within.bytes else None
+            spared_bytes = within.gone_bytes
+
+    def exposed_s(self, size_bytes: int, longer_s: float) -> float:
+        """Seconds of a micro-batch in which its passes wait for so many bytes, out and back. `longer_s`: of its replays."""
+        copy_s, hiding = self.profile.link_s("host", size_bytes), 1 - 1 / self._halves
+        out_s, back_s = copy_s - hiding * self._layers_s[0], copy_s - hiding * (self._layers_s[1] + max(0.0, longer_s))
+        return max(0.0, out_s) + max(0.0, back_s)
+
+    def host_s(self, chunks: SolvedChunks, size_bytes: int) -> HostSeconds:
+        """What the host needs to issue a micro-batch of which so much leaves: a half that stays takes no longer."""
+        host = host_bound.host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
+        sections = (each for layer in self.job.layers_of(self.stage) for each in self.job.model.sections(layer))
+        leaving = zip(sections, self._leaving(chunks, size_bytes), strict=False)
+        return sum((offloading_host_s(self.profile, section) for section, size in leaving if size), start=host)
+
+    def hidden_bytes(self) -> int:
+        """So much can be copied behind the stage's forward."""
+        asked_bytes = 2**30
+        copy_s = self.profile.link_s("host", asked_bytes)
+        return int(asked_bytes * (1 - 1 / self._halves) * self._layers_s[0] / copy_s) if copy_s else 0
+
+    def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
+        """What leaves of these choices: so much at most. What is away with the last half only, spares it nothing."""
+        leaving = self._leaving(chunks, asked_bytes)
+        if not (size_bytes := sum(leaving)):
+            return Within(0, 1, 0)
+        pace_bytes = self._pace_bytes(size_bytes)
+        pace = Pace(pace_bytes, self._halves)
+        turns = [(size, pace.leaves(place, size)) for place, size in enumerate(leaving, start=1) if size]
+        return Within(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self._halves))
+
+    def _leaving(self, chunks: SolvedChunks, size_bytes: int) -> list[int]:
+        """What of so many bytes leaves of each half but the last: what forward made first leaves first."""
+        before = [0, *accumulate(movable := self._movable(chunks))]
+        return [min(size, max(0, size_bytes - gone)) for size, gone in zip(movable, before, strict=False)]
+
+    def _movable(self, chunks: SolvedChunks) -> list[int]:
+        """What can leave of each half but the last."""
+        (chunk,) = chunks
+        first, *others = [half.memory.movable for half in chunk.halves] or [0]
+        return [max(0, first - LayerShape.of(self.job).input_bytes), *others[:-1]] if others else []
+
+    def _pace_bytes(self, size_bytes: int) -> int:
+        copy_s = self.profile.link_s("host", size_bytes)
+        half_s = self._layers_s[0] / self._halves
+        return max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
+
+    @property
+    def _halves(self) -> int:
+        return len(HALVES) * max(1, self.job.layers_on(self.stage))
+
+    @property
+    def _layers_s(self) -> tuple[float, float]:
+        """Forward and backward of the stage's layers, nothing replayed."""
+        layer = layer_seconds(self.profile, LayerShape.of(self.job).gathered_bytes)
+        layers, mixtures = self.job.layers_on(self.stage), self.job.experts_on(self.stage)
+        forward_s, backward_s = layers * layer.forward_s[0], layers * layer.backward_s[0]
+        forward_s += (layers - mixtures) * layer.forward_s[1]
+        backward_s += (layers - mixtures) * layer.backward_s[1]
+        if layer.experts is not None:
+            forward_s, backward_s = (
+                forward_s + mixtures * layer.experts.forward_s,
+                backward_s + mixtures * layer.experts.backward_s,
+            )
+        return forward_s, backward_s

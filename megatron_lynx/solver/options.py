@@ -11,20 +11,18 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import ATTENTION, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
-from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds
+from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.answer import Solved, layers_of
-from megatron_lynx.solver.held import held_in
-from megatron_lynx.solver.placement import Placement, Seat
+from megatron_lynx.solver.placement import Placement, Seat, held_in
 from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
-from megatron_lynx.solver.stage_budget import loss_bytes
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
@@ -74,7 +72,7 @@ class Subset:
 
 def experts_stay(job: Job, section: Section) -> bool:
     """Whether a section is one of experts that are kept whole, on the device."""
-    return section.has_experts and job.model.experts_whole
+    return section.in_some_layers and job.model.experts_whole
 
 
 @dataclass(frozen=True)

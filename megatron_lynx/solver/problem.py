@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
-from megatron_lynx.cost.memory import AHEAD, HalfMemory
+from megatron_lynx.cost.memory import COLUMNS, HalfMemory
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
@@ -63,25 +63,16 @@ class Option:
 
 def received_memory(option: Option) -> HalfMemory:
     """What a half holds that is wholly regenerated while its gradient is received."""
-    return replace(option.memory, early=option.memory.regenerated, **dict.fromkeys(AHEAD, 0))
+    return replace(option.memory, early=option.memory.regenerated, ahead=(0, 0, 0, 0))
 
 
 class Columns(NamedTuple):
-    """What many options cost: an array for each kind of cost."""
+    """What many options cost, side by side."""
 
     longer_s: Floats
     resident: Floats
-    whole: Floats
-    tail: Floats
-    early: Floats
-    ahead: Floats
-    ahead2: Floats
-    ahead3: Floats
-    ahead4: Floats
-
-    @property
-    def held(self) -> Floats:
-        return self.resident + self.early
+    moments: Floats
+    """(options, `cost.memory.COLUMNS`): what each holds of one micro-batch."""
 
     def at(self, numbers: Numbers) -> Columns:
         return Columns(*(column[numbers] for column in self))
@@ -101,14 +92,14 @@ class Choices(tuple[Option, ...]):
     @cached_property
     def columns(self) -> Columns:
         """Their costs. Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as `ENDLESS`."""
-        rows = [_costs(option) for option in self]
-        table = np.array(rows, dtype=np.float64).reshape(len(rows), len(Columns._fields))
-        return Columns(*np.fmin(table, ENDLESS).T)
+        rows = [(round(each.longer_s, SECOND_DIGITS), each.memory.resident, *each.memory.columns) for each in self]
+        table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(COLUMNS)), ENDLESS)
+        return Columns(table[:, 0], table[:, 1], table[:, 2:])
 
     @cached_property
     def unbeaten(self) -> Choices:
         """Those that no other one beats or equals in time and in every kind of memory."""
-        return Choices(self[number] for number in unbeaten(self.columns))
+        return Choices(self[number] for number in unbeaten((*self.columns[:2], *self.columns.moments.T)))
 
     @cached_property
     def best_seated(self) -> Choices:
@@ -127,10 +118,6 @@ class Choices(tuple[Option, ...]):
         """The option on demand that replays these items, and as few others as possible."""
         wanted = [option for option in self if items <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
-
-
-def _costs(option: Option) -> tuple[float, ...]:
-    return round(option.longer_s, SECOND_DIGITS), *(getattr(option.memory, cost) for cost in Columns._fields[1:])
 
 
 @dataclass(frozen=True)

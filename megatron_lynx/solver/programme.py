@@ -21,6 +21,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.cost.memory import held_by_one
 from megatron_lynx.silence import nothing_printed
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
@@ -146,30 +147,18 @@ class Programme:
 
     @cached_property
     def _byte_unit(self) -> float:
-        columns = self._columns
-        ahead = columns.ahead + columns.ahead2 + columns.ahead3 + columns.ahead4
-        most = (columns.whole + columns.tail + ahead).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        most = self._columns.moments[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
         return max(1.0, float(most) / LARGEST)
 
     @cached_property
     def _needs(self) -> Floats:
         """A row for the loss, before backward begins, then one for [A] and one for [B] of each half on the left."""
-        columns, ends = self._columns, np.cumsum(self._widths)
-        starts = ends - self._widths
-        rows = [(self.problem.in_flight - 1) * columns.resident + columns.held]
-        for half in range(self.explicit):
-            behind = (self.problem.in_flight - 1) * columns.resident
-            behind[ends[half] :] += columns.held[ends[half] :]
-            begins, over = behind.copy(), behind
-            begins[starts[half] : ends[half]] += columns.whole[starts[half] : ends[half]]
-            over[starts[half] : ends[half]] += columns.tail[starts[half] : ends[half]]
-            for later, at_beginning, at_end in ((half + 1, "ahead2", "ahead"), (half + 2, "ahead4", "ahead3")):
-                if later < self.explicit:
-                    own = slice(starts[later], ends[later])
-                    begins[own] += getattr(columns, at_beginning)[own]
-                    over[own] += getattr(columns, at_end)[own]
-            rows += [begins, over]
-        return np.array(rows)
+        moments, held = 1 + 2 * self.explicit, list[Floats]()
+        for half, group in enumerate(self._groups):
+            columns = group.columns.moments
+            alone = held_by_one(columns, half, self.explicit) if half < self.explicit else columns[:, :1].repeat(moments, axis=1)
+            held.append((self.problem.in_flight - 1) * group.columns.resident + alone.T)
+        return np.concatenate(held, axis=1)
 
     def _between_grains(self, room_bytes: Floats) -> Floats:
         """What rows may hold is a multiple of a grain: as much room to the multiple that fits as to the one that does not. HiGHS
@@ -186,4 +175,4 @@ class Programme:
 
 def _needed(option: Option) -> tuple[int, int]:
     memory = option.memory
-    return memory.whole - memory.held, memory.ahead + memory.ahead2 + memory.ahead3 + memory.ahead4
+    return memory.whole - memory.held, sum(memory.ahead)

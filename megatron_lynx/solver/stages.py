@@ -5,7 +5,7 @@
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
 
-Where a micro-batch's own backward follows at once, a share of what would be kept leaves within it (`solver.within`): N is 1.
+Where a micro-batch's own backward follows at once, a share of what would be kept leaves within it (`solver.offload`): N is 1.
 
 Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without offloading. A share is no
 candidate where a node's host memory is too small for what all its devices offload. Copies and messages take turns (`cost.step`),
@@ -20,24 +20,22 @@ from functools import cached_property, partial
 from math import ceil, floor
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.cost.host_optimizer import in_words, left_for_activations_bytes
-from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds
+from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.host_pool import sets_on_host
+from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.solver import baselines, exact, host_bound
-from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, Solver, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
-from megatron_lynx.solver.heuristic import solve
+from megatron_lynx.solver.offload import Leaver, goes_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
-from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
-from megatron_lynx.solver.within import Leaver, goes_within
+from megatron_lynx.solver.sweep import solve
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -49,7 +47,7 @@ class Worked:
     """What is worked out once for all stages of a job, whatever they spare and exclude."""
 
     chunks: Chunks
-    heuristic: Remembering
+    swept: Remembering
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Stages:
         """
         if answer.exposed_s == answer.host_late_s == 0:
             return (answer,)
-        refining = partial(exact.solve, enough_s=enough_s, quick=self._heuristic)
+        refining = partial(exact.solve, enough_s=enough_s, quick=self._swept)
         solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
         found = self._offloading(stage, answer.offload_ratio, budget_bytes, solver)
@@ -155,7 +153,7 @@ class Stages:
     def _solved(self, problem: StageProblem) -> Solved:
         """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
         if self.job.policy == "planned":
-            return host_bound.solve(problem, self._heuristic)
+            return host_bound.solve(problem, self._swept)
         answer = baselines.of_policy(problem, self.job.policy)
         if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
             raise infeasible(problem, answer)
@@ -254,8 +252,8 @@ class Stages:
         return self.worked.chunks
 
     @property
-    def _heuristic(self) -> Remembering:
-        return self.worked.heuristic
+    def _swept(self) -> Remembering:
+        return self.worked.swept
 
     @cached_property
     def _shape(self) -> LayerShape:

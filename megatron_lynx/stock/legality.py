@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.stock.offload import OFFLOADED
-from megatron_lynx.stock.recompute import RECOMPUTED, Fact, recompute_module
+from megatron_lynx.stock.modules import OFFLOADED, RECOMPUTED, Fact, recompute_module
 from megatron_lynx.stock.setting import WHOLE, StockSetting
 
 RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_optimizer import in_words, least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
@@ -21,7 +20,6 @@ from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
-from megatron_lynx.units import GIB
 
 WALKED_GROUPS = 4
 """Copies are walked through so many times as many micro-batches as there are stages: by then each phase looks as it stays."""
@@ -89,11 +87,3 @@ def schedule_of(job: Job, microbatches: int) -> Schedule:
 def least_bytes(job: Job, setting: StockSetting) -> int:
     """What the fullest device holds at least: copies take no time."""
     return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory()))
-
-
-def host_problem(job: Job, price: Priced) -> str | None:
-    """Why a node's host memory does not hold what is offloaded; None where it does."""
-    node, needed = job.cluster.node, job.host_sharers * price.host_bytes
-    if node is None or needed <= (left := least_left_bytes(job)):
-        return None
-    return f"needs {needed / GIB:.0f} GiB of a node's host memory, where there are {in_words(job, left)}"

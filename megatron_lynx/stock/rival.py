@@ -1,21 +1,36 @@
-"""The fastest setting of stock Megatron that holds no more than given bytes on its fullest device.
+"""The settings that stock Megatron offers a job, and the fastest that holds no more than given bytes on its fullest device.
 
 family      less and less is held ──────────────>
             x   x   x   o   o   o                       o: fits. The first that fits is the family's fastest
 families ── each one's first that fits ── the fastest of them
+
+Settings come in families: each member holds less than the one before, and takes no less time.
+
+    none
+    block 1, block 2, ..., full                                         whole layers, as many as have to be
+    mlp                                                                 a set of modules
+    mlp, offload core_attn + attn_proj of the first 1, 2, ... layers    from 0.19 on; before, of all layers
+    block 1, 2, ..., and offload core_attn + attn_proj of the others
+
+Left out: sets with a module of which the job's layers have none, or that another module of the set runs again anyway.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock.legality import NEWEST
-from megatron_lynx.stock.offered import Family, families
-from megatron_lynx.stock.price import Priced, host_problem, least_bytes, priced
-from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
+from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
+from megatron_lynx.stock.price import Priced, least_bytes, priced
+from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
 
 def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Priced | None:
@@ -29,7 +44,7 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
         if family[-1].offload and (not _has_host_link(job, profile) or _fits_without(job, family[-1], budget_bytes)):
             continue
         price = _first_that_fits(job, profile, family, budget_bytes)
-        if price is not None and host_problem(job, price) is None:
+        if price is not None and host_shortage(job, price.host_bytes) is None:
             yield price
 
 
@@ -57,3 +72,71 @@ def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: i
     if number == len(family):
         return None
     return found.get(number) or priced(job, profile, family[number])
+
+
+Family = tuple[StockSetting, ...]
+
+MILLION = 1_000_000
+
+
+def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
+    """All of them. `release`: of megatron-core, such as `0.17`."""
+    most = max(job.partition)
+    yield (NONE,)
+    yield (*(block(layers) for layers in range(1, most)), FULL)
+    for layers in range(2, most + 1):
+        if not any(count % layers for count in job.partition):  # releases before 0.18 need that
+            yield (StockSetting(method="uniform", layers=layers),)
+    for setting in module_sets(job, release):
+        shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
+        yield (*(_of_part(setting, share) for share in shares), setting)
+        beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
+        if beside and setting.offload and not setting.recompute and offered(beside[0], Facts.of(job, release)):
+            yield beside
+
+
+def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS) -> Iterator[StockSetting]:
+    """Every set of recomputed and offloaded modules with which the job can train, and in which each makes a difference."""
+    facts = Facts.of(job, release)
+    for recompute in _subsets([module.name for module in RECOMPUTED]):
+        if not _each_differs(job, StockSetting(recompute=recompute), least):
+            continue
+        for offload in _subsets([module.name for module in OFFLOADED]):
+            setting = StockSetting(recompute=recompute, offload=offload)
+            if setting != NONE and offered(setting, facts) and _each_differs(job, setting, least):
+                yield setting
+
+
+def _each_differs(job: Job, setting: StockSetting, least: int) -> bool:
+    """Whether every module of a set changes what some layer holds."""
+    held = _held(job, setting, least)
+    without = [
+        StockSetting(recompute=tuple(other for other in setting.recompute if other != name), offload=setting.offload)
+        for name in setting.recompute
+    ]
+    without += [
+        StockSetting(recompute=setting.recompute, offload=tuple(other for other in setting.offload if other != name))
+        for name in setting.offload
+    ]
+    return all(_held(job, each, least) != held for each in without)
+
+
+def _held(job: Job, setting: StockSetting, least: int) -> list[LayerBytes]:
+    """What the job's kinds of layers hold."""
+    kinds = {layer in job.model.expert_layers for layer in range(1, job.model.layers + 1)}
+    return [layer_bytes(LayerShape.of(job), setting, experts, least) for experts in sorted(kinds)]
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every subset, the empty one first."""
+    return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
+
+
+def _shares(layers: int) -> Iterator[float]:
+    """The share of a chunk's layers, for all but the last number of them. A little less than k of n, so that k are taken."""
+    return (math.floor(MILLION * count / layers) / MILLION for count in range(1, layers))
+
+
+def _of_part(setting: StockSetting, share: float) -> StockSetting:
+    assert 0 < share < WHOLE, "all of it is the setting itself"
+    return StockSetting(recompute=setting.recompute, offload=setting.offload, fraction=share)

@@ -25,8 +25,8 @@ from megatron_lynx.stock import NONE as STOCK_NONE
 from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE
 from megatron_lynx.stock import StockSetting
 from megatron_lynx.stock.legality import Facts, fails, not_launched
-from megatron_lynx.stock.offered import module_sets as offered_sets
-from megatron_lynx.stock.recompute import RECOMPUTED
+from megatron_lynx.stock.modules import RECOMPUTED
+from megatron_lynx.stock.rival import module_sets as offered_sets
 from megatron_lynx.stock.setting import block
 
 MODULES = tuple(module.name for module in RECOMPUTED if module.sections)

@@ -18,8 +18,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 
-from megatron_lynx.testbed.ring_attention import RingAttention
-from megatron_lynx.testbed.sequence_slices import all_rows, rows_of
+from megatron_lynx.testbed.ring_attention import RingAttention, all_rows, rows_of
 
 
 class ContextAttention(torch.nn.Module):

@@ -8,6 +8,7 @@ from megatron_lynx.anatomy import HALVES, PASSES, Pass
 from megatron_lynx.anatomy.address import RECV_BACKWARD, window_name
 from megatron_lynx.plan import weight_gradients
 from megatron_lynx.plan.plan import Plan, Rule, Stage, WeightGradients
+from megatron_lynx.plan.timetables import timetable_of
 
 PLENTY = 1 << 30
 
@@ -34,7 +35,7 @@ def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[s
 
 def _comes(plan: Plan, stage: Stage, rule: Rule, linear: str, wait: str) -> bool:
     asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
-    return not list(weight_gradients.problems(plan, stage, asked))
+    return not list(weight_gradients.problems(plan, stage, asked, timetable_of(plan, stage.stage)))
 
 
 def _waits(plan: Plan) -> Iterator[str]:

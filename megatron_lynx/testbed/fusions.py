@@ -14,10 +14,10 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Fusion
 from megatron_lynx.errors import Problem
-from megatron_lynx.testbed.transformer_engine.imports import PACKAGE
+from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE
 
 if TYPE_CHECKING:
     from megatron_lynx.testbed.compiler import Backend
@@ -40,7 +40,7 @@ def fusions_of(job: Job) -> tuple[Fusion, ...]:
     offered = {
         "bias_dropout": True,
         "bias_activation": model.activation == "swiglu" or (model.activation == "gelu" and model.bias and model.experts is None),
-        "rope": model.position == "rope" and importlib.util.find_spec(PACKAGE) is not None,
+        "rope": model.position == "rope" and importlib.util.find_spec(TRANSFORMER_ENGINE) is not None,
     }
     return tuple(name for name in FIELDS if offered[name])
 
@@ -62,7 +62,7 @@ def fusion_problems(job: Job) -> list[Problem]:
     """Fusions that a job says and that its layers cannot have on this machine: Megatron would stop at them."""
     model, said = job.model, job.model.fusions or ()
     problems, needed = [], "a GPU and Transformer Engine, whose kernel it is"
-    without_te = job.cluster.device == "cpu" or importlib.util.find_spec(PACKAGE) is None
+    without_te = job.cluster.device == "cpu" or importlib.util.find_spec(TRANSFORMER_ENGINE) is None
     if "rope" in said and without_te:
         problems.append(Problem("job: model.fusions", "rope", needed, "leave it out"))
     if model.cross_entropy == "te" and without_te:

@@ -25,9 +25,9 @@ import torch
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
@@ -62,13 +62,14 @@ class Asked:
     """Steps in each turn, beside one that does not count."""
 
 
-def asked_by(job: Job) -> Asked:
+def asked_by(job: Job, rounds: int) -> Asked:
     """What a plan for a job may do."""
     return Asked(
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,
         offloaded=job.offload_ratio != 0,
         deferred=fused_gradient.adds_up_in_place(job) and job.parallel.tensor > 1,
+        rounds=rounds,
     )
 
 

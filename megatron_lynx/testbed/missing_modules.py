@@ -2,11 +2,11 @@
 
     imported                                         answered by
     Apex's fused norm                                torch's; without it the local layers refuse sequence parallelism
-    the compiled part of an Apex that is there   `testbed.apex_norms`
     fused kernels (nvcc), modules that import        modules whose functions do nothing: training without padded or fused
       triton without looking whether it is there       routing calls none
     the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
-    Transformer Engine's compiled part       `testbed.transformer_engine`, where its Python is on the import path
+    the compiled parts of a Transformer Engine or    whom `compiled_parts` finds
+      an Apex whose Python is on the import path
     Transformer Engine's GEMM, in routers (0.15,     "none": torch's is used then
       0.16 ask for it although it is not there)
     typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.apex_norms import stand_in_for_apex_norms
+from megatron_lynx.testbed.compiled_parts import stand_in_for_compiled_parts
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
-from megatron_lynx.testbed.transformer_engine import stand_in_for_transformer_engine
 
 APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
 HELPER = "megatron.core.datasets.helpers_cpp"
@@ -56,8 +55,7 @@ def stand_in_for_missing_modules(*, apex: bool = False) -> StandIn:
     undo = ExitStack()
     if not hasattr(typing, "override"):
         replace(undo, typing, "override", unchanged)
-    undo.enter_context(stand_in_for_transformer_engine())
-    undo.enter_context(stand_in_for_apex_norms())
+    undo.enter_context(stand_in_for_compiled_parts())
     finder = Answers(apex)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)

@@ -41,7 +41,7 @@ COLLECTIVES = (
 )
 """Methods of `ProcessGroup` that return a `Work`, as far as a release of torch has them."""
 
-BETWEEN = ("/torch/", "/megatron_lynx/testbed/", "contextlib.py", "typing_extensions.py")
+BETWEEN = ("/torch/", "/megatron_lynx/testbed/", "/tests/instruments/", "contextlib.py", "typing_extensions.py")
 """Parts of the names of files that say nothing about who asked for a work."""
 
 LONGEST_S = 60.0
@@ -227,7 +227,7 @@ def _size(args: tuple[Any, ...]) -> str:
 
 
 def asked_at() -> str:
-    """Files and lines of the three innermost callers that are neither torch nor the testbed."""
+    """Files and lines of the three innermost callers that are neither torch nor the testbed nor an instrument."""
     frame, found = sys._getframe(1), list[str]()
     while frame.f_back is not None and len(found) < 3:
         frame = frame.f_back

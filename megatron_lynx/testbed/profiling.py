@@ -31,6 +31,9 @@ from megatron_lynx.version import __version__
 
 REPETITIONS = 9
 
+HOST_ROUNDS = 6
+"""Turns of each setting whose host time is measured, which is most of what a profile takes."""
+
 
 @dataclass(frozen=True)
 class RankFigures:
@@ -57,7 +60,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
     check_measurable(job)
     with announce("measuring a layer and the links"):
-        figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS)
+        figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS, HOST_ROUNDS)
     slowest = max(figures, key=lambda each: each.layer_s)
     machine = this_machine(hosts.links, hosts.device)
     source = Source(
@@ -95,7 +98,7 @@ def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> Hos
     return HostTime(cpu=cpu, **{job.model.implementation: slowest(measured)}) if measured else None
 
 
-def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
+def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.fused_gradient import fused_gradients
     from megatron_lynx.testbed.groups import initialise
@@ -107,7 +110,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     initialise(job)
     links = _messages(job, device, repetitions)
     interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
-    host_time = measure_layers(rank, job.gpus, asked_by(job)) if missing is None else None
+    host_time = measure_layers(rank, job.gpus, asked_by(job, host_rounds)) if missing is None else None
     adam = measure_adam(rank) if missing is None else None
     return RankFigures(halves, embedding, head, links, interference, host_time, missing, adam)
 
@@ -218,7 +221,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
     """1 without tensor parallelism: nothing is under way then that a window could be of."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.profiler.interference import measure_interference, replay_like
+    from megatron_lynx.profiler.links import measure_interference, replay_like
 
     longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
     if longest is None:

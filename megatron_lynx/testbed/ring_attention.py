@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lynx.testbed.sequence_slices import rows_of
-
 
 class RingAttention(torch.autograd.Function):
     """`apply(query_sbnd, key_sbnd, value_sbnd, scale, group)`. Shapes: s own rows, b sequences, n heads, d head size."""
@@ -101,3 +99,14 @@ def _each_group(of_heads: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _by_row(of_rows: torch.Tensor) -> torch.Tensor:
     """(b, n, s) as a factor of (s, b, n, d)."""
     return of_rows.permute(2, 0, 1)[..., None]
+
+
+def rows_of(rank: int, ranks: int, count: int, device: torch.device) -> torch.Tensor:
+    """The places in a sequence of the `count` rows that a rank has."""
+    half = torch.arange(count // 2, device=device)
+    return torch.cat([half + rank * (count // 2), half + (2 * ranks - 1 - rank) * (count // 2)])
+
+
+def all_rows(ranks: int, count: int, device: torch.device) -> torch.Tensor:
+    """Those of all ranks, one after the other."""
+    return torch.cat([rows_of(rank, ranks, count, device) for rank in range(ranks)])

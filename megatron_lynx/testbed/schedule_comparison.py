@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
@@ -26,7 +27,6 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.testbed.candidates import FULL
 from megatron_lynx.testbed.comparison import Announce
 from megatron_lynx.testbed.hosts import Hosts

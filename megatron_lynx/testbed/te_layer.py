@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.profiler.measured import InnerNorm, TeLayer
-from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.saved import nodes_between
-from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compiled_extension
+from megatron_lynx.testbed.compiled_parts import has_compiled_extension, transformer_engine_can_run
 
 
 def check_measurable(job: Job) -> None:
@@ -33,8 +33,8 @@ def check_measurable(job: Job) -> None:
     if job.model.fp8 is not None:
         problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
         raise ConfigError("these layers cannot be measured item by item yet", [problem])
-    if job.model.uses_te and importlib.util.find_spec(PACKAGE) is None:
-        todo = "install it; without a GPU its Python is enough, on PYTHONPATH: seconds are then of a stand-in, and marked so"
+    if job.model.uses_te and not transformer_engine_can_run():
+        todo = "install it with its compiled part; without a GPU docs/transformer_engine.md says what a checkout can do"
         problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)
         raise ConfigError("these layers cannot be built here", [problem])
 
@@ -49,7 +49,7 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
     if not job.model.uses_te:
         return None
     norms = {half: inner_norms(layer, section) for half, section in DENSE.items()}
-    return TeLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
+    return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:

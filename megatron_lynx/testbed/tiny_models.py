@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
@@ -23,13 +24,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.latent import KV_NORM, Q_NORM
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.latent.section import KV_NORM, Q_NORM
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
-from megatron_lynx.testbed.latent_core import LatentCore
 from megatron_lynx.testbed.userbuffers import make_userbuffers
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
@@ -256,3 +256,14 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class LatentCore(DotProductAttention):  # type: ignore[misc]
+    """Megatron's own core attention for latent attention, which no release from 0.15 to 0.19 can build: it is called with the
+    widths of keys and values, and does not take them. Nothing else keeps local layers from having latent attention.
+
+    It reads the width of a value from `config.kv_channels`, of queries and keys from these themselves."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert v_channels in (None, self.config.kv_channels), f"kv_channels {self.config.kv_channels}, needed {v_channels}"

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.latent import KV_NORM, KV_UP, Q_NORM, Q_UP
+from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
 
 SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()} | {
     f"{linear.path}.layer_norm_": f"{norm.path}." for linear, norm in ((Q_UP, Q_NORM), (KV_UP, KV_NORM))

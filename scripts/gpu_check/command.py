@@ -16,6 +16,7 @@ from scripts.gpu_check.page import failed, write_page
 from scripts.gpu_check.part import Part, Result
 from scripts.gpu_check.parts import parts
 from scripts.gpu_check.running import LIMIT_S, Running, lacking
+from tests import instruments
 
 INTERRUPTED = 130
 """The exit status of a run that somebody interrupts, as shells have it."""
@@ -24,6 +25,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None, of: Callable[[Machine], list[Part]] = parts) -> int:
     """0 where every part that could run passed; 1 where one failed, each of which is named; 2 where the run cannot begin."""
     given = _read(arguments)
+    if given.dry_run:
+        instruments.offer()
     try:
         machine = found(dry=given.dry_run, gpus=given.gpus, ranks=given.ranks)
         chosen = _chosen(of(machine), given, machine)

@@ -24,8 +24,8 @@ from benchmarks.reload_targets import OWNER
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool

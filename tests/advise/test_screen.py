@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from megatron_lynx.advise import Answer, answered, screen, verdict
-from megatron_lynx.advise.launch import asked_launch
+from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, MLP
 from megatron_lynx.anatomy.in_time import half_before, own_window, own_windows_in_time
-from megatron_lynx.anatomy.section import Section
+from megatron_lynx.kinds.section import Section
 
 
 def test_backward_walks_halves_from_the_last_layer_up() -> None:

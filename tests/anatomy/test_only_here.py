@@ -1,4 +1,4 @@
-"""Only `anatomy` knows what a layer consists of: elsewhere no half, item or window is named, and nobody counts halves in twos.
+"""Only `anatomy` and `kinds` know what a layer consists of: elsewhere no half, item or window is named, and nobody counts halves.
 
 A new kind of layer is then a new section, and no search through the package. What may be written all the same is listed with its
 reason; an entry that is no longer needed must go.
@@ -17,11 +17,11 @@ from tests.test_ranks_of_packages import PACKAGE
 
 TABLES = (
     "anatomy/",
+    "kinds/",
     "apply/releases",
     "apply/transformer_engine/",
     "double_buffered/releases.py",
-    "stock/recompute.py",
-    "stock/offload.py",
+    "stock/modules.py",
 )
 """What Megatron and Transformer Engine call their things, release by release, and the anatomy itself."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
 from megatron_lynx.anatomy import (
-    ALL_ITEMS,
     ATTENTION,
     COLUMN_PARALLEL,
     DENSE,
@@ -19,12 +16,13 @@ from megatron_lynx.anatomy import (
     REPLAYABLE,
     ROW_PARALLEL,
     SHARED_EXPERTS,
+    Facts,
+    all_items,
     names_in,
     sections_of,
 )
-from megatron_lynx.anatomy.dense import CODE_ITEMS, ItemName
-from megatron_lynx.anatomy.latent import LatentItemName
-from megatron_lynx.anatomy.section import Section
+from megatron_lynx.kinds.dense.section import CODE_ITEMS
+from megatron_lynx.kinds.section import Section
 
 ALL = [ATTENTION, MLP, EXPERTS, EXPERTS_WITH_SHARED]
 
@@ -41,9 +39,8 @@ def test_items_are_named_once_and_roles_that_are_asked_for_are_unique(section: S
 
 
 def test_a_plan_knows_every_item() -> None:
-    assert {*get_args(ItemName), *get_args(LatentItemName)} == {*ALL_ITEMS}
-    assert set(ITEMS) < set(ALL_ITEMS)
-    assert len(set(ALL_ITEMS)) == len(ALL_ITEMS)
+    assert set(ITEMS) < set(all_items())
+    assert len(set(all_items())) == len(all_items())
     for section in ALL:
         assert [name for name in names_in(section.half) if name in section.names] == list(section.names)
     assert tuple(DENSE) == HALVES
@@ -105,8 +102,8 @@ def test_collectives_come_behind_items_in_the_order_of_their_pass(section: Secti
 
 def test_experts_fill_the_half_of_the_mlp() -> None:
     assert sections_of() == (ATTENTION, MLP)
-    assert sections_of(experts=True) == (ATTENTION, EXPERTS)
-    assert sections_of(experts=True, shared_experts=True) == (ATTENTION, EXPERTS_WITH_SHARED)
+    assert sections_of(Facts(experts=True)) == (ATTENTION, EXPERTS)
+    assert sections_of(Facts(experts=True, shared_experts=True)) == (ATTENTION, EXPERTS_WITH_SHARED)
     assert (EXPERTS.half, EXPERTS.method, EXPERTS.norm, EXPERTS.residual) == (MLP.half, MLP.method, MLP.norm, MLP.residual)
     assert [EXPERTS.collectives(passing, True) for passing in ("fwd", "bwd")] == [(), ()]  # type: ignore[arg-type]
     assert (EXPERTS.gathered, EXPERTS_WITH_SHARED.gathered) == (None, "shared_fc1")

@@ -11,9 +11,9 @@ import torch
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 
 from .on_ranks import Attributes, one_step, trained
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.apply import host_share
+from megatron_lynx.apply import offloading as host_share
 from megatron_lynx.free_memory import FreeMemory, Pot
 
 

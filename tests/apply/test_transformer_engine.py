@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.profiler.expert_tensors import saved_parts
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

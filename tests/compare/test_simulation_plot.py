@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.compare.simulation_plot import Shown, plot_simulation, simulation_figure
+from megatron_lynx.compare.timeline_plot import Shown, plot_simulation, simulation_figure
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.figures import note

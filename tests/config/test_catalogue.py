@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config import Cluster, Model
 from megatron_lynx.config.loader import bundled_configs, cluster_data
-from megatron_lynx.cost.expert_parameters import expert_matrices
-from megatron_lynx.cost.parameters import attention_matrices
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.experts.planning import expert_matrices
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -47,7 +49,7 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
     model = loaded_model(path)
     if path.stem.startswith("tiny"):
         return
-    attention = attention_matrices(model)
+    attention = planning_of(model.halves[ATTENTION.half]).parameters(model, Parallel()).cut
     mlp = model.hidden * (model.fc1_width + model.ffn)
     layers = model.layers * attention + (model.layers - len(model.expert_layers)) * mlp
     if model.experts is not None:

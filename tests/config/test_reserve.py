@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config import load_job
+from megatron_lynx.config.cluster import NcclChannels
 from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.config.loader import bundled_configs, cluster_data
-from megatron_lynx.config.reserve import NcclChannels
 from megatron_lynx.units import GIB, MIB
 
 from .jobs import catalogued_job

@@ -10,9 +10,9 @@ from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, ITEMS, Section
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.profiler.expert_tensors import expert_tensors
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool

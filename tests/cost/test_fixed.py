@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.cost.fixed import Fixed, fixed_of, fixed_s, shared_embedding_s
-from megatron_lynx.cost.parameter_tensors import ParameterTensors, parameter_tensors
-from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.parameters import ParameterTensors, parameter_tensors, stage_parameters
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.config.head import Head
+from megatron_lynx.config.job import Head
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.cost.stage_memory import stage_parts

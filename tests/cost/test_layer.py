@@ -8,8 +8,8 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.profiler.shape import LayerShape, item_flops
-from megatron_lynx.profiler.tensors import half_tensors
+from megatron_lynx.kinds.planning import flops_of, half_tensors
+from megatron_lynx.profiler.shape import LayerShape
 
 GPT = Model(
     layers=1, hidden=6144, ffn=4 * 6144, heads=64, kv_groups=64, vocab=51200, seq=2048, hidden_dropout=0.1, attention_dropout=0.1
@@ -74,6 +74,6 @@ def test_yuan_balanced_and_none():
 def test_flops_of_a_layer():
     """24sbh^2(1 + s/(6h)) forward: Korthikanti's 72 is three times that."""
     s, b, h = GPT.seq, 4, GPT.hidden
-    assert sum(item_flops(LayerShape(GPT, Parallel(), b)).values()) == 24 * b * s * h * h + 4 * b * s * s * h
-    shard = sum(item_flops(LayerShape(GPT, Parallel(tensor=8, sequence_parallel=True), b)).values())
+    assert sum(flops_of(LayerShape(GPT, Parallel(), b)).values()) == 24 * b * s * h * h + 4 * b * s * s * h
+    shard = sum(flops_of(LayerShape(GPT, Parallel(tensor=8, sequence_parallel=True), b)).values())
     assert shard * 8 == 24 * b * s * h * h + 4 * b * s * s * h

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lynx.anatomy.dense import CORE_ATTENTION
 from megatron_lynx.config import Experts
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.cost.ends import logits_at_loss_bytes
-from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.moments import MOMENTS, Parts, StageMemory
 from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import stage_parts
-from megatron_lynx.profiler.expert_shape import routed_rows
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.kinds.experts.saved import routed_rows
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job

@@ -9,10 +9,10 @@ import pytest
 from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
 

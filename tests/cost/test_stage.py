@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP
@@ -11,12 +12,10 @@ from megatron_lynx.cost.communication import (
     gather_lost_and_spared_s,
     gather_once_s,
     head_of,
-    message_bytes_of,
     window_lengths_s,
 )
-from megatron_lynx.cost.in_flight import chunks_in_flight_by_stage, microbatches_in_flight
-from megatron_lynx.cost.memory import HalfMemory, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import Phases, StageSeconds, phases_of, step_s
+from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
+from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight_by_stage, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -26,7 +25,7 @@ from tests.schedule.orders import most_in_flight
 
 SMALL = HalfMemory(resident=10, regenerated=5, tail=12)
 LARGE = HalfMemory(resident=10, regenerated=40, tail=12)
-LARGE_AHEAD = HalfMemory(resident=10, regenerated=40, tail=12, ahead=40)
+LARGE_AHEAD = HalfMemory(resident=10, regenerated=40, tail=12, ahead=(40, 0, 0, 0))
 
 
 def test_peak_without_a_replay_is_what_all_hold():
@@ -45,13 +44,23 @@ def test_a_half_regenerated_ahead_meets_what_the_one_before_still_needs():
     assert peak_bytes([SMALL, LARGE_AHEAD], in_flight=1) == 10 + 12 + 40
 
 
-@pytest.mark.parametrize(
-    ("moment", "peak"), [("ahead4", 10 + 100 + 20), ("ahead3", 100 + 20), ("ahead2", 10 + 100 + 10), ("ahead", 100 + 10)]
-)
-def test_what_is_there_ahead_of_time_meets_the_halves_before(moment, peak):
+@pytest.mark.parametrize(("moments", "peak"), [(4, 10 + 100 + 20), (3, 100 + 20), (2, 10 + 100 + 10), (1, 100 + 10)])
+def test_what_is_there_ahead_of_time_meets_the_halves_before(moments, peak):
     """Of the third half: while the first begins, while it ends, while the second begins, while it ends."""
-    ahead = HalfMemory(resident=10, regenerated=0, tail=0, **{moment: 100})
+    first, second, third, fourth = (100 * (before == moments) for before in (1, 2, 3, 4))
+    ahead = HalfMemory(resident=10, regenerated=0, tail=0, ahead=(first, second, third, fourth))
     assert peak_bytes([HalfMemory(10, 0, 0), HalfMemory(10, 0, 0), ahead], in_flight=1) == peak
+
+
+def test_a_table_of_answers_says_what_each_of_them_holds_alone():
+    """And what halves hold at a moment is what each of them adds to it."""
+    early, late = HalfMemory(10, 40, 12, early=40), HalfMemory(20, 70, 15, ahead=(70, 60, 50, 40))
+    answers = [[SMALL, LARGE, late, early], [late, late, late, late], [early, late, SMALL, LARGE_AHEAD]]
+    table = np.array([[half.columns for half in answer] for answer in answers])
+    held = held_at_moments(table)
+    assert held.shape == (3, 9)
+    assert list(held.max(axis=-1)) == [peak_bytes(answer, in_flight=1) for answer in answers]
+    assert (sum(held_by_one(table[:, half], half, 4) for half in range(4)) == held).all()
 
 
 def test_large_blocks_may_go_to_the_host_and_in_small_layers_smaller_ones():
@@ -128,7 +137,7 @@ def with_links(link_s, **layout):
     """Sequence parallelism, and every collective takes so long; with the bytes of a message."""
     job = tiny_job(tensor=2, sequence_parallel=True, **layout)
     profile = made_up_profile(job, link_s)
-    return profile, message_bytes_of(profile)
+    return profile, profile.message_bytes
 
 
 def test_an_early_gather_spares_the_backward_what_its_own_would_have_exposed():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.config import Job
-from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile

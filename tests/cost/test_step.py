@@ -16,7 +16,7 @@ from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.link_levels import fewest_in_a_node
+from megatron_lynx.profiler.roofline import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b

@@ -17,7 +17,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.norm_kernels import FORWARD_MARGIN, starts_as_one
 from megatron_lynx.plan import Plan, load_plan, save_plan
-from megatron_lynx.plan.in_windows import Group
+from megatron_lynx.plan.timetables import Group
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config.host_time import HostTime
-from megatron_lynx.doctor.environment import Software, environment
+from megatron_lynx.doctor.environment import Software, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding
-from megatron_lynx.doctor.hardware_queues import hardware_queues
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
-from megatron_lynx.doctor.machine import machine
-from megatron_lynx.doctor.software import software
+from megatron_lynx.doctor.machine import machine, software
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lynx.doctor.hardware_queues import TOPIC, hardware_queues
+from megatron_lynx.doctor.environment import TOPIC, hardware_queues
 from megatron_lynx.launch_arguments import read_launch
 from tests.te_releases import folder_of
 

@@ -23,7 +23,7 @@ class Fault(Part):
     fault: str
     """What is broken, in a few words: its name in the table."""
     place: str
-    """Where: a file of the package without `.py` and a name in it, `runtime/waits::Waits._window`."""
+    """Where: a file of the package, or from `tests/` on, without `.py` and a name in it, `runtime/waits::Waits._window`."""
     old: str
     """What that function says: a part of one line, or whole lines."""
     new: str
@@ -47,7 +47,8 @@ class Fault(Part):
 
     @property
     def file(self) -> str:
-        return f"{PACKAGE}/{self.place.partition('::')[0]}.py"
+        file = self.place.partition("::")[0]
+        return f"{file}.py" if file.startswith("tests/") else f"{PACKAGE}/{file}.py"
 
     def put_into(self, root: Path) -> str:
         """The source of the file with the fault. Raises `DoesNotApply`, which names the fault and where such a function is."""

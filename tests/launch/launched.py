@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.anatomy import sections_of
+from megatron_lynx.anatomy import Facts, sections_of
 from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
@@ -112,7 +112,7 @@ def launch(
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, str(script), *map(str, arguments)]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *map(str, path), os.environ.get("PYTHONPATH")])),
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
@@ -150,7 +150,7 @@ def plan_of(
 
 def inside_experts(plan: Plan) -> Plan:
     """The same plan, with everything of experts replayed on demand, too."""
-    attention, experts = sections_of(experts=True)
+    attention, experts = sections_of(Facts(experts=True))
     facts = plan.model_dump(mode="json")
     for stage, entry in zip(facts["stages"], plan.stages, strict=True):
         stage["rules"] = [entry.rule_for(layer).model_dump(mode="json") | {"layers": layer} for layer in entry.layers]

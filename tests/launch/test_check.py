@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lynx.config.head import Head
+from megatron_lynx.config.job import Head
 from megatron_lynx.launch.check.reference import room_bytes
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy import ATTENTION, sections_of
+from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
@@ -109,7 +109,7 @@ def test_with_deferred_weight_gradients_of_experts(script, tmp_path):
     flags += [*EXPERTS, "--mock-data", *flags_of(FOUR)]
     run = partial(launch, Path(__file__).with_name("pretrain_faulty.py"), ranks=4, path=[script.parent])
     run = partial(run, env={"FAULT": "none", "SCRIPT": str(script)})
-    deferred = (*ATTENTION.linears, *sections_of(experts=True)[1].linears)
+    deferred = (*ATTENTION.linears, *sections_of(Facts(experts=True))[1].linears)
     plan = deferring(inside_experts(plan_of(FOUR, gather="once", experts=True)), deferred)
     assert plan.parallel.expert == 2
     assert {"experts_fc1", "experts_fc2"} <= set(plan.stages[1].rule_for(4).weight_gradients)

@@ -65,12 +65,17 @@ def asked_for(folder: Path, budget_bytes: int | None) -> list[object]:
 
 
 def launched(run, folder: Path) -> Report:
-    """The figures behind a run of five steps. Its file says that seconds were as predicted."""
+    """The figures behind a run of five steps. Its file then says that seconds were as predicted."""
     flags = [*MODEL, *flags_of("pipeline 2"), "--lynx-plan", folder / "plan.yaml", "--lynx-outcome", folder / FILE_NAME]
     done = run(Path(__file__).with_name("pretrain_tiny.py"), flags, ranks=2)
     assert done.status == 0, done.text
     outcome = json.loads((folder / FILE_NAME).read_text())
     for row in outcome["reports"][-1]["stages"]:
-        row["measured"]["passes_s"] = row["predicted"]["passes_s"]
+        halves = row["measured"]["parts"]["halves"]
+        assert {kind: each["calls"] for kind, each in halves.items()} == {"attention": 8, "mlp": 8}, (
+            "two layers, four micro-batches"
+        )
+        assert all(each["seconds"] > 0 for each in halves.values())
+        row["measured"] |= {"passes_s": row["predicted"]["passes_s"], "parts": None}
     (folder / FILE_NAME).write_text(json.dumps(outcome))
     return load_outcome(folder / FILE_NAME).reports[-1]

@@ -14,7 +14,7 @@ from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
-from megatron_lynx.plan.device import PlannedDevice
+from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.pending import Entry, Pending
 from megatron_lynx.runtime.progress import Counts, Whereabouts, note

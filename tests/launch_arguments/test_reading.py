@@ -17,8 +17,8 @@ from megatron_lynx.launch.without_flushes.refusals import NEEDED
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import flag_table
-from megatron_lynx.launch_arguments.layer_facts import layers_of_layout
 from megatron_lynx.launch_arguments.our_flags import FLAGS, WITHOUT_FLUSHES
+from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layout_text
 

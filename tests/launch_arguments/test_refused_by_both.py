@@ -12,6 +12,8 @@ import pytest
 
 from megatron_lynx.apply import features, fp8_refusals
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.experts import running as experts
+from megatron_lynx.kinds.latent import running as latent
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.flag_kinds import NOT_UNDER_PLANS, REFUSED
 from megatron_lynx.launch_arguments.flag_table import Flag, flag_table
@@ -22,8 +24,8 @@ from .test_reading import SMALL
 BESIDE = {
     "dense": (*features.OFF, *features.ONE, "cuda_graph_impl"),
     "Transformer Engine": features.OFF_WITH_TE,
-    "latent attention": features.OFF_WITH_LATENTS,
-    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *features.ONE_WITH_EXPERTS, *features.NOT, "fp8"),
+    "latent attention": latent.OFF,
+    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE, *experts.NOT, "fp8"),
     "FP8": fp8_refusals.OFF,
 }
 """The fields that installation looks at, by what else the launch has."""

@@ -21,6 +21,10 @@ ADDRESS = "TESTS_NURSERY"
 
 ROOT = Path(__file__).parents[2]
 
+PINNED = False
+"""Whether ranks have a core of their own, as they have elsewhere. Two sessions of tests side by side would both take the first
+core for their first rank, and leave the other one idle."""
+
 AT_BEGIN = dict(os.environ)
 """The environment of this session before any test has changed it. The nursery imports in it what all later processes have."""
 
@@ -67,6 +71,8 @@ def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Pop
     own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
     if pool.links.command_prefix(rank) or own_heap or Path("/dev/nvidiactl").exists():
         return as_ever(pool, rank, pipe)
+    if not PINNED:
+        environment.pop("LYNX_CORE", None)
     environment["LYNX_PARENT"] = str(address()[1])
     return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
 

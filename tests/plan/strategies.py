@@ -14,7 +14,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan import order, weight_gradients
-from megatron_lynx.plan.device import PlannedDevice
+from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -32,6 +32,8 @@ from megatron_lynx.plan.plan import (
     WeightGradients,
     Whole,
 )
+from megatron_lynx.plan.timetables import planned_halves, timetable_of
+from megatron_lynx.timetable import Layout, Timetable
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
@@ -106,7 +108,7 @@ def deferring(draw: st.DrawFn, plan: Plan) -> Plan:
 
 @st.composite
 def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
-    offsets = ("", "+1", "-1")
+    offsets, timetable = ("", "+1", "-1"), timetable_of(plan, stage.stage)
     names = [
         f"{name}{offset}"
         for name in (*_collectives("fwd", plan.parallel), *_collectives("bwd", plan.parallel))
@@ -118,7 +120,9 @@ def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
         for linear in draw(st.sets(st.sampled_from(LINEARS))):
             some = draw(st.lists(st.sampled_from([RECV_BACKWARD, *names]), min_size=1, max_size=6, unique=True))
             asked = {wait: rule.model_copy(update={"weight_gradients": {linear: (wait,)}}) for wait in some}
-            if coming := tuple(wait for wait, one in asked.items() if not list(weight_gradients.problems(plan, stage, one))):
+            if coming := tuple(
+                wait for wait, one in asked.items() if not list(weight_gradients.problems(plan, stage, one, timetable))
+            ):
                 waits[linear] = coming
         rules.append(rule.model_copy(update={"weight_gradients": waits}))
     bound = WeightGradients(bytes=draw(st.integers(1 << 20, 1 << 30))) if any(rule.weight_gradients for rule in rules) else None
@@ -164,7 +168,6 @@ def stages_of(
     """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `te`: of Transformer Engine's layers.
     `model`: says which layers have experts."""
     last = number == parallel.pipeline * parallel.chunks - 1
-    experts = () if model is None else model.moe_layers
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
         st.just(Predicted())
@@ -172,14 +175,13 @@ def stages_of(
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
-    exchanging = frozenset(layer for span in experts for layer in span if parallel.expert > 1)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, experts))
-    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te, exchanging))
+                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, model))
+    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te, model))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
 
@@ -202,7 +204,7 @@ def with_windows(
     least: int,
     parallel: ParallelFacts,
     te: bool,
-    experts: Sequence[LayerRange] = (),
+    model: ModelFacts | None = None,
 ) -> Stage:
     """The stage with a window for one half and a place for its gather, out of those that come in time for every layer.
 
@@ -220,9 +222,9 @@ def with_windows(
             Rule.model_validate(changed.rules[index].model_dump())
         except ValidationError:
             return False
-        return not _problems(changed, parallel, 2 * len(stage.layers), te, exchanging)
+        return not _problems(changed, parallel, 2 * len(stage.layers), te, model)
 
-    exchanging = frozenset(layer for span in experts for layer in span if parallel.expert > 1)
+    experts = () if model is None else model.moe_layers
     reach = stage.rules[index].layers.last - stage.layers.first + 1
     forward = _forward(parallel, above=reach < least) if reach <= least else []
     gather: str | GatherByPhase | None = None
@@ -334,7 +336,10 @@ def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: 
     return stage.model_copy(update={"rules": tuple(rules)})
 
 
-def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool, exchanging: frozenset[int]) -> list[str]:
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=te, exchanging=exchanging))
+def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool, model: ModelFacts | None) -> list[str]:
+    having = [layer for layer in stage.layers if model is not None and model.has_experts(layer)]
+    halves = planned_halves(stage, lambda layer: DENSE.values() if model is None else model.sections_of(layer))
+    layout = Layout(parallel.tensor > 1, parallel.sequence_parallel, having if parallel.expert > 1 else ())
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), Timetable([tuple(halves)], layout), 0, te=te))
     ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

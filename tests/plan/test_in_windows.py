@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.plan.in_windows import groups_waited_for, norms_in_windows
+from megatron_lynx.plan.timetables import groups_waited_for, norms_in_windows
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job

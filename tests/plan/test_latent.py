@@ -46,7 +46,7 @@ def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, 
     assert dump_plan(load_plan(tmp_path / "plan.yaml")) == text
     assert " ".join(LATENT[compressed, False].names) in text.split("version")[0]
     assert plan.stages[0].rules[0].replays("attention") == replay
-    assert plan.model.latent is LATENT[compressed, False]
+    assert plan.model.halves["attention"] is LATENT[compressed, False]
 
 
 def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:

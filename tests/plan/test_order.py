@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_lynx.plan.order import halves_ahead
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, replayable
 
@@ -60,8 +60,8 @@ def test_how_many_halves_before_its_own_backward_a_replay_begins(windows: dict[s
     raw = raw_plan(tensor=2, pipeline=2, microbatches=4)
     raw["stages"][0]["ahead_depth"] = 3
     raw["stages"][0]["rules"][0]["windows"] = windows
-    stage = Plan.model_validate(raw).stages[0]
-    assert (halves_ahead(stage, (1, "attention")), halves_ahead(stage, (1, "mlp"))) == ahead
+    attention, mlp, *_ = timetable_of(Plan.model_validate(raw), 0).chunks[0]
+    assert (attention.ahead, mlp.ahead) == ahead
 
 
 def test_a_gather_behind_the_window_that_needs_it() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 from megatron_lynx.anatomy import CODE_ITEMS, Half
 from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
-from megatron_lynx.profiler.item_seconds import flops_of
+from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 
 FLOPS_PER_S = 1e9
 SMALL_S = 1e-6

@@ -74,8 +74,7 @@ def measure_sleeping(rank: int, longer: float) -> float:
     import torch
     import torch.distributed as dist
 
-    from megatron_lynx.profiler.interference import measure_interference
-    from megatron_lynx.profiler.links import WARMUP
+    from megatron_lynx.profiler.links import WARMUP, measure_interference
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_jobs import tiny_job
 

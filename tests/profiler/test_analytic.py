@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import MLP
-from megatron_lynx.config.fp8 import Fp8
+from megatron_lynx.config.model import Fp8
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.in_hand import layer_in_hand_bytes
-from megatron_lynx.cost.parameters import layer_matrices
+from megatron_lynx.cost.parameters import passed_weights
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.kinds.core_attention import ordered_bytes
+from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.ordered_attention import ordered_bytes
 from megatron_lynx.profiler.profile import shape_of
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.profiler.shape import LayerShape, item_flops
-from megatron_lynx.profiler.tensors import half_tensors
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
@@ -113,7 +113,7 @@ def test_bytes_and_flops_are_those_of_the_shape():
     profile, shape = analytic_profile(job), LayerShape.of(job)
     for half in ("attention", "mlp"):
         assert profile.half(half).tensors == half_tensors(shape, half)
-        assert {name: item.flops for name, item in profile.half(half).items.items()}.items() <= item_flops(shape).items()
+        assert {name: item.flops for name, item in profile.half(half).items.items()}.items() <= flops_of(shape).items()
 
 
 def test_unfused_attention_on_a_gpu_saves_what_was_published():
@@ -265,11 +265,11 @@ def test_heads_of_another_width_change_the_attention_alone():
     """Twice as wide: twice the columns of queries, keys and values, and twice the FLOPs of the attention."""
     job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 2})
     wide = job.model_copy(update={"model": job.model.model_copy(update={"kv_channels": 256})})
-    narrow, flops = (item_flops(LayerShape.of(each)) for each in (job, wide))
+    narrow, flops = (flops_of(LayerShape.of(each)) for each in (job, wide))
     ratios = {name: flops[name] / narrow[name] for name in narrow if narrow[name]}
     assert ratios == {"linear_qkv": 2, "core_attention": 2, "linear_proj": 2, "linear_fc1": 1, "linear_fc2": 1}
     attention = 4096 * 128 * (2 * 32 + 2 * 8)
-    assert layer_matrices(wide.model) - layer_matrices(job.model) == attention
+    assert passed_weights(wide.model) - passed_weights(job.model) == attention
     assert shape_of(job).kv_channels is None
     assert shape_of(wide).kv_channels == 256
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_lynx.anatomy import MLP
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.element_wise import (
     activation_kernels,
@@ -19,7 +20,6 @@ from megatron_lynx.profiler.element_wise import (
     weighted_kernels,
 )
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from tests.config.jobs import catalogued_job
 from tests.profiler.counted_traffic import passes
 

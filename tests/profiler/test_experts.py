@@ -8,12 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
+from megatron_lynx.kinds.experts.planning import all_to_all_s
+from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.expert_seconds import all_to_all_s
-from megatron_lynx.profiler.expert_shape import routed_rows
-from megatron_lynx.profiler.expert_tensors import saved_parts
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job

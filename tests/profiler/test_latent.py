@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy.dense import CORE_ATTENTION, ROTARY
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.parameter_tensors import parameter_tensors
-from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
 from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION, ROTARY
+from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan, save_plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.item_seconds import flops_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.te_releases import pools_with

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.planner import make_plan
-from megatron_lynx.profiler.shape import LayerShape, item_flops
-from megatron_lynx.profiler.tensors import half_tensors
-from megatron_lynx.testbed import te_layer
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed import compiled_parts
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
@@ -56,7 +56,7 @@ def test_a_real_layer_saves_what_its_shape_says(pool_of, job):
         assert blocks(measured[half].tensors) == blocks(half_tensors(shape, half))
         assert measured[half].input_bytes == shape.input_bytes
         assert {item: measured[half].items[item].flops for item in DENSE[half].names} == {
-            item: item_flops(shape)[item] for item in DENSE[half].names
+            item: flops_of(shape)[item] for item in DENSE[half].names
         }
 
 
@@ -113,7 +113,7 @@ def test_a_norm_inside_a_linear_is_told_apart(te_pool):
             norm, linear = items[DENSE[half].norm], items[DENSE[half].column_parallel]
             assert min(norm.forward_s, norm.backward_s) > 0
             assert min(linear.forward_s, linear.backward_s, linear.dgrad_s, linear.wgrad_s) >= 0
-            assert linear.flops == item_flops(shape)[DENSE[half].column_parallel]
+            assert linear.flops == flops_of(shape)[DENSE[half].column_parallel]
 
 
 def sizes(tensors):
@@ -175,6 +175,6 @@ def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
 
 
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
-    monkeypatch.setattr(te_layer, "PACKAGE", "transformer_engine_of_nobody")
+    monkeypatch.setattr(compiled_parts, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
         measure_profile(tiny_job("gpt", **TE), hosts=None, announce=None)

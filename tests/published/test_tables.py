@@ -11,8 +11,7 @@ from megatron_lynx.cli import app
 from megatron_lynx.cost.host_copy import copy_to_compute_ratio
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_memory
 from megatron_lynx.published import peaks, yuan
-from megatron_lynx.published.jobs import published_figures
-from megatron_lynx.published.row import Row
+from megatron_lynx.published.row import Row, published_figures
 from megatron_lynx.published.tables import all_rows
 
 ROWS = all_rows()

@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.queues.log import HostWait, Log
+from tests.instruments.queues.log import HostWait, Log
 
 STEPS = 3
 
@@ -39,7 +39,7 @@ class Setting:
 def recorded(rank: int, job: Job, setting: Setting) -> Log:
     """Runs inside `RankPool`. The log of a few steps."""
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.queues.recorder import Recorder
+    from tests.instruments.queues.recorder import Recorder
 
     initialise(job)
     loop = Loop(job, setting)
@@ -63,24 +63,25 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_replays(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.task import Opening, Replay
-    from megatron_lynx.testbed.queues import recorder
+    from megatron_lynx.runtime.waits import Opening
+    from megatron_lynx.timetable import Replay
+    from tests.instruments.queues import recorder
 
-    original, recorders = Replay.run, []
+    original, recorders = Opening.replay, []
 
     class Naming(recorder.Recorder):
         def __enter__(self) -> Any:
             recorders.append(self)
             return super().__enter__()
 
-    def run(replay: Replay, opening: Opening) -> bool:
+    def run(opening: Opening, replay: Replay) -> bool:
         if opening.window != RECV_BACKWARD:
-            return original(replay, opening)
+            return original(opening, replay)
         with recorders[0].part(f"replay of {replay.half} for {opening.micro_batch.number}, {opening.micro_batch.phase}"):
-            return original(replay, opening)
+            return original(opening, replay)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Replay, "run", run)
+        patched.setattr(Opening, "replay", run)
         patched.setattr(recorder, "Recorder", Naming)
         return recorded(rank, job, setting)
 
@@ -97,8 +98,8 @@ def reads_of_losses(rank: int, mode: str) -> list[int]:
     )
 
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.queues.recorder import Recorder
     from megatron_lynx.testbed.tiny_jobs import tiny_job
+    from tests.instruments.queues.recorder import Recorder
 
     initialise(tiny_job("gpt"))
     destroy_rerun_state_machine()

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_lynx.testbed.queues.differences import differences
-from megatron_lynx.testbed.queues.log import COMPUTE, Collective, Kernel, Log, Mark, Messages, Wait
-from megatron_lynx.testbed.queues.replay import replay
-from megatron_lynx.testbed.queues.unawaited import unawaited
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.instruments.queues.differences import differences
+from tests.instruments.queues.log import COMPUTE, Collective, Kernel, Log, Mark, Messages, Wait
+from tests.instruments.queues.replay import replay
+from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded
 
 Pools = Callable[[int], RankPool]

@@ -10,14 +10,14 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
-from megatron_lynx.testbed.queues.differences import differences
-from megatron_lynx.testbed.queues.log import COMPUTE, Kernel
-from megatron_lynx.testbed.queues.recorder import Recorder
-from megatron_lynx.testbed.queues.replay import replay
-from megatron_lynx.testbed.queues.unawaited import unawaited
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
+from tests.instruments.queues.differences import differences
+from tests.instruments.queues.log import COMPUTE, Kernel
+from tests.instruments.queues.recorder import Recorder
+from tests.instruments.queues.replay import replay
+from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, replayable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.testbed.queues.differences import differences
-from megatron_lynx.testbed.queues.hidden import hides
-from megatron_lynx.testbed.queues.log import COMPUTE, Communicator, Log, Message
-from megatron_lynx.testbed.queues.replay import replay
+from tests.instruments.queues.differences import differences
+from tests.instruments.queues.hidden import hides
+from tests.instruments.queues.log import COMPUTE, Communicator, Log, Message
+from tests.instruments.queues.replay import replay
 
 QUEUES = (1, 8)
 WORLD = Communicator("world", (0, 1))

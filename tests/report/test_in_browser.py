@@ -11,8 +11,7 @@ from megatron_lynx.config import load_job
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.report.contents import Asked, contents
 from megatron_lynx.report.given import given_in
-from megatron_lynx.report.island import Island
-from megatron_lynx.report.page import write_page
+from megatron_lynx.report.island import Island, write_page
 from tests.report.browser import Browser, Page, installed_browser, started
 from tests.report.samples import run_folder
 

@@ -12,8 +12,7 @@ import pytest
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.report.contents import Asked, contents
 from megatron_lynx.report.given import Given
-from megatron_lynx.report.island import Island
-from megatron_lynx.report.page import ASSETS, SCRIPTS, STYLES, page, write_page
+from megatron_lynx.report.island import ASSETS, SCRIPTS, STYLES, Island, page, write_page
 from tests.report.samples import JOB, PLAN, PROFILE
 
 

@@ -15,9 +15,8 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
-from megatron_lynx.runtime.windows import Windows
 from tests.runtime.devices import CPU
 
 KEEPS_ALL = HalfPolicy(layer=1, section=MLP, replay=frozenset())
@@ -142,7 +141,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
     policies = {chunk: OffloadPolicy(10**6, 1, 1, 2, avoids_messages) for chunk in range(2)}
     offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
-    engine = Engine([Windows(), Windows()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
+    engine = Engine(chunks=[ChunkPolicy(), ChunkPolicy()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
     expected = passes_of_a_step(engine)
     assert engine.take_counts().offloaded_bytes > 0
     copier: Any = offloader.out if where == "offload" else offloader.back
@@ -173,7 +172,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
 
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
-    engine = Engine([Windows(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
+    engine = Engine(chunks=[ChunkPolicy(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     for _, output in [forward(engine, number) for number in range(2)]:
         backward(engine, output)
     assert engine.take_counts().offloaded_bytes == 3 * 256

@@ -6,28 +6,26 @@ reaches it: before anything that it saved is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, WindowAddress
+from megatron_lynx.anatomy import MLP
+from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.errors import ReplayError
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
-from megatron_lynx.runtime.task import Gather, Opening, Replay
-from megatron_lynx.runtime.windows import Windows
+from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION])
 AT_ONCE = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
-
-
-def half(layer: int) -> FrameKey:
-    return layer, "mlp"
 
 
 def backward_of(layer: int) -> WindowAddress:
@@ -72,19 +70,37 @@ class _Collective(torch.autograd.Function):
 class Stage:
     """An engine and the layers of its chunks. `log` has what ran, in order."""
 
-    windows: Sequence[Windows]
+    places: Mapping[int, Place | tuple[Place, Place]] = field(default_factory=dict)
+    """Where layers are replayed, in all phases or in the steady one and in cool-down; others on demand."""
+    ahead_depth: int = 0
     order: StageOrder = AT_ONCE
     chunks: Sequence[range] = (range(1, 4),)
-    gathers: bool = False
+    gathers: Container[int] = ()
+    """Layers whose input is gathered."""
+    deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
+    """Linears of the last layer, and where their weight gradients run: they are noted in place of that."""
+    layout: Layout = Layout()  # noqa: RUF009
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.windows, order=lambda microbatches: self.order)
+        timetable = Timetable([[self._planned(layer) for layer in chunk] for chunk in self.chunks], self.layout)
+        policies = [ChunkPolicy(self.ahead_depth)] * len(self.chunks)
+        self.engine = Engine(timetable, policies, order=lambda microbatches: self.order)
+        self.engine.weight_gradients.run = self._filled  # type: ignore[method-assign]
         self.layers = {layer: TinyHalf(reporting_to(self.engine)) for chunk in self.chunks for layer in chunk}
         self._outputs: dict[tuple[int, int], Tensor] = {}
 
+    def _filled(self, linear: tuple[int, str], window: str) -> None:
+        self.log.append(f"{linear} in {window}")
+
+    def _planned(self, layer: int) -> PlannedHalf:
+        place = self.places.get(layer, ON_DEMAND_PLACE)
+        steady, cooldown = place if isinstance(place[0], Place) else (place, place)
+        deferred = self.deferred if layer == self.chunks[-1][-1] else {}
+        return PlannedHalf(layer, MLP, (NORM, FC1, ACTIVATION), steady, cooldown, deferred)  # type: ignore[arg-type]
+
     def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
-        more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if self.gathers else {}
+        more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if layer in self.gathers else {}
         return self.engine.half(policy(REPLAYED, layer=layer, chunk=chunk, **more), self._code(layer), (hidden,), {})  # type: ignore
 
     def _code(self, layer: int) -> Callable[[Tensor], Tensor]:
@@ -125,9 +141,13 @@ class Stage:
         return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "replay"]
 
 
+def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = None) -> Place:
+    """In these windows, stretch by stretch, the first ones until these items."""
+    return Place(tuple(zip_longest(windows, until)), gather)
+
+
 def test_replays_run_before_the_wait() -> None:
-    windows = Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)
-    stage = Stage([windows])
+    stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
     usual = stage.layers[2].fc1.forward
     stage.layers[2].fc1.forward = lambda given: (stage.log.append("fc1 of 2"), usual(given))[1]  # type: ignore
     replays = stage.run()
@@ -139,8 +159,7 @@ def test_replays_run_before_the_wait() -> None:
 
 
 def test_a_half_in_its_own_window_is_not_ahead() -> None:
-    windows = Windows(during={"steady": {backward_of(layer): (Replay(half(layer)),) for layer in (1, 2, 3)}})
-    stage = Stage([windows])
+    stage = Stage({layer: within(backward_of(layer)) for layer in (1, 2, 3)})
     assert [window for *_, window in stage.run()] == ["bwd.mlp.0@3", "bwd.mlp.0@2", "bwd.mlp.0@1"]
     counts = stage.engine.take_counts()
     assert (counts.hidden, counts.on_demand, counts.live_ahead) == (3, 0, 0)
@@ -148,12 +167,8 @@ def test_a_half_in_its_own_window_is_not_ahead() -> None:
 
 def test_gathers_run_behind_the_wait() -> None:
     """And the replay goes on from there: the norm, which ran for the gather, does not run again."""
-    windows = Windows(
-        during={"steady": {backward_of(2): (Replay(half(1)),)}},
-        behind={"steady": {backward_of(3): (Gather(half(1)), Gather(half(2)))}},
-        ahead_depth=1,
-    )
-    stage = Stage([windows], gathers=True)
+    places = {1: within(backward_of(2), gather=backward_of(3)), 2: within("on_demand", gather=backward_of(3))}
+    stage = Stage(places, ahead_depth=1, gathers=(1, 2, 3))
     replays = stage.run()
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "gather", "gather", "waited bwd 2", "waited bwd 1"]
@@ -164,7 +179,7 @@ def test_gathers_run_behind_the_wait() -> None:
 
 def test_a_replay_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
     """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is replayed on demand."""
-    stage = Stage([Windows(during={"steady": {backward_of(2): (Replay(half(1)),)}}, ahead_depth=1)], gathers=True)
+    stage = Stage({1: within(backward_of(2))}, ahead_depth=1, gathers=(1, 2, 3))
     assert [window for *_, window in stage.run()] == ["on_demand"] * 3
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "waited bwd 2", "gather", "waited bwd 1", "gather"]
@@ -172,8 +187,7 @@ def test_a_replay_whose_gather_was_missed_does_not_gather_in_its_window() -> Non
 
 def test_a_replay_over_two_windows() -> None:
     """It is one replay, which counts where it ends, and none of its sites runs twice."""
-    during: Any = {backward_of(3): (Replay(half(1), until=FC1),), backward_of(2): (Replay(half(1)),)}
-    stage = Stage([Windows(during={"steady": during}, ahead_depth=1)])
+    stage = Stage({1: within(backward_of(3), backward_of(2), until=[FC1])}, ahead_depth=1)
     assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
@@ -181,7 +195,7 @@ def test_a_replay_over_two_windows() -> None:
 
 
 def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
-    stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(1), until=FC1),)}}, ahead_depth=1)])
+    stage = Stage({1: within(backward_of(3), until=[FC1])}, ahead_depth=1)
     assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
@@ -191,8 +205,7 @@ def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_ahead_depth(depth: int) -> None:
     """Rule R4. What has no room is replayed on demand."""
-    tasks = tuple(Replay(half(layer)) for layer in (2, 1))
-    stage = Stage([Windows(during={"steady": {backward_of(3): tasks}}, ahead_depth=depth)])
+    stage = Stage({layer: within(backward_of(3)) for layer in (2, 1)}, ahead_depth=depth)
     stage.run()
     counts = stage.engine.take_counts()
     assert (counts.hidden, counts.on_demand, counts.live_ahead) == (min(2, depth), 3 - min(2, depth), min(2, depth))
@@ -211,12 +224,12 @@ PHASES = StageOrder(
 def test_tasks_by_phase() -> None:
     """Steady: the forward that runs just before hides the first replay, then a backward's own windows do. Cool-down: other tasks
     in the same windows."""
-    during: Any = {
-        "steady": {forward_of(2): (Replay(half(3)),), backward_of(3): (Replay(half(2)),)},
-        "cooldown": {backward_of(3): (Replay(half(1)),)},
+    places = {
+        3: (within(forward_of(2)), ON_DEMAND_PLACE),
+        2: (within(backward_of(3)), ON_DEMAND_PLACE),
+        1: (ON_DEMAND_PLACE, within(backward_of(3))),
     }
-    replays = Stage([Windows(during=during, ahead_depth=1)], PHASES).run()
-    assert replays == [
+    assert Stage(places, ahead_depth=1, order=PHASES).run() == [
         (0, 3, "fwd.mlp.0@2"),
         (0, 2, "bwd.mlp.0@3"),
         (0, 1, "on_demand"),
@@ -227,8 +240,7 @@ def test_tasks_by_phase() -> None:
 
 
 def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
-    windows = Windows(during={"cooldown": {RECV_BACKWARD: (Replay(half(3)),)}}, ahead_depth=1)
-    stage = Stage([windows], PHASES)
+    stage = Stage({3: (ON_DEMAND_PLACE, within(RECV_BACKWARD))}, ahead_depth=1, order=PHASES)
     for micro_batch in (0, 1):
         stage.forward(micro_batch, 0)
     for micro_batch, hidden in ((0, 0), (1, 1)):
@@ -252,54 +264,37 @@ def test_a_forward_of_another_chunk() -> None:
             ScheduledPass("B", 1, 0, "cooldown"),
         ]
     )
-    ahead = Windows(during={"steady": {forward_of(5): (Replay(half(6)),)}}, ahead_depth=1, first_layer=4)
-    stage = Stage([Windows(), ahead], order, chunks=(range(1, 4), range(4, 7)))
+    stage = Stage({6: within(forward_of(5))}, ahead_depth=1, order=order, chunks=(range(1, 4), range(4, 7)))
     replays = [(layer, window) for _, layer, window in stage.run()]
     assert replays[0] == (6, "fwd.mlp.0@2")
     assert {window for _, window in replays[1:]} == {"on_demand"}
 
 
-@dataclass(frozen=True)
-class Noted:
-    """A kind of task that the runtime has never heard of."""
-
-    name: str
-    log: list[str]
-    room: bool = True
-
-    def run(self, opening: Opening) -> bool:
-        self.log.append(f"{self.name} in {opening.window} for {opening.micro_batch.number}")
-        return self.room
-
-
-def test_tasks_of_any_kind_run_in_order_until_one_has_no_room() -> None:
-    log: list[str] = []
-    tasks = (Noted("a", log), Noted("b", log, room=False), Noted("c", log))
-    windows = Windows(during={"steady": {backward_of(3): tasks}}, behind={"steady": {backward_of(3): (Noted("d", log),)}})
-    stage = Stage([windows], log=log)
-    stage.run()
-    where = "in bwd.mlp.0@3 for 0"
-    assert log[3:6] == [f"a {where}", f"b {where}", "waited bwd 3"]
-    assert log[6] == f"d {where}"
+def test_what_has_no_room_keeps_nothing_else_from_running() -> None:
+    """Replays run in the plan's order until one has no room; weight gradients come behind them, gathers behind the wait."""
+    places = {3: within(backward_of(4)), 2: within(backward_of(4)), 1: within(backward_of(2), gather=backward_of(4))}
+    stage = Stage(places, 1, chunks=(range(1, 5),), gathers=(1,), deferred={FC1: (backward_of(4),)})
+    replays = stage.run()
+    assert stage.log[4:7] == [f"(4, '{FC1}') in bwd.mlp.0@4", "waited bwd 4", "gather"]
+    assert [(layer, window) for _, layer, window in replays if window != "on_demand"] == [(3, "bwd.mlp.0@4"), (1, "bwd.mlp.0@2")]
 
 
 def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
     """Where a receive is waited for with a send, a second window would take a second weight gradient of each linear."""
-    log: list[str] = []
-    stage = Stage([Windows(during={"cooldown": {RECV_BACKWARD: (Noted("a", log),)}})], PHASES, log=log)
+    stage = Stage(order=PHASES, deferred={FC1: (RECV_BACKWARD,)})
     for micro_batch in (0, 1):
         stage.forward(micro_batch, 0)
     stage.backward(0, 0)
-    log.clear()
-    for work in stage.engine.receive([Work(log, "first"), Work(log, "second")]):
+    stage.log.clear()
+    for work in stage.engine.receive([Work(stage.log, "first"), Work(stage.log, "second")]):
         work.wait()
-    assert log == ["a in pipe.recv_backward for 1", "waited first", "waited second"]
+    assert stage.log == [f"(3, '{FC1}') in pipe.recv_backward", "waited first", "waited second"]
     stage.backward(1, 0)  # nodes hold the stage that holds its graph: without a backward they would stay
 
 
 def test_a_replay_that_communicates_is_refused() -> None:
     """Rule R2: its collective would queue behind the one that it hides behind."""
-    stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)])
+    stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
     layer = stage.layers[2]
     usual = layer.fc1.forward
     layer.fc1.forward = lambda given: (issued(stage.engine, Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
@@ -310,7 +305,8 @@ def test_a_replay_that_communicates_is_refused() -> None:
 
 def test_a_collective_without_a_task_is_no_window() -> None:
     """It is issued as Megatron issues it; only its number counts, so that the next one keeps its name."""
-    stage = Stage([Windows(during={"steady": {WindowAddress("bwd", 3, "mlp", 1): (Replay(half(2)),)}}, ahead_depth=1)])
+    second = WindowAddress("bwd", 3, "mlp", 1)
+    stage = Stage({2: within(second)}, ahead_depth=1, layout=Layout(sequence_parallel=True))
     stage.forward(0, 0)
     seen = []
 
@@ -326,7 +322,7 @@ def test_a_collective_without_a_task_is_no_window() -> None:
 
 
 def test_a_trace_shows_every_window() -> None:
-    stage = Stage([Windows()])
+    stage = Stage()
     stage.engine.trace.start()
     stage.forward(0, 0)
     stage.backward(0, 0)
@@ -347,13 +343,3 @@ def test_a_half_in_which_nothing_happens_is_passed_over() -> None:
     output.sum().backward()
     assert entered == [True, False]
     assert engine.take_counts().recorded == 1
-
-
-@pytest.mark.parametrize(("passing", "layer", "busy"), [("bwd", 3, (3,)), ("fwd", 5, (1, 5)), ("fwd", 2, (2, 6))])
-def test_halves_that_a_chunk_is_served_in(passing: str, layer: int, busy: tuple[int, ...]) -> None:
-    """In a backward its own, in a forward those at the same place in each chunk."""
-    first, second = Windows(first_layer=1), Windows(first_layer=5)
-    window = WindowAddress(passing, layer, "mlp", 0)  # type: ignore[arg-type]
-    serving = replace(first if layer < 5 else second, during={"steady": {window: (Replay(half(layer)),)}})
-    running = [(number, first if number < 5 else second) for number in range(1, 9)]
-    assert tuple(number for number, chunk in running if serving.serves(half(number), chunk)) == busy

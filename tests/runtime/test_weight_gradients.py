@@ -10,16 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
-from megatron_lynx.runtime.task import WeightGradient
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.waits import _fillers
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.windows import Windows
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
 ADDRESSES = count()
@@ -100,24 +96,6 @@ def test_gradients_are_whole_behind_a_chunks_last_backward(
     order = [(0, 1), (1, 1), (0, 0), (1, 0)]
     passes = StageOrder([ScheduledPass("B", micro_batch, chunk, "cooldown") for micro_batch, chunk in order], completing)
     assert sorted(virtual for virtual in order if passes.completes_gradients(virtual)) == ends
-
-
-def test_forwards_of_any_chunk_are_known_by_place() -> None:
-    """The second layer of a chunk that has only one has no wait. A backward's wait is the layer's own."""
-    fourth, of_fc1 = WindowAddress("fwd", 4, "mlp", 0), (WeightGradient((3, "linear_fc1")),)
-    own, of_other = WindowAddress("bwd", 3, "mlp", 0), (WeightGradient((7, "linear_fc1")),)
-    first = Windows(weight_gradients={fourth: of_fc1, own: of_fc1, RECV_BACKWARD: of_fc1}, first_layer=3)
-    second = Windows(weight_gradients={WindowAddress("fwd", 7, "mlp", 0): of_other}, first_layer=7)
-    third = Windows(first_layer=8)
-    assert _fillers([first, second, third]) == {
-        fourth: of_fc1,
-        own: of_fc1,
-        RECV_BACKWARD: of_fc1,
-        WindowAddress("fwd", 9, "mlp", 0): of_fc1,
-        WindowAddress("fwd", 3, "mlp", 0): of_other,
-        WindowAddress("fwd", 7, "mlp", 0): of_other,
-        WindowAddress("fwd", 8, "mlp", 0): of_other,
-    }
 
 
 def test_counts_add_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 
 
 def read_action(text: str) -> Action:

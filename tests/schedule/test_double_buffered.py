@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import (
     Update,
     batch_order,
@@ -20,6 +19,7 @@ from megatron_lynx.schedule.double_buffered import (
     order,
     version_of,
 )
+from megatron_lynx.schedule.schedule import Action
 from tests.schedule.orders import most_in_flight, write_actions
 
 Setting = tuple[int, int, int, float]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.host_pool import most_on_host, sets_on_host
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.one_stage import most_on_host, sets_on_host
+from megatron_lynx.schedule.schedule import Action, Phase
 
 
 def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -> int:

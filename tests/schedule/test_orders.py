@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.schedule.action import Action, with_replays
 from megatron_lynx.schedule.interleaved import cooldown, goes_back_at_once, interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.one_stage import passes_of
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
 from tests.schedule.orders import most_in_flight, read_action, read_actions, write_actions
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_lynx.search.collector import no_collections
+from megatron_lynx.search.best_first import no_collections
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.entry import AllStages, Ends, Floored
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.planned import AllStages, Ends, Floored
 from megatron_lynx.solver.stages import Stages
 from tests.solver.test_early_exchanges import mixtral
 

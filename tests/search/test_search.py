@@ -11,10 +11,10 @@ from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search import POLICIES, Ranking, planned, search
+from megatron_lynx.search import POLICIES, Ranking, search
 from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, schedule_of
-from megatron_lynx.search.entry import Entry, StockFitting
+from megatron_lynx.search.entry import AllStages, Entry, StockFitting
 from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
@@ -30,7 +30,7 @@ def looked_through(entry: Entry) -> Entry | None:
     found = entry.closer()
     while not isinstance(found, Excess | None):
         assert not isinstance(found, Candidate)
-        if isinstance(found, StockFitting | planned.AllStages):
+        if isinstance(found, StockFitting | AllStages):
             return found
         found = found.closer()
     return None
@@ -281,7 +281,7 @@ def test_what_does_not_divide_lists_what_does() -> None:
 def test_published_winners_are_among_the_best(index: int) -> None:
     """Yuan et al., figure 9. Without context parallelism their layout is the best or among the best four; with it we find up to
     13 more that are up to 6 % faster, because at 4096 tokens cutting the sequence costs us little but the keys and values."""
-    from megatron_lynx.published.jobs import published_figures
+    from megatron_lynx.published.row import published_figures
     from megatron_lynx.published.yuan import POLICIES as THEIRS
     from megatron_lynx.published.yuan import job_of
 

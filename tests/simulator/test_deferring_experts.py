@@ -15,9 +15,11 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
-from megatron_lynx.simulator.halves import segments, stage_passes
-from megatron_lynx.simulator.treated import Deferral, Treated
+from megatron_lynx.simulator.halves import segments
+from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.timetable import PlannedHalf
 from tests.config.jobs import catalogued_job
+from tests.simulator.by_hand import passes_of_halves
 from tests.simulator.test_weight_gradients import A_SECOND, PLENTY, step_of
 
 SECTION = EXPERTS_WITH_SHARED
@@ -44,14 +46,13 @@ def passes_of(waits, expert=2, most_bytes=PLENTY):
     """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
     halves = tuple(
         Treated(
-            1,
-            section,
+            PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),
             HalfMemory(resident=50, regenerated=0, tail=15),
-            deferred={name: Deferral(A_SECOND, waits[name]) for name in reversed(section.linears) if name in waits},
+            deferred={name: A_SECOND for name in reversed(section.linears) if name in waits},
         )
         for section in (ATTENTION, SECTION)
     )
-    return stage_passes(halves, profile_with_experts(expert), 100, deferral=(0, most_bytes))
+    return passes_of_halves(halves, profile_with_experts(expert), deferral=(0, most_bytes))
 
 
 def at(passing, ordinal):

@@ -8,13 +8,13 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
-from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.pending import Queue
+from megatron_lynx.simulator.passes import Queue, TimedPass
 from megatron_lynx.simulator.timeline import Span, memory_curve
 from megatron_lynx.simulator.treated import Leaving, Treated
 from megatron_lynx.simulator.walk import Walk
+from megatron_lynx.timetable import PlannedHalf
 
-KEPT = [Treated(layer, DENSE[half], HalfMemory(100, 0, 100)) for layer in (1, 2) for half in HALVES]
+KEPT = [Treated(PlannedHalf(layer, DENSE[half]), HalfMemory(100, 0, 100)) for layer in (1, 2) for half in HALVES]
 
 
 def leaving(seconds: float, *turns: tuple[int, int]) -> list[Treated]:
@@ -24,7 +24,7 @@ def leaving(seconds: float, *turns: tuple[int, int]) -> list[Treated]:
 
 
 def walk() -> Walk:
-    return Walk(1.0, Queue(0, 0, {}, ()))
+    return Walk(1.0, {}, Queue(0, 0))
 
 
 def forward(halves: list[Treated]) -> TimedPass:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP, PASSES, Collective, Section
-from megatron_lynx.anatomy.address import WindowAddress
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress
 from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
-from megatron_lynx.simulator.halves import segments, stage_passes
-from megatron_lynx.simulator.treated import Seating, Treated
+from megatron_lynx.simulator.halves import segments
+from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timetable import Place, PlannedHalf
 from tests.profiler.made_up import made_up_profile
+from tests.simulator.by_hand import passes_of_halves
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
 
@@ -40,11 +42,13 @@ def profile_of(interference=1.0, **layout):
 
 def layer(replay_s, **attention):
     """An attention half that replays and an MLP half that does not."""
-    replaying = Treated(1, ATTENTION, HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
-    return replaying, Treated(1, MLP, HalfMemory(resident=50, regenerated=0, tail=15))
+    places = {phase: attention.pop(phase) for phase in BACKWARD_PHASES if phase in attention}
+    planned = PlannedHalf(1, ATTENTION, ATTENTION.names, **places)
+    replaying = Treated(planned, HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
+    return replaying, Treated(PlannedHalf(1, MLP), HalfMemory(resident=50, regenerated=0, tail=15))
 
 
-BEFORE = Seating([(WindowAddress("bwd", 1, "mlp", 0), None)])
+BEFORE = Place(((WindowAddress("bwd", 1, "mlp", 0), None),))
 IN_WINDOW = {"steady": BEFORE, "cooldown": BEFORE}
 
 
@@ -84,7 +88,7 @@ def test_a_collective_in_the_middle_of_a_section_is_a_window_there():
     ],
 )
 def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s, interference, window, seconds, hidden_s):
-    passes = stage_passes(layer(replay_s, **window), profile_of(interference, tensor=2), 100)
+    passes = passes_of_halves(layer(replay_s, **window), profile_of(interference, tensor=2))
     assert {one.seconds for one in passes.forward.values()} == {21.0}
     for one in passes.backward.values():
         assert (one.seconds, one.hidden_s, one.exposed_s) == (seconds, hidden_s, replay_s - hidden_s)
@@ -92,7 +96,7 @@ def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s
 
 def test_memory_of_a_backward_step_by_step():
     """The MLP half lets go of all but 15 bytes in its window at 8 s, where the attention half is regenerated."""
-    passes = stage_passes(layer(3.0, **IN_WINDOW), profile_of(tensor=2), 100)
+    passes = passes_of_halves(layer(3.0, **IN_WINDOW), profile_of(tensor=2))
     assert passes.forward["warmup"].memory == ((11.0, 10), (21.0, 50))
     steady = passes.backward["steady"].memory
     assert steady == ((8.0, -35), (8.0, 30), (14.0, -15), (24.0, -28), (30.0, -12))
@@ -101,10 +105,10 @@ def test_memory_of_a_backward_step_by_step():
 
 def test_a_forward_hides_replays_only_when_a_backward_follows():
     """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
-    attention = Treated(1, ATTENTION, HalfMemory(10, 0, 10))
-    place, received = Seating([(WindowAddress("fwd", 1, "mlp", 0), None)]), Seating([("pipe.recv_backward", None)])
-    mlp = Treated(1, MLP, HalfMemory(10, 30, 12), 7.0, steady=place, cooldown=received)
-    passes = stage_passes((attention, mlp), profile_of(tensor=2), 100)
+    attention = Treated(PlannedHalf(1, ATTENTION), HalfMemory(10, 0, 10))
+    place, received = Place(((WindowAddress("fwd", 1, "mlp", 0), None),)), Place((("pipe.recv_backward", None),))
+    mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), HalfMemory(10, 30, 12), 7.0)
+    passes = passes_of_halves((attention, mlp), profile_of(tensor=2))
     assert passes.forward["warmup"].seconds == 21.0
     assert (passes.forward["steady"].seconds, passes.forward["steady"].hidden_s) == (23.0, 5.0)
     assert passes.backward["steady"].seconds == 30.0
@@ -119,7 +123,7 @@ def test_a_forward_hides_replays_only_when_a_backward_follows():
 
 def test_embedding_and_head_are_outside_of_the_layers():
     ends = BlockProfile(forward_s=1.0, backward_s=2.0), BlockProfile(forward_s=3.0, backward_s=4.0)
-    passes = stage_passes(layer(0.0), profile_of(tensor=2), 100, *ends)
+    passes = passes_of_halves(layer(0.0), profile_of(tensor=2), *ends)
     halves = [(span.start_s, span.end_s) for span in passes.forward["warmup"].spans if span.kind == "forward"]
     assert halves == [(1.0, 12.0), (12.0, 22.0)]
     assert (passes.forward["warmup"].seconds, passes.backward["steady"].seconds) == (25.0, 36.0)
@@ -128,7 +132,7 @@ def test_embedding_and_head_are_outside_of_the_layers():
 def issued(forward_s, backward_s):
     """The passes of one layer whose MLP half is issued in no time, and its attention half in so many seconds."""
     attention, mlp = layer(3.0, host=HostSeconds(forward_s, backward_s))
-    return stage_passes((attention, mlp), profile_of(tensor=2), 100)
+    return passes_of_halves((attention, mlp), profile_of(tensor=2))
 
 
 def test_no_pass_is_shorter_than_its_host_time():

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate

@@ -11,12 +11,14 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
-from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.simulator.halves import segments, stage_passes
-from megatron_lynx.simulator.pending import Entry, LinearOf, Queue
+from megatron_lynx.schedule.schedule import with_replays
+from megatron_lynx.simulator.halves import segments
+from megatron_lynx.simulator.passes import Entry, Queue
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.treated import Deferral, Treated
+from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.timetable import Linear, PlannedHalf
+from tests.simulator.by_hand import passes_of_halves
 from tests.simulator.test_halves import profile_of
 
 A_SECOND = WeightGradient(1.0, 3, 4)
@@ -27,14 +29,13 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
     """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
     halves = tuple(
         Treated(
-            1,
-            section,
+            PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),
             HalfMemory(resident=50, regenerated=0, tail=15),
-            deferred={name: Deferral(A_SECOND, waits[name]) for name in reversed(section.linears) if name in waits},
+            deferred={name: A_SECOND for name in reversed(section.linears) if name in waits},
         )
         for section in DENSE.values()
     )
-    return stage_passes(halves, profile_of(interference, tensor=tensor), 100, deferral=(0, most_bytes), **reduced)
+    return passes_of_halves(halves, profile_of(interference, tensor=tensor), deferral=(0, most_bytes), **reduced)
 
 
 def step_of(passes, microbatches=2):
@@ -104,13 +105,13 @@ def test_what_does_not_fit_runs_at_once():
 
 
 def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
-    first, second = (Entry(LinearOf(1, "mlp", name), 0, A_SECOND) for name in MLP.linears)
-    queue = Queue(0, 2 * A_SECOND.bytes, {RECV_BACKWARD: (first.of,)}, (first, second))
+    first, second = (Entry(Linear(1, "mlp", name), 0, A_SECOND) for name in MLP.linears)
+    queue = Queue(0, 2 * A_SECOND.bytes, (first, second))
     assert list(queue.put(first)) == [first], "the oldest one of the chunk"
     assert queue.pending == (second, first)
-    assert list(queue.due(RECV_BACKWARD)) == [first]
-    assert list(queue.due(RECV_BACKWARD)) == [], "there is none left"
-    other = Queue(1, A_SECOND.bytes, {}, queue.pending)
+    assert list(queue.due([first.of])) == [first]
+    assert list(queue.due([first.of])) == [], "there is none left"
+    other = Queue(1, A_SECOND.bytes, queue.pending)
     assert list(other.flush()) == []
     assert other.pending == (second,), "another chunk's are not its own"
     assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
@@ -187,7 +188,7 @@ def test_the_other_half_is_priced_where_a_profile_does_not_know_it():
 
 def test_a_wait_runs_its_linears_in_the_order_of_the_plan():
     """What does not fit is left over of the last one."""
-    first, second = (LinearOf(1, "mlp", name) for name in ("linear_fc2", "linear_fc1"))
+    first, second = (Linear(1, "mlp", name) for name in ("linear_fc2", "linear_fc1"))
     entries = [Entry(linear, 0, A_SECOND) for linear in (second, first)]
-    queue = Queue(0, PLENTY, {at("bwd", "mlp"): (first, second)}, tuple(entries))
-    assert [entry.of for entry in queue.due(at("bwd", "mlp"))] == [first, second]
+    queue = Queue(0, PLENTY, tuple(entries))
+    assert [entry.of for entry in queue.due([first, second])] == [first, second]

@@ -12,10 +12,10 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.heuristic import least_memory
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
+from megatron_lynx.solver.sweep import least_memory
 from tests.config.jobs import catalogued_job
 
 REPLAYABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
@@ -37,10 +37,10 @@ def option(count: int, saved: int, regenerated: int, replay_s: float, window_s: 
     seated = count and window_s
     placement = Placement.in_window(WINDOWS[kind], window_s) if seated else NOWHERE
     seat = Seat(placement, placement)
-    there = {kind: regenerated} if seated else {}
+    ahead, early = (regenerated * bool(seated and kind == each) for each in ("ahead", "early"))
     return Option(
         replay=REPLAYABLE[:count],
-        memory=HalfMemory(INPUT + saved, regenerated, INPUT, **there),
+        memory=HalfMemory(INPUT + saved, regenerated, INPUT, (ahead, 0, 0, 0), early),
         seat=seat,
         replay_s=replay_s,
         exposed_s=seat.exposed_s(replay_s, 1.0),

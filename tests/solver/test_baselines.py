@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import BALANCED
+from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, replay_all
-from megatron_lynx.solver.trade_offs import pareto_front
 from tests.solver.problems import LAYOUTS, catalogued
 
 every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))

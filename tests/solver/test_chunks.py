@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.budget import layers_budget_bytes
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver.stage_budget import layers_budget_bytes
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 

@@ -1,4 +1,4 @@
-"""The exact solver against every answer there is, and on stages of real size; the heuristic is never faster."""
+"""The exact solver against every answer there is, and on stages of real size; the sweep is never faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver import exact, heuristic
+from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.baselines import keep_all, on_demand
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.units import format_bytes
@@ -33,11 +33,11 @@ def test_as_good_as_every_answer(problem):
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(catalogued_problems())
-def test_proven_for_stages_of_real_size_and_never_slower_than_the_heuristic(problem):
+def test_proven_for_stages_of_real_size_and_never_slower_than_the_sweep(problem):
     answer = exact.solve(problem)
     assert answer.proven
     assert answer.peak_bytes <= problem.budget_bytes
-    assert answer.exposed_s <= heuristic.solve(problem).exposed_s
+    assert answer.exposed_s <= sweep.solve(problem).exposed_s
     assert answer.exposed_s <= on_demand(answer).exposed_s + TOLERANCE_S
     assert exact.solve(replace(problem)) == answer
 
@@ -59,22 +59,22 @@ def test_more_budget_never_costs_time(problem):
     assert answers[-1].exposed_s == 0
 
 
-def test_layers_may_differ_where_no_answer_of_the_heuristics_form_is_as_fast():
-    """Halves of 30 and of 100 bytes, four micro-batches in flight, and room for 310: that is no number of layers."""
+def test_layers_may_differ_where_no_two_sorts_of_them_are_as_fast():
+    """Halves of 30 and of 100 bytes, four micro-batches in flight, and room for 440: that is no number of layers."""
     attention, mlp = options([(30, 1.0)], 0.0), options([(100, 3.5)], 0.0)
     problem = StageProblem(0, 8, attention, mlp, mlp, in_flight=4)
-    limited = replace(problem, budget_bytes=exact.least_memory(problem).peak_bytes + 4 * 310)
-    found, by_form = exact.solve(limited), heuristic.solve(limited)
+    limited = replace(problem, budget_bytes=exact.least_memory(problem).peak_bytes + 4 * 440)
+    found, swept = exact.solve(limited), sweep.solve(limited)
     assert found.proven
-    assert found.exposed_s < by_form.exposed_s
-    assert by_form.gap is None
+    assert found.exposed_s < swept.exposed_s
+    assert swept.gap is None
 
 
 def test_without_a_budget_the_least_memory():
     problem = options([(60, 1.0)], 1.0)
     problem = StageProblem(0, 3, problem, problem, problem, in_flight=2)
     answer = exact.solve(problem)
-    assert answer.peak_bytes <= heuristic.solve(problem).peak_bytes
+    assert answer.peak_bytes <= sweep.solve(problem).peak_bytes
     assert answer.proven
 
 

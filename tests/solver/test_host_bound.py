@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.cost.host import HostSeconds, setting_of
 from megatron_lynx.cost.stage import StageSeconds
-from megatron_lynx.solver import exact, heuristic, host_bound
+from megatron_lynx.solver import exact, host_bound, sweep
 from megatron_lynx.solver.problem import Choices, StageProblem
 from tests.solver.problems import budgets, every_answer, options, problems
 
@@ -39,7 +39,7 @@ def touched(answer) -> int:
 
 
 @settings(max_examples=15)
-@given(problems(), st.sampled_from([0.5, 2.0, 4.0, 100.0]), st.sampled_from([heuristic.solve, exact.solve]))
+@given(problems(), st.sampled_from([0.5, 2.0, 4.0, 100.0]), st.sampled_from([sweep.solve, exact.solve]))
 def test_no_answer_is_slower_than_the_solvers_own_or_holds_more_than_fits(problem, device_s, solver):
     for one in budgets(hosted(problem, device_s)):
         own, mindful = solver(one), host_bound.solve(one, solver)
@@ -49,7 +49,7 @@ def test_no_answer_is_slower_than_the_solvers_own_or_holds_more_than_fits(proble
 
 
 @settings(max_examples=15)
-@given(problems(), st.sampled_from([heuristic.solve, exact.solve]))
+@given(problems(), st.sampled_from([sweep.solve, exact.solve]))
 def test_where_the_device_is_slower_the_answer_is_the_solvers_own(problem, solver):
     for one in budgets(hosted(problem, 1000.0)):
         assert host_bound.solve(one, solver) == solver(one)
@@ -66,7 +66,7 @@ def test_where_only_the_host_counts_as_few_halves_are_touched_as_fit(problem):
 def test_without_a_budget_the_least_memory_is_wanted_whatever_the_host_takes():
     problem = hosted(next(iter(budgets(problems_of_two_layers()))), 0.0)
     free = replace(problem, budget_bytes=None)
-    assert host_bound.solve(free, heuristic.solve) == heuristic.solve(free)
+    assert host_bound.solve(free, sweep.solve) == sweep.solve(free)
 
 
 def problems_of_two_layers() -> StageProblem:

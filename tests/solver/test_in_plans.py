@@ -15,12 +15,11 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver import exact, heuristic
-from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver import exact, sweep
+from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, StageAnswer
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
@@ -30,7 +29,7 @@ from tests.transparency.trials import Trial, compare_with_stock
 Solver = Callable[[StageProblem], Solved]
 
 
-@pytest.mark.parametrize("solve", [heuristic.solve, exact.solve], ids=["heuristic", "exact"])
+@pytest.mark.parametrize("solve", [sweep.solve, exact.solve], ids=["sweep", "exact"])
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @settings(max_examples=3, deadline=None)
 @given(share=st.floats(0, 1))
@@ -39,7 +38,7 @@ def test_never_over_budget_in_the_simulator(solve: Solver, name: str, share: flo
     answers = []
     for stage in range(stages.job.parallel.pipeline):
         problem = stages.of(stage)
-        least, most = heuristic.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+        least, most = sweep.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
         answers.append(solve(replace(problem, budget_bytes=least + int(share * (most - least)))))
     found = simulated(name, answers)
     for stage, answer in enumerate(answers):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from megatron_lynx.solver import exact, heuristic
+from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.answer import Remembering
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.mended import mended
+from megatron_lynx.solver.exact import mended
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme
 from tests.solver.problems import budgets, options, problems
@@ -69,7 +69,7 @@ def test_where_something_need_not_be_gained_few_halves_are_chosen_one_by_one(mon
         limited = replace(problem, budget_bytes=least + int(share * (most - least)))
         answer = exact.solve(limited, enough_s=SOMETHING_S)
         assert answer.peak_bytes <= limited.budget_bytes
-        assert answer.longer_s <= heuristic.solve(limited).longer_s
+        assert answer.longer_s <= sweep.solve(limited).longer_s
     assert max(asked) == exact.MOST_CHOSEN
 
 
@@ -77,7 +77,7 @@ def test_the_same_problem_is_solved_once():
     attention, mlp = options([(30, 1.0)], 0.0), options([(100, 3.5)], 0.0)
     problem = StageProblem(0, 3, attention, mlp, mlp, in_flight=2, budget_bytes=10**6)
     asked = []
-    solver = Remembering(lambda each: asked.append(each) or heuristic.solve(each))
+    solver = Remembering(lambda each: asked.append(each) or sweep.solve(each))
     assert solver(problem) is solver(replace(problem))
     solver(replace(problem, budget_bytes=10**5))
     solver(replace(problem, mlp=options([(90, 3.5)], 0.0)))

@@ -1,4 +1,4 @@
-"""Stages with experts: within the budget, as good as trying everything alike, never slower with more memory."""
+"""Stages with experts: within the budget, hardly slower than trying everything alike, never slower with more memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver import mixed
+from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.one_price import at_rising_prices
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices, StageProblem
 from tests.config.jobs import catalogued_job
+
+ENDLESS_BYTES = 10**15
 
 
 def job_of(layers: object, **fields: object) -> Job:
@@ -43,9 +44,8 @@ def problem() -> StageProblem:
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
     """Between the least memory and that of taking no longer than keeping everything."""
-    alike = mixed.Combinations(problem)
-    most = alike.peak_bytes[alike.longer_s <= 0].min()
-    least = mixed.least_memory(problem).peak_bytes
+    most = sweep.solve(replace(problem, budget_bytes=ENDLESS_BYTES)).peak_bytes
+    least = sweep.least_memory(problem).peak_bytes
     return replace(problem, budget_bytes=int(least + share * (most - least)))
 
 
@@ -53,17 +53,9 @@ def pairs(problem: StageProblem) -> Iterator[tuple[Choices, Choices]]:
     return zip(problem.halves[::2], problem.halves[1::2], strict=True)
 
 
-def test_peaks_side_by_side_are_those_one_by_one(problem: StageProblem) -> None:
-    alike = mixed.Combinations(problem)
-    for number in range(0, len(alike.peak_bytes), max(1, len(alike.peak_bytes) // 50)):
-        answer = alike.answer(number)
-        assert answer.peak_bytes == alike.peak_bytes[number]
-        assert answer.longer_s == pytest.approx(alike.longer_s[number])
-
-
 def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageProblem) -> None:
     budgeted = [with_budget(problem, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
-    answers = [mixed.solve(each) for each in budgeted]
+    answers = [sweep.solve(each) for each in budgeted]
     for each, answer in zip(budgeted, answers, strict=True):
         assert answer.peak_bytes <= (each.budget_bytes or 0)
         assert {item for layer in answer.layers[::2] for item in layer.mlp.replay} <= set(EXPERTS.replayable)
@@ -71,10 +63,11 @@ def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageP
     assert longer == sorted(longer, reverse=True)
     assert longer[0] > 0 >= longer[-1]
     with pytest.raises(Infeasible):
-        mixed.solve(with_budget(problem, -0.01))
+        sweep.solve(with_budget(problem, -0.01))
 
 
-def test_as_good_as_the_best_of_everything_alike(problem: StageProblem) -> None:
+def test_hardly_slower_than_the_best_of_everything_alike(problem: StageProblem) -> None:
+    assert problem.device is not None
     tight = with_budget(problem, 0.3)
     kinds = list({id(choices): choices for choices in tight.halves}.values())
     best = float("inf")
@@ -84,7 +77,7 @@ def test_as_good_as_the_best_of_everything_alike(problem: StageProblem) -> None:
         answer = Solved(layers, tight.in_flight)
         if answer.peak_bytes <= (tight.budget_bytes or 0):
             best = min(best, answer.longer_s)
-    assert mixed.solve(tight).longer_s <= best + 1e-12
+    assert sweep.solve(tight).longer_s <= best + 0.005 * problem.device.both_s
 
 
 def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> None:
@@ -95,9 +88,9 @@ def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> N
         "deepseek-v2-lite", cluster="h100-80g", gpus=8, micro=2, batch=128, parallel={"expert": 8}, policy="planned"
     )
     problem = StageProblems(job, analytic_profile(job)).of(0)
-    free, *_, least = at_rising_prices(problem)
+    free, least = sweep.solve(replace(problem, budget_bytes=ENDLESS_BYTES)), sweep.least_memory(problem)
     budgets = [int(least.peak_bytes + share * (free.peak_bytes - least.peak_bytes)) for share in (0.8, 0.6, 0.4, 0.2)]
-    exposed = [mixed.solve(replace(problem, budget_bytes=budget)).exposed_s for budget in budgets]
+    exposed = [sweep.solve(replace(problem, budget_bytes=budget)).exposed_s for budget in budgets]
     dearer = [later - sooner for sooner, later in pairwise([0.0, *exposed])]
     one_layer_s = (least.exposed_s - free.exposed_s) / job.model.layers
     assert all(sooner <= later + one_layer_s for sooner, later in pairwise(dearer))

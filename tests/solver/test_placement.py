@@ -6,10 +6,9 @@ import pytest
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
-from megatron_lynx.cost.memory import AHEAD, HalfMemory
+from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
-from megatron_lynx.solver.held import held_in, moments_ahead
-from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
+from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
 
 
 def test_on_demand_everything_is_exposed() -> None:
@@ -68,7 +67,7 @@ def test_when_what_an_attention_half_regenerates_is_there(
 ) -> None:
     placement = Placement(Portion(window, 1.0, until=until) for window, until in portions)
     memory = held_in(HalfMemory(10, 30, 10), "attention", placement, gather, STOPS, sequence_parallel=True)
-    assert (memory.early, tuple(getattr(memory, moment) for moment in AHEAD)) == (early, ahead)
+    assert (memory.early, memory.ahead) == (early, ahead)
     assert placement.early == (early > 0)
 
 

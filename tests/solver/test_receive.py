@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD
-from megatron_lynx.solver import heuristic
+from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all, of_policy
+from megatron_lynx.solver.chunks import with_shared_receive
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
@@ -27,7 +27,7 @@ from tests.transparency.trials import Trial, compare_with_stock
 def problems_of(name: str, share: float) -> list[StageProblem]:
     stages = catalogued(name)
     problems = [stages.of(stage) for stage in range(stages.job.parallel.pipeline)]
-    least, most = [heuristic.least_memory(one).peak_bytes for one in problems], [keep_all(one).peak_bytes for one in problems]
+    least, most = [sweep.least_memory(one).peak_bytes for one in problems], [keep_all(one).peak_bytes for one in problems]
     return [
         replace(one, budget_bytes=low + int(share * (high - low))) for one, low, high in zip(problems, least, most, strict=True)
     ]
@@ -38,7 +38,7 @@ def problems_of(name: str, share: float) -> list[StageProblem]:
 @given(share=st.floats(0, 1))
 def test_within_the_budget_and_no_slower_in_the_simulator(name: str, share: float) -> None:
     problems = problems_of(name, share)
-    alone = [heuristic.solve(problem) for problem in problems]
+    alone = [sweep.solve(problem) for problem in problems]
     shared = [with_shared_receive(problem, answer) for problem, answer in zip(problems, alone, strict=True)]
     before, after = simulated(name, alone), simulated(name, shared)
     for stage, (problem, less, more) in enumerate(zip(problems, alone, shared, strict=True)):

@@ -15,7 +15,7 @@ from megatron_lynx.planner import Decision, decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.host_bound import host_of_stage
-from megatron_lynx.solver.within import goes_within
+from megatron_lynx.solver.offload import goes_within
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 

@@ -14,8 +14,8 @@ from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import layer_bytes
-from megatron_lynx.stock.layers import chunk_layers
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
+from megatron_lynx.stock.stage import chunk_layers
 from megatron_lynx.testbed.census import take_census
 from megatron_lynx.testbed.comparison import field_of, left_out_of
 from megatron_lynx.testbed.ranks import RankPool

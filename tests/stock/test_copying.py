@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.stock.copying import CopiedLayer, StageCopies
+from megatron_lynx.stock.seconds import CopiedLayer, StageCopies
 
 
 def walked(copy_s, *, layers=3, pipeline=1, microbatches=2, stage=0, exchange_s=None, ahead=True):

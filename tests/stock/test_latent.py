@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.stock.layer_bytes import layer_bytes
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.setting import StockSetting

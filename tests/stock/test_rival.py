@@ -10,8 +10,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting, best_rival, priced
 from megatron_lynx.stock.legality import Facts, offered, refused
-from megatron_lynx.stock.offered import families, module_sets
-from megatron_lynx.stock.rival import rivals
+from megatron_lynx.stock.rival import families, module_sets, rivals
 from megatron_lynx.stock.side_by_side import side_by_side, verdict
 from tests.config.jobs import catalogued_job
 

@@ -120,7 +120,7 @@ def a_gather_buffer_reused() -> Iterator[None]:
 @contextmanager
 def a_collective_that_is_not_waited_for() -> Iterator[None]:
     """What runs in its window runs, and then what it brings is used."""
-    from megatron_lynx.runtime.windows import WindowedWork
+    from megatron_lynx.runtime.waits import WindowedWork
 
     wait = WindowedWork.wait
 
@@ -135,7 +135,7 @@ def a_collective_that_is_not_waited_for() -> Iterator[None]:
 
 @contextmanager
 def _stream_that_waits_for_nothing(name: str) -> Iterator[None]:
-    from megatron_lynx.testbed.streams.asynchronous import AsynchronousStream
+    from tests.instruments.streams.asynchronous import AsynchronousStream
 
     wait = AsynchronousStream.wait
 

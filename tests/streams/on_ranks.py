@@ -38,7 +38,7 @@ def watched(
 ) -> list[Under]:
     """Stock, and each plan under watch. `logged`: each step is timed between barriers, as `--log-interval 1` does it."""
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.streams import watched_streams
+    from tests.instruments.streams import watched_streams
     from tests.transparency.trials import _outcome, train
 
     initialise(job)
@@ -78,8 +78,8 @@ def timed_between_barriers() -> Iterator[None]:
 
 def without_flushes(rank: int, job: Job, how: dict[str, Any], plan: Plan | None, batches: int = 3) -> Under:
     """Training without flushes under watch, beside the version rule: under a plan, or without one."""
-    from megatron_lynx.testbed.streams import watched_streams
     from tests.double_buffered import on_ranks
+    from tests.instruments.streams import watched_streams
 
     with watched_streams(seed=SEED + rank) as watch:
         if plan is None:

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from megatron_lynx.testbed import apex_norms
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..instruments import apex_norms
 from . import on_ranks
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lynx.testbed import links
 from megatron_lynx.testbed.links import Loopback, shaped_hosts
-from megatron_lynx.testbed.ranks import RankError, run_ranks
+from megatron_lynx.testbed.ranks import RankError, RankPool
 
 from . import on_ranks
 
@@ -26,20 +26,21 @@ def hosts():
 def test_shaped_rate_is_what_a_collective_gets(hosts):
     """An all-reduce over two ranks sends its size once in each direction; a lower bound on its time holds on any machine."""
     size_bytes = 2_000_000
-    for rate_mbit in (50, 100):
-        hosts.set_rate(rate_mbit)
-        assert slowest_s(hosts, size_bytes) > 0.8 * size_bytes * 8 / (rate_mbit * 1e6)
-        assert f"{rate_mbit} Mbit/s" in hosts.description
+    with RankPool(2, links=hosts) as ranks:
+        for rate_mbit in (50, 100):
+            hosts.set_rate(rate_mbit)
+            assert slowest_s(ranks, size_bytes) > 0.8 * size_bytes * 8 / (rate_mbit * 1e6)
+            assert f"{rate_mbit} Mbit/s" in hosts.description
 
 
-def slowest_s(hosts, size_bytes):
+def slowest_s(ranks, size_bytes):
     """Gloo was seen once to find the other host's port closed while both came up: it is asked a second time then."""
     try:
-        return max(run_ranks(on_ranks.all_reduce_seconds, 2, size_bytes, links=hosts))
+        return max(ranks.run(on_ranks.all_reduce_seconds, size_bytes))
     except RankError as error:
         if "connectFullMesh" not in str(error):
             raise
-        return max(run_ranks(on_ranks.all_reduce_seconds, 2, size_bytes, links=hosts))
+        return max(ranks.run(on_ranks.all_reduce_seconds, size_bytes))
 
 
 def test_hosts_are_not_seen_from_this_machine(hosts):

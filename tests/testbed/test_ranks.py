@@ -18,6 +18,7 @@ from megatron_lynx.testbed.gloo import share_one_device
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..nursery import process
 from . import on_ranks
 
 
@@ -41,12 +42,18 @@ def test_results_come_in_order_from_processes_of_their_own(pool_of):
     results = pool_of(2).run(on_ranks.double, torch.arange(3))
     assert [rank for rank, *_ in results] == [0, 1]
     assert len({os.getpid(), *(pid for _, pid, *_ in results)}) == 3
-    if len(os.sched_getaffinity(0)) >= 2:
-        assert [len(cores) for *_, cores, _ in results] == [1, 1]
-        assert results[0][2] != results[1][2]
     assert all(torch.equal(tensor, torch.tensor([0, 2, 4])) for *_, tensor in results)
     again = pool_of(2).run(on_ranks.double, torch.arange(3))
     assert [pid for _, pid, *_ in again] == [pid for _, pid, *_ in results]
+
+
+def test_ranks_have_cores_of_their_own(monkeypatch):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    monkeypatch.setattr(process, "PINNED", True)
+    one, other = (cores for *_, cores, _ in run_ranks(on_ranks.double, 2, torch.ones(1)))
+    assert len(one) == len(other) == 1
+    assert one != other
 
 
 def test_failure_of_one_rank_is_raised_with_its_traceback_and_ends_all():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
-from megatron_lynx.testbed.transformer_engine import (
+from tests.instruments.transformer_engine import (
     device,
     extension,
     float8,
@@ -19,7 +19,7 @@ from megatron_lynx.testbed.transformer_engine import (
     softmax,
     stand_in_for_transformer_engine,
 )
-from megatron_lynx.testbed.transformer_engine.enums import DType
+from tests.instruments.transformer_engine.enums import DType
 
 FP32 = DType.kFloat32
 

@@ -33,27 +33,29 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
 
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
-    from megatron_lynx.runtime.task import Gather, Replay
+    from megatron_lynx.runtime.waits import Opening
+    from megatron_lynx.timetable import Replay
 
     before: dict[int, tuple[Any, set[int]]] = {}
 
-    def counting(run: Callable[..., bool]) -> Callable[..., bool]:
-        def task(self: Any, opening: Any) -> bool:
-            frame = opening.frame_of(self.half)
+    def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def task(self: Any, planned: Any) -> Any:
+            half, until = (planned.half, planned.until or "") if isinstance(planned, Replay) else (planned, "gather")
+            frame = self.frame_of(half)
             if frame is not None:
                 before.setdefault(id(frame), (frame, _storages(frame).keys() | _of(frame.inputs).keys()))
-            done = run(self, opening)
+            done = run(self, planned)
             if frame is not None:
                 new = _storages(frame).items() - {
                     (at, size) for at, size in _storages(frame).items() if at in before[id(frame)][1]
                 }
-                until = "gather" if isinstance(self, Gather) else self.until or ""
-                held.append((*self.half, until, sum(size for _, size in new)))
+                held.append((*half, until, sum(size for _, size in new)))
             return done
 
         return task
 
-    with mock.patch.object(Replay, "run", counting(Replay.run)), mock.patch.object(Gather, "run", counting(Gather.run)):
+    replay, gather = (mock.patch.object(Opening, name, counting(getattr(Opening, name))) for name in ("replay", "gather"))
+    with replay, gather:
         yield
     before.clear()
 

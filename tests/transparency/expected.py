@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
@@ -42,17 +41,17 @@ def schedule_of(job: Job) -> Schedule:
 def expected(job: Job, plan: Plan, stage: int) -> Expected:
     """Backward by backward, in the order of the schedule."""
     result = Expected(0, 0, 0)
+    timetable = timetable_of(plan, stage)
     for action, phase in schedule_of(job).phases(stage):
         entry = plan.chunks_of(stage)[action.chunk]
         if action.kind == "F" or (entry.whole is not None and action.micro_batch in entry.whole):
             continue
-        for layer, half in frames_of(entry):
-            if not lets_go(job, entry, layer, half):
+        for half in timetable.backward(action.chunk, phase).halves:
+            layer, name = half.half
+            if not lets_go(job, entry, layer, name):
                 continue
-            window = window_of(entry, (layer, half), "cooldown" if phase == "cooldown" else "steady")
-            missed = phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
             result.replayed += 1
-            result.hidden += window != ON_DEMAND and not missed
+            result.hidden += half.on_demand is None
             rule = entry.rule_for(layer)
-            result.gathered += plan.parallel.sequence_parallel and rule.filling(half).gathered in rule.replay
+            result.gathered += plan.parallel.sequence_parallel and rule.filling(name).gathered in rule.replay
     return result

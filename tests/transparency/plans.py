@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, Half, Section, sections_of
+from megatron_lynx.anatomy import DENSE, HALVES, Facts, Half, Section, all_items, filling, sections_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import ByPhase, Plan, Windows
 
-SECTIONS = tuple(section for sections in FILLING.values() for section in sections)
-REPLAYABLE = tuple(item for item in ALL_ITEMS if any(item in section.replayable for section in SECTIONS))
+SECTIONS = tuple(section for half in HALVES for section in filling(half))
+REPLAYABLE = tuple(item for item in all_items() if any(item in section.replayable for section in SECTIONS))
 
 
 def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def has_shared_experts(job: Job) -> bool:
 
 def sections_in(job: Job, layer: int) -> dict[Half, Section]:
     """What fills the halves of a layer."""
-    sections = sections_of(experts=layer in job.model.expert_layers, shared_experts=has_shared_experts(job))
+    sections = sections_of(Facts(experts=layer in job.model.expert_layers, shared_experts=has_shared_experts(job)))
     return {section.half: section for section in sections}
 
 

@@ -48,10 +48,11 @@ TRAINING = {"ddp": True, "optimizer": "megatron"}
 """With reductions over data and context."""
 
 
-COMBINED = ("CP2xTP2+SP, a ring", "CP2xPP2, a ring")
+LATER = ("CP2xTP2+SP, a ring", "CP2xPP2, a ring", "CP2, gathered")
+"""What others have together with another exchange, or the last of these with other groups as well."""
 
 
-@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout not in COMBINED), *long(*COMBINED)])
+@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout not in LATER), *long(*LATER)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """Everything but the core attention, on demand and hidden; the exchanges of a step are stock's, and each runs once."""
     job = job_of(layout)

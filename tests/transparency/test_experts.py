@@ -93,7 +93,11 @@ def check_backwards(job: Job, stage: int, outcome: Outcome) -> None:
     assert list(backwards.values()) == [expected] * job.microbatches
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in EXCHANGING])
+CONTAINED = ("EP2, every second layer", "PP2, the first layer dense")
+"""Layouts without tensor parallelism or chunks, of which others are made that have these too."""
+
+
+@pytest.mark.parametrize("layout", [*(each for each in LAYOUTS if each not in (*EXCHANGING, *CONTAINED)), *long(*CONTAINED)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     everything = replayable(job)

@@ -18,7 +18,7 @@ from megatron_lynx.apply.features import refused_features
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.rehearsal import rehearse
@@ -75,14 +75,14 @@ def job_of(layout: str) -> Job:
 
 def all_of(job: Job) -> tuple[str, ...]:
     """Everything that may be replayed in this layout, of the attention half."""
-    section = job.model.latent_section
+    section = job.model.halves["attention"]
     assert section is not None
     return section.replayable_among(job.parallel.context, sequence_parallel=job.parallel.sequence_parallel)
 
 
 def latent_plan(job: Job, replay: Collection[str], window: Any = "on_demand") -> Plan:
     """Every layer replays those of these items that it has; its attention half, if it replays anything, in `window`."""
-    section = job.model.latent_section
+    section = job.model.halves["attention"]
     usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
     data = plan_for(usual, lambda _: [item for item in MLP.names if item in replay], windows=False).model_dump()
     assert section is not None

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_lynx.anatomy.address import BackwardPhase
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, replayable
@@ -31,13 +31,13 @@ def replays_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple[Any, .
 
 
 def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, ...]]:
-    stage = plan.stages[stage_number]
+    (halves,) = timetable_of(plan, stage_number).chunks
     warmup = min(job.parallel.pipeline - 1 - stage_number, job.microbatches)
     phases: list[BackwardPhase] = ["steady"] * (job.microbatches - warmup) + ["cooldown"] * warmup  # type: ignore[assignment]
     return {
-        (micro_batch, *frame, str(window_of(stage, frame, phase)))
+        (micro_batch, *half.key, str(half.place(phase).stretches[-1][0]))
         for micro_batch, phase in enumerate(phases)
-        for frame in frames_of(stage)
+        for half in halves
     }
 
 

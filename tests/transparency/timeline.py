@@ -124,7 +124,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     from megatron_lynx.runtime.replay import Replays
-    from megatron_lynx.runtime.task import Gather
+    from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
     notes = _Notes(timeline)
@@ -133,7 +133,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
         for owner, name, note in (
             (Replays, "replay", notes.replay),
             (Replays, "gather", notes.gather),
-            (Gather, "run", notes.gather_task),
+            (Opening, "gather", notes.gather_task),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
             (p2p_communication, "_batched_p2p_ops", notes.exchange),
@@ -175,7 +175,7 @@ class _Notes(WorkListener):
         self._gathers_for = ON_DEMAND
         self._events.append(Event("replay", f"{frame.policy.half}({frame.policy.layer})", window))
 
-    def gather_task(self, task: Any, opening: Any) -> None:
+    def gather_task(self, opening: Any, half: Any) -> None:
         self._gathers_for = opening.window
 
     def gather(self, replays: Any, frame: Any) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from megatron_lynx.anatomy.experts import MIXTURE
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.live_run import module_at
+from megatron_lynx.kinds.experts.section import MIXTURE
 from megatron_lynx.runtime.engine import Engine
 
 

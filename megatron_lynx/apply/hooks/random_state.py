@@ -2,11 +2,15 @@
 
 The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: a fork inside a fork
 would otherwise draw other numbers in the replay (rule R13).
+
+Megatron's NVTX ranges around a replay are put back as well (no hook): a replay stops early, between a push and its pop. What was
+pushed since is popped, so that the next pop finds its own message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,3 +55,15 @@ class MegatronRandom:
             and all(torch.equal(state, other[1][name]) for name, state in one[1].items())
             and self._torch.same(one[0], other[0])
         )
+
+
+@contextmanager
+def left_as_they_were() -> Iterator[None]:
+    from megatron.core import utils
+
+    depth = len(utils._nvtx_range_messages)
+    try:
+        yield
+    finally:
+        while len(utils._nvtx_range_messages) > depth:
+            utils.nvtx_range_pop(utils._nvtx_range_messages[-1])

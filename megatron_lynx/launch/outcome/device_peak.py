@@ -3,7 +3,7 @@
     CUDA    the caching allocator's own figures, since the run began: allocated, and reserved. When it is asked for: what the
             driver says is used beside the allocator (context, libraries, NCCL; other processes, too)
     a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved.
-            Where the testbed sets a limit, that one counts, all the time and behind operators only
+            Where a limit of memory is enforced (`MemoryLimit`), it counts all the time, behind operators only
 
 On a CPU what lies on the host for offloading is mapped, not allocated, and does not count.
 """
@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron_lynx.errors import LynxError
 from megatron_lynx.measure.cpu_memory import CpuMeter
-from megatron_lynx.measure.cpu_total import CpuTotal
-from megatron_lynx.testbed.device_memory import LimitedMemory
+from megatron_lynx.measure.cpu_total import CpuTotal, MemoryLimit
 
 
 class Peak(NamedTuple):
@@ -54,7 +53,7 @@ class DevicePeak:
     def most(self) -> Peak:
         if self._on_cuda:
             return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        if isinstance(mode := _get_current_dispatch_mode(), LimitedMemory):
+        if isinstance(mode := _get_current_dispatch_mode(), MemoryLimit):
             return Peak(mode.most_bytes, None)
         return Peak(self._most, None)
 

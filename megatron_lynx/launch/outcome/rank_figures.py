@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_lynx.launch.outcome.device_peak import Peak
 from megatron_lynx.launch.outcome.step_clock import StepSeconds
-from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow
+from megatron_lynx.launch.outcome.step_parts import together
+from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow, StepParts
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ReplaySeconds
@@ -26,6 +27,8 @@ class RankFigures:
     replays: ReplaySeconds | None
     counts: Counts
     """Of one step."""
+    parts: StepParts | None = None
+    """Of the step that was traced for it."""
 
 
 def rows(plan: Plan, ranks: Sequence[RankFigures]) -> tuple[StageRow, ...]:
@@ -80,6 +83,7 @@ def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
         exposed_copy_s=max(each.counts.exposed_copy_s for each in ranks),
         host_bytes=max(each.counts.host_bytes for each in ranks),
         expert_load=max(each.counts.expert_load for each in ranks),
+        parts=together(each.parts for each in ranks),
     )
 
 

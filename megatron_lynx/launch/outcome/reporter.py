@@ -1,22 +1,26 @@
 """Measures a run under a plan, and says how it came out.
 
-    step of this run    1           2           3   4           5 ...          the loop ends
-    measured            timed,      timed,          timed       (8, 16, ...)
+    step of this run    1           2           3        4           5 ...          the loop ends
+    measured            timed,      timed,      traced   timed       (8, 16, ...)
                         counted     counted
-    said, written       a table     a table                                    a table
+    said, written       a table     a table                                         a table
 
 Every step's seconds are taken, from events that nothing waits for. Replays are timed in the steps marked, and on a CPU memory is
-counted in the first two. A step that is not like others (checked, traced) is passed over, and the next one takes its place.
+counted in the first two. The third is traced, for what its seconds consist of, and does not count among usual ones. A step that
+is not like others (checked, or traced for `--lynx-trace`) is passed over, and the next one takes its place.
 All ranks gather at each table: they have to make the same steps.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
@@ -24,17 +28,22 @@ from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.outcome.device_peak import DevicePeak
 from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, reserve_of, rows
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
+from megatron_lynx.launch.outcome.step_parts import parts_of
 from megatron_lynx.launch.outcome.table import lines
-from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, save_outcome
+from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, StepParts, save_outcome
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ReplaySeconds
+from megatron_lynx.torch_release import records_operands
 from megatron_lynx.version import __version__
 
 FIRST = 2
 """Steps of which each has a table."""
+
+TRACED = FIRST + 1
+"""The step that is traced."""
 
 
 def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
@@ -67,6 +76,7 @@ class Reporter:
         self._seconds: StepSeconds | None = None
         """Of the latest step that was told of."""
         self._replays: ReplaySeconds | None = None
+        self._parts: StepParts | None = None
         self._counts = Counts()
         self._load = 0.0
         """The most that experts got in any step."""
@@ -79,13 +89,24 @@ class Reporter:
         self._measured += usual
         self._engine.clock.runs = timed = usual and self._is_timed
         arguments["forward_backward_func"] = self._clock.around(arguments["forward_backward_func"])
+        traced = usual and self._measured == TRACED and not records_operands(torch.__version__, os.environ)
         self._clock.begin()
-        with self._peak.counting() if usual and self._measured <= FIRST else nullcontext():
+        with self._peak.counting() if usual and self._measured <= FIRST else nullcontext(), self._tracing(traced):
             yield
-        self._clock.end(counts=usual)
+        self._clock.end(counts=usual and not traced)
         if timed:
             self._replays = self._engine.clock.take()
         self._engine.clock.runs = False
+
+    @contextmanager
+    def _tracing(self, traced: bool) -> Iterator[None]:
+        """A step that is traced has windows where nothing runs in them, too; below torch 2.8 those may hold memory."""
+        if not traced:
+            yield
+            return
+        self._engine.trace.start()
+        yield
+        self._parts = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
 
     def step_ends(self, counts: Counts, *, usual: bool) -> None:
         """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
@@ -122,7 +143,7 @@ class Reporter:
     def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
         self._seconds = seconds or self._seconds
         counts = replace(self._counts, expert_load=self._load)
-        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts)
+        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts, self._parts)
         if not (ranks := gathered_on_rank_0(mine)):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None

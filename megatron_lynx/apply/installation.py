@@ -1,0 +1,224 @@
+"""Installing a plan in three passes: resolve, verify, change. Any refusal leaves no trace.
+
+resolve   the live run, the release's table, the plan's stage, every claim
+verify    fingerprints; `refusals`; the plan against the run (`match`); every claim against every other and against what is there
+change    all hooks, or none
+
+with install(model, plan) as installation:      # or installation.remove(), between steps
+    train()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from megatron_lynx.apply import hook as holding
+from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_over, policies
+from megatron_lynx.apply.head_refusals import head_chunk
+from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.apply.hooks import (
+    collectives,
+    fused_weight_gradients,
+    gathered_input,
+    halves,
+    head_in_pieces,
+    receives,
+    sites,
+    steps,
+    te_collectives,
+    te_weight_gradients,
+)
+from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
+from megatron_lynx.apply.linears import deferring_linears
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.match import mismatches
+from megatron_lynx.apply.offloading import host_limit_of, offloader_of
+from megatron_lynx.apply.refusals import refusals
+from megatron_lynx.apply.releases import Release, present_release
+from megatron_lynx.apply.transformer_engine import present_te
+from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
+from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
+from megatron_lynx.kinds.running import kinds_of, layers_by_kind
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.ledger import Overlapping
+from megatron_lynx.runtime.surroundings import Autocast
+from megatron_lynx.timetable import Timetable
+
+log = logging.getLogger(__name__)
+
+
+class Installation:
+    """A plan in force. Removable between steps; usable as a context manager."""
+
+    def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
+        self.engine = engine
+        """Counts and trace of what ran: `installation.engine.take_counts()`, `.trace`."""
+        self._hooks = hooks
+        self._overlapping = overlapping
+        if overlapping is not None:
+            overlapping.under(engine)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """What is held, in the order of installing."""
+        return tuple(self._hooks)
+
+    def remove(self) -> None:
+        """Put back every identical object. Raises `HookRefused` in the middle of a step; a second call does nothing."""
+        self._give_back()
+        if self._overlapping is not None:
+            self._overlapping.under(None)
+        self.engine.close()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, Megatron runs its own identical objects: steps as without a plan. Then the same plan is in force again, with
+        the same engine. Raises `HookRefused` in the middle of a step."""
+        claims = [hook.claim for hook in self._hooks]
+        self._give_back()
+        try:
+            yield
+        finally:
+            self._hooks = holding.put_in_place(claims)
+
+    def _give_back(self) -> None:
+        if self._hooks and self.engine.busy:
+            raise HookRefused(
+                "cannot remove the plan now",
+                [Problem("installation", "a step under way", "the end of a step", "call remove() between steps (rule R7)")],
+            )
+        holding.give_back(self._hooks)
+        self._hooks = []
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            self.engine.abandon()
+        self.remove()
+
+
+def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) -> Installation:
+    """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
+
+    To be called on every rank, after `parallel_state` and the model exist and before the first step.
+
+    Args:
+        model: the model, or the list of chunks.
+        plan: made for this model, layout and schedule.
+        without_flushes: what runs the batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
+
+    Raises:
+        PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
+        HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to; or micro-batches
+            are in flight.
+        OffloadError: the host has too little memory for what the plan offloads.
+    """
+    run = live_run(model)
+    limit = host_limit_of(plan, run)
+    if not isinstance(run, LiveRun):
+        raise HookRefused("this model cannot carry a plan", run)
+    release = present_release()
+    if stale := release.stale():
+        raise HookRefused("megatron-core does not read as recorded", stale)
+    if run.uses_te and (stale := _stale_te(release, run)):
+        raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
+    for face in kinds_of(run):
+        if stale := release.stale_with(face.recorded):
+            raise HookRefused(f"megatron-core's {face.recorded_as} not read as recorded", stale)
+    if plan.head is not None and (stale := release.stale_with("head")):
+        raise HookRefused("megatron-core's head does not read as recorded", stale)
+    overlapping = without_flushes is not None
+    if refused := refusals(plan, run):
+        raise HookRefused("this run cannot carry a plan", refused)
+    if differing := mismatches(plan, run, overlapping):
+        raise PlanMismatch("the plan does not fit this run", differing)
+    device = device_for(next(parameter for chunk in run.chunks for parameter in chunk.parameters()).device)
+    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
+    extra: dict[str, Any] = {}
+    if run.fp8:
+        extra["surroundings"] = (Autocast(), Fp8Autocast())
+    if without_flushes is not None:
+        without_flushes.check_drained("a plan is installed")
+        order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
+    timetable = timetable_of(plan, run.stage)
+    engine = Engine(
+        timetable,
+        chunk_policies(plan, timetable, run.stage),
+        order=order,
+        random=MegatronRandom(device),
+        guard=left_as_they_were,
+        device=device,
+        offloader=offloader_of(plan, run, order, device, limit),
+        reduced_in_backward=run.reduces_in_backward,
+        **extra,
+    )
+    claims = list(_claims(engine, plan, run, timetable))
+    if conflicts := holding.verify(claims):
+        raise HookRefused("the plan cannot be installed", conflicts)
+    engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
+    return Installation(engine, _changed(claims), without_flushes)
+
+
+def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
+    te, beside = present_te(), release.stale_with("te")
+    if "te" not in release.only_with:
+        found, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
+        if not all(face.always_local for face in kinds_of(run)):
+            todo = "train with a later release of megatron-core"
+        beside = [Problem("layers", found, "a later release", todo)]
+    return [*beside, *te.stale(), *(te.stale_with("fp8") if run.fp8 else ())]
+
+
+def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
+    shape_SB = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel), plan.batch.micro
+    gather = gathered_input.start_gather(run.tensor_group)
+    chunks = plan.chunks_of(run.stage)
+    of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, timetable, gather, run.layers).items()}
+    of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
+    release = present_te() if run.uses_te else None
+    for number, layer in run.layers.items():
+        yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
+        recorded = [
+            half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
+        ]
+        yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
+    yield from steps.claims(engine)
+    for face, layers in layers_by_kind(run):
+        yield from face.claims(engine, plan, run, layers)
+    linears = deferring_linears(plan, run)
+    if run.pipeline > 1:
+        apart = run.overlaps_exchanges and _receives_replay(plan)
+        yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
+    if run.tensor > 1:
+        yield from collectives.claims(engine, run.tensor_group)
+        if run.uses_te:
+            yield from te_collectives.claims(engine, run.tensor_group)
+        gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
+        if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
+            yield from gathered_input.claims(engine, linears)
+    if plan.head is not None and (chunk := head_chunk(run)) is not None:
+        yield from head_in_pieces.claims(chunk, plan.head.pieces)
+    if linears:
+        yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
+
+
+def _receives_replay(plan: Plan) -> bool:
+    """Whether anything is replayed on any stage while a gradient is received in the steady phase."""
+    timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
+    return any(each.receive(chunk, "steady").replays for each in timetables for chunk in range(len(each.chunks)))
+
+
+def _changed(claims: list[Claim]) -> list[Hook]:
+    hooks = holding.put_in_place(claims)
+    for hook in hooks:
+        log.info("megatron-lynx holds %s: %s", hook.claim.where, hook.claim.reason)
+    return hooks

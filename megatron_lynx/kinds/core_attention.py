@@ -1,0 +1,169 @@
+"""The core attention of any kind: what it keeps, and how long it takes, among context-parallel ranks and in one order, too.
+
+Where context-parallel ranks exchange keys and values inside it:
+
+    p2p          turn 0 on own keys | turn 1 | ... | turn c-1      in each turn but the last the next keys and values come in, in
+                                                                   backward with their gradients: a turn is the slower of the two
+    all_gather   k, v gathered | attention                         backward: gathered again | attention | dk, dv scattered
+    a2a          q, k, v traded | attention | result traded        backward: its gradient traded | attention | dq, dk, dv traded
+    a2a+p2p      traded in groups, the ring among them in between
+
+Causal attention is balanced: a rank has the i-th slice of a sequence from its front and the i-th from its end, so turns are
+equally long. Nothing of ours runs beside the exchange; what attention's own turns do not hide is in its seconds, and so exposed.
+What fused attention keeps then:
+
+    p2p          its own queries, and the keys and values that came last around the ring
+    all_gather   its own queries, keys and values, which a replay can make again
+    a2a          what it got for its heads, and the result as it was before it was traded back
+
+Where it must add up in one order (`model.deterministic`), its backward does more:
+
+    copies      FlashAttention-2     the gradient of the queries in n copies in fp32, cleared first, added up at the end
+    products    cuDNN on Hopper      the gradient of all scores is written down in 16 bits, for a kernel that adds up by rows
+    free        cuDNN on Blackwell   the gradient of the queries has a kernel of its own, which is as fast
+
+n: a block works on one head of one sequence from its beginning to its end, and every multiprocessor is to have a block.
+
+Sources: `AttnFuncWithCPAndKVP2P`, `AttnFuncWithCPAndKVAllGather` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine 2.20;
+`mha_bwd` of flash-attention (`flash_api.cpp`, `nsplits`); pull request 398 of NVIDIA/cudnn-frontend: before cuDNN 9.25 all
+products are written down, since then no more than 256 MB of them; issue 2340 of NVIDIA-NeMo/Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lynx.config.cluster import OrderedAttention
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.profiler.element_wise import softmax_kernels
+from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
+from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
+
+FUSED_BACKWARD = 2.5
+"""GEMMs of fused attention's backward over those of its forward: five and two."""
+PRODUCT_BYTES = 2
+
+
+class AttentionBytes(NamedTuple):
+    """What the core attention takes and makes on one rank. Of latent attention values are narrower than keys."""
+
+    query: int
+    key: int
+    value: int
+    result: int
+
+
+def core_tensors(shape: LayerShape) -> list[SavedTensor]:
+    """What the attention itself keeps, beside queries, keys and values."""
+    own = {"made_by": CORE_ATTENTION, "saved_by": (CORE_ATTENTION,)}
+    element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
+    if shape.model.attention == "flash":
+        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp of each row
+    if not shape.eager:
+        return [SavedTensor(bytes=shape.scores * size, **own) for size in (element, *((MASK_BYTES, element) if dropout else ()))]
+    sizes = [FP32_BYTES]  # what softmax made
+    if element != FP32_BYTES and not dropout:
+        sizes.append(element)  # its copy in the model's type, which the second GEMM reads
+    if dropout:
+        sizes += [element, element]  # the noise, and their product
+    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # a boolean each, made anew by every layer
+    return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
+
+
+def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str) -> list[SavedTensor]:
+    """The blocks that it keeps. `handed_on`: the item that made queries, keys and values."""
+    traders, _ = layout.context_groups
+    own_queries = handed_on if traders == 1 else CORE_ATTENTION
+    own_keys = handed_on if layout.context_exchange == "all_gather" else CORE_ATTENTION
+    made = ((given.query, own_queries), (given.key, own_keys), (given.value, own_keys))
+    before_trade = ((given.result, CORE_ATTENTION),) if traders > 1 else ()
+    return [SavedTensor(bytes=size, made_by=item, saved_by=(CORE_ATTENTION,)) for size, item in (*made, *before_trade)]
+
+
+def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline) -> Passes:
+    """Both passes, its exchange included. `flops`: of a forward over the whole square."""
+    return _exchanging_s(_alone_s(shape, flops, sum(given), roof), shape, given, roof)
+
+
+def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes:
+    """Unfused: two batched GEMMs, a head of a sequence each, and softmax with its mask and dropout pass over all scores. `read`:
+    bytes of what it takes and makes."""
+    if shape.model.attention == "flash":
+        causal = flops / 2
+        kernel = shape.model.attention_kernel
+        free = Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+        return _ordered_s(free, shape, roof)
+    scores, heads = shape.model.element_bytes * shape.scores, shape.micro * shape.model.heads // shape.parallel.tensor
+    gemms_s = 2 * roof.batched_s(heads, flops / 2, read / 2 + scores)
+    dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
+    dropout_s = roof.seconds(0, dropout) if dropout else 0.0
+    softmax = kernels_s(softmax_kernels(shape), roof)
+    return Passes(gemms_s + dropout_s, 2 * gemms_s + dropout_s) + softmax
+
+
+def _exchanging_s(alone: Passes, shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
+    """The core attention with its exchange. `alone`: a rank's share of the work, without."""
+    layout = shape.parallel
+    if layout.context == 1:
+        return alone
+    if layout.context_exchange == "all_gather":
+        return alone + _gathered_s(shape, given, roof)
+    traders, turns = layout.context_groups
+    return _in_turns(alone, turns, given, roof) + _traded_s(traders, given, roof)
+
+
+def _in_turns(alone: Passes, turns: int, given: AttentionBytes, roof: Roofline) -> Passes:
+    """Around a ring of so many ranks, or of groups, each rank of which has its heads of the whole group's rows."""
+    if turns == 1:
+        return alone
+    arriving = given.key + given.value
+    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
+    turns_s = alone.forward_s / turns, alone.backward_s / turns
+    return Passes(*(turn + (turns - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
+
+
+def _gathered_s(shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
+    """Keys and values are gathered one after the other; in backward again, and their gradients are scattered."""
+    others = shape.parallel.context - 1
+    both_s = roof.ring.seconds(others * given.key) + roof.ring.seconds(others * given.value)
+    return Passes(both_s, 2 * both_s)
+
+
+def _traded_s(traders: int, given: AttentionBytes, roof: Roofline) -> Passes:
+    """Queries, keys, values and the result, each in a message of its own; in backward the gradients of all four."""
+    if traders == 1:
+        return Passes(0.0, 0.0)
+    share = (traders - 1) / traders
+    seconds = sum(roof.traders.seconds(share * message) for message in given)
+    return Passes(seconds, seconds)
+
+
+def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:
+    """Seconds of fused attention, of which `free` is what it takes in any order."""
+    if shape.ordered is None:
+        return free
+    if (more := _copies_bytes(shape, shape.ordered)) is not None:
+        return Passes(free.forward_s, free.backward_s + (roof.seconds(0, 2 * more) if more else 0.0))
+    kept = shape.ordered.rate_kept if shape.ordered.way == "products" else 1.0
+    return Passes(free.forward_s, free.backward_s / kept)
+
+
+def ordered_bytes(shape: LayerShape) -> int:
+    """What the backward allocates for its order while it runs."""
+    if shape.ordered is None:
+        return 0
+    if (more := _copies_bytes(shape, shape.ordered)) is not None:
+        return more
+    _, turns = shape.parallel.context_groups
+    return PRODUCT_BYTES * shape.scores // turns if shape.ordered.way == "products" else 0
+
+
+def _copies_bytes(shape: LayerShape, ordered: OrderedAttention) -> int | None:
+    """All copies but the one that there is anyway; None where these kernels make none."""
+    if ordered.way != "copies" and shape.model.attention_kernel != "flash_attention_2":
+        return None
+    traders, _ = shape.parallel.context_groups
+    blocks = shape.micro * shape.model.heads // shape.parallel.tensor // traders
+    return (-(-ordered.multiprocessors // blocks) - 1) * FP32_BYTES * shape.tokens * shape.query_width

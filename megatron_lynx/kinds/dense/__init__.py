@@ -1,0 +1,1 @@
+"""The usual attention and the MLP."""

@@ -1,0 +1,225 @@
+"""The usual attention and the MLP of one layer of one rank by its shape.
+
+Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size.
+
+    linear_qkv   h  ->  (a + 2g) d / t        core_attention   two batched GEMMs, scores of all heads
+    linear_proj  a d / t  ->  h
+    linear_fc1   h  ->  H / t, with SwiGLU 2H / t             linear_fc2   H / t  ->  h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.backward import column_parallel, core, row_parallel
+from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
+from megatron_lynx.kinds.dense.section import (
+    ACTIVATION,
+    CORE_ATTENTION,
+    LINEAR_FC1,
+    LINEAR_FC2,
+    LINEAR_PROJ,
+    LINEAR_QKV,
+    ROTARY,
+)
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
+from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, rms_products
+from megatron_lynx.kinds.section import Item
+from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, one_kernel, turned_kernels
+from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.quantized import saved_bytes
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+
+
+class DenseAttention(Planning):
+    """Queries, keys and values of one linear."""
+
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        hidden = shape.model.hidden
+        return {
+            LINEAR_QKV: Linear(shape.tokens, hidden, shape.qkv_width),
+            LINEAR_PROJ: Linear(shape.tokens, shape.query_width, hidden),
+        }
+
+    def attention(self, shape: LayerShape) -> AttentionBytes:
+        query, key = _query_key_bytes(shape)
+        return AttentionBytes(query, key, key, query)
+
+    def core_flops(self, shape: LayerShape) -> int:
+        return 2 * (2 * shape.scores * shape.model.head_size)
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        """Queries and keys, copied out of the linear's block and normed, if they are, and turned."""
+        model, both = shape.model, sum(_query_key_bytes(shape))
+        normed = one_kernel(4 * both, 5 * both) if model.qk_norm else Kernels((), ())
+        if model.position != "rope":
+            return normed
+        query, key = (turned_kernels(shape, width, model.head_size) for width in (shape.query_width, shape.key_width))
+        return normed + query + key
+
+    def core_arguments_bytes(self, shape: LayerShape) -> int:
+        """Inside a checkpoint eager kernels repeat grouped keys and values for every head, so it holds them as they were: keys,
+        and the projection's whole block, of which values are a part."""
+        model = shape.model
+        if not shape.eager or model.kv_groups == model.heads:
+            return 0
+        changed = model.position == "rope" or model.qk_norm
+        return shape.tokens * model.element_bytes * (shape.qkv_width + (shape.key_width if changed else 0))
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        yield from norm_tensors(shape, self.section, (LINEAR_QKV,))
+        yield from queries_keys_values(shape)
+        yield from core_tensors(shape)
+        yield from context_tensors(shape)
+        yield dropout_tensor(shape, self.section)
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        matrices = model.hidden * (model.qkv_width + model.query_width)
+        heads = 2 * model.norm_parameters(model.head_size) if model.qk_norm else 0  # one norm for all queries, one for all keys
+        biases = model.hidden + model.qkv_width // layout.tensor if model.bias else 0
+        return HalfParameters(
+            cut=matrices,
+            passed=matrices,
+            vectors=model.norm_parameters() + heads + biases,
+            weights=2,
+            biased=2,
+            norms=3 if model.qk_norm else 1,
+            largest=model.hidden * model.qkv_width,
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        query, key = _query_key_bytes(shape)
+        whole = shape.tokens * shape.model.element_bytes * shape.qkv_width
+        yield from row_parallel(shape, self.section, query)
+        yield from core(shape, query, key)
+        rotated = query + key if shape.model.position == "rope" else 0
+        yield Step(ROTARY, rotated + whole, rotated + query + 2 * key)
+        yield from column_parallel(shape, self.section, whole)
+
+
+class DenseMlp(Planning):
+    """Two linears around an activation."""
+
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        hidden = shape.model.hidden
+        return {LINEAR_FC1: Linear(shape.tokens, hidden, shape.fc1_width), LINEAR_FC2: Linear(shape.tokens, shape.ffn, hidden)}
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        return activation_kernels(shape.model, shape.tokens, shape.ffn)
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        yield from norm_tensors(shape, self.section, (LINEAR_FC1,))
+        yield from mlp_tensors(shape)
+        yield dropout_tensor(shape, self.section)
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        matrices = model.hidden * (model.fc1_width + model.ffn)
+        biases = model.hidden + model.fc1_width // layout.tensor if model.bias else 0
+        return HalfParameters(
+            cut=matrices,
+            passed=matrices,
+            vectors=model.norm_parameters() + biases,
+            weights=2,
+            biased=2,
+            largest=model.hidden * model.fc1_width,
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        rows = shape.tokens * shape.model.element_bytes
+        ffn, made = rows * shape.ffn, rows * shape.fc1_width
+        yield from row_parallel(shape, self.section, ffn)
+        between = made + ffn if shape.activation_apart else 0
+        yield Step(ACTIVATION, made + between, ffn + between)
+        yield from column_parallel(shape, self.section, made)
+
+
+def _query_key_bytes(shape: LayerShape) -> tuple[int, int]:
+    one = shape.model.element_bytes * shape.tokens
+    return one * shape.query_width, one * shape.key_width
+
+
+def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
+    """What the attention reads: views of the projection's one block, or blocks of their own where something changed them."""
+    model, element = shape.model, shape.model.element_bytes
+    query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
+    rotary = model.position == "rope"
+    changed = rotary or model.qk_norm
+    repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
+    if shape.parallel.context > 1 and not shape.eager:
+        return _exchanged(shape, whole, query, key)
+    viewed = not repeated if shape.eager else not changed
+    handed_on = {"made_by": ROTARY, "saved_by": (CORE_ATTENTION,)}
+    readers = ((ROTARY,) if model.qk_norm and shape.eager else ()) + ((CORE_ATTENTION,) if viewed else ())
+    blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=readers, output=True)]
+    if model.qk_norm:
+        blocks += _query_key_norms(shape, query, key)
+    if changed or repeated:
+        blocks.append(SavedTensor(bytes=query, **handed_on))
+    if changed and not repeated:
+        blocks.append(SavedTensor(bytes=key, **handed_on))
+    if repeated:
+        blocks += [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(CORE_ATTENTION,)) for _ in ("keys", "values")]
+    if rotary:
+        blocks += _turning_tables(shape)
+    if changed and not shape.eager:
+        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
+    return blocks
+
+
+def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[SavedTensor]:
+    """What fused attention keeps of queries, keys and values where context-parallel ranks exchange them. Fused kernels take what
+    nothing changed out of the projection's block, as a copy."""
+    model = shape.model
+    blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=(), output=True)]
+    if model.qk_norm:
+        blocks += _query_key_norms(shape, query, key)
+    handed_on = ROTARY if model.position == "rope" or model.qk_norm else CORE_ATTENTION
+    if model.position == "rope":
+        blocks += _turning_tables(shape)
+    return [*blocks, *kept_beside_exchange(shape.parallel, AttentionBytes(query, key, key, query), handed_on)]
+
+
+def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
+    """Sine and cosine, for queries and for keys, where no kernel of its own turns them."""
+    if shape.model.fuses("rope") and not shape.eager:
+        return []
+    table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes
+    return [SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4)]
+
+
+def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
+    """What the norms of queries and keys keep, of that many bytes: code between `linear_qkv` and the attention, as `rotary` is.
+
+    Fused kernels copy what they norm out of the projection's block. Eager ones read it there, but for queries that share their
+    keys, which Megatron copies to put them side by side; RMSNorm keeps its product as well.
+    """
+    model, own = shape.model, {"made_by": ROTARY, "saved_by": (ROTARY,)}
+    layernorm = model.norm == "layernorm"
+    one = model.element_bytes if shape.eager and layernorm else FP32_BYTES
+    heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
+    copied = [query, key] if not shape.eager else [query] if heads > groups > 1 else []
+    products = [*rms_products(shape, query), *rms_products(shape, key)] if shape.eager and not layernorm else []
+    statistics = [shape.tokens * count * one for count in (heads, groups)] * (2 if layernorm else 1)
+    return [SavedTensor(bytes=size, **own) for size in (*copied, *products, *statistics)]
+
+
+def mlp_tensors(shape: LayerShape) -> list[SavedTensor]:
+    """What linears and activation keep, norm and dropout apart."""
+    model = shape.model
+    rows = shape.tokens * model.element_bytes
+    own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}
+    fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
+    apart = shape.sums_apart
+    blocks = [
+        SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if apart else (ACTIVATION,), output=True),
+        SavedTensor(bytes=fc1_out if apart else 0, **own),
+    ]
+    blocks += [SavedTensor(bytes=ffn, **own) for _ in range(shape.gates_apart)]
+    if model.fp8_recipe is None:
+        blocks.append(SavedTensor(bytes=ffn, made_by=ACTIVATION, saved_by=(LINEAR_FC2,)))
+    else:
+        size = saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn)
+        blocks.append(SavedTensor(bytes=size, made_by=LINEAR_FC2, saved_by=(LINEAR_FC2,)))
+    return blocks

@@ -1,0 +1,209 @@
+"""Seconds of a mixture of experts, item by item, by its shape and the cluster's figures.
+
+    norm  shared  router  permute | all-to-all | (gather) sort  experts one after another  sort (scatter) | all-to-all | unpermute
+    └────────────────────┴──────── dispatch ────────────────┘   fc1  activation  fc2      └────────────── combine ──────────────┘
+
+Rows are those of the fullest rank (`experts.load`), for which the others wait. Each expert's GEMMs are as efficient as their own
+size: few rows for each expert make them slow. The exchanges are counted beside the items. Of an all-to-all over `expert` ranks
+each sends all but its own part,
+
+    to ranks in its node     over NVLink, or PCIe where there is none
+    to others                over its share of the node's NICs                  the two at once: the longer one counts
+
+The ranks of such a group are consecutive but for the `expert_tensor` ranks among which each expert is cut, as
+`parallel_state.initialize_model_parallel` numbers them (order tp-ep-dp). Where nodes cut groups, the rank with fewest others in
+its node is waited for:
+
+    6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.experts.saved import (
+    expert_linears,
+    expert_tensors,
+    expert_width,
+    experts_of,
+    local_experts,
+    routed_rows,
+    shared_width,
+)
+from megatron_lynx.kinds.experts.section import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    EXPERTS_ACTIVATION,
+    EXPERTS_FC1,
+    ROUTER,
+    SHARED_ACTIVATION,
+    SHARED_LINEARS,
+)
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
+from megatron_lynx.kinds.section import Item
+from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, weighted_kernels
+from megatron_lynx.profiler.profile import ExpertHalf, Profile, SavedTensor
+from megatron_lynx.profiler.roofline import Passes, Roofline, fewest_in_a_node, link_among
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+
+
+class MixtureOfExperts(Planning):
+    """A router, and experts of which every token passes some; shared ones which all tokens pass."""
+
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        return expert_linears(shape)
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        if item.name == SHARED_ACTIVATION:
+            return activation_kernels(shape.model, shape.tokens, shared_width(shape))
+        return weighted_kernels(shape.model, routed_rows(shape), expert_width(shape))
+
+    def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
+        if item.name == ROUTER:
+            return _router(shape, roof)
+        return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
+
+    def listed(self) -> Iterable[Item]:
+        """Linears first, then what is routed, then what is as in a layer with an MLP."""
+        late = (EXPERTS_ACTIVATION, ROUTER, DISPATCH, COMBINE, self.section.norm, self.section.residual, SHARED_ACTIVATION)
+        names = *EXPERTS.linears, *SHARED_LINEARS, *late
+        return (self.section.of_name[name] for name in dict.fromkeys(names) if name in self.section.names)
+
+    def output_bytes(self, shape: LayerShape, item: Item) -> int:
+        """Of linears alone: what goes between ranks is counted in rows."""
+        linear = self.linears(shape).get(item.name)
+        return 0 if linear is None else shape.model.element_bytes * linear.times * linear.rows * linear.made
+
+    def half(self, job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf:
+        half = super().half(job, shape, roof)
+        return ExpertHalf(
+            input_bytes=half.input_bytes,
+            items=half.items,
+            tensors=half.tensors,
+            exchange_s=_exchange_s(job, shape),
+            cut_s=_cut_s(job, shape),
+            collective_s=_shared_collective_s(job, shape),
+        )
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        yield from expert_tensors(shape)
+
+    def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:
+        return expert_tensors(shape)
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        """`expert` ranks hold all experts of a layer, each cut among `expert_tensor` ranks; the router is on every rank, and
+        shared experts, an MLP, are cut among `tensor` ranks: `SequentialMLP`, `TopKRouter` and `SharedExpertMLP`."""
+        experts, local = mixture(model), mixture(model).count // layout.expert
+        one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn), model.hidden * experts.count
+        linears = 2 * local + (2 if experts.shared_ffn else 0)
+        return HalfParameters(
+            cut=shared,
+            passed=experts.per_token * one + shared + router,
+            vectors=model.norm_parameters(),
+            weights=linears + 1,
+            biased=linears,
+            whole=router,
+            apart=local * (one // layout.expert_tensor_size + _biases(model, layout.expert_tensor_size)),
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        """Not walked through: what is in hand there is bounded by rows that travel (`cost.stage_memory`)."""
+        yield from ()
+
+    def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
+        """Experts give back as many rows as they got."""
+        half, role = profile.of(self.section), self.section.of_name[linear].role
+        if role == "experts_in":
+            return kept_of_argument(half, linear), made_bytes(half, linear)
+        if role == "experts_out":
+            return kept_of_argument(half, linear), kept_of_argument(half, EXPERTS_FC1)
+        return super().operands_bytes(profile, linear)
+
+
+def mixture(model: Model) -> Experts:
+    """Of a model with experts."""
+    assert model.experts is not None, "asked only of models with experts"
+    return model.experts
+
+
+def expert_sharers(job: Job) -> int:
+    """Ranks of one stage that hold the same experts (expert data parallel), over which their optimizer state is sharded, as
+    `parallel_state.initialize_model_parallel` groups them."""
+    layout = job.parallel
+    return job.gpus // (layout.expert_tensor_size * layout.expert * layout.pipeline)
+
+
+def expert_matrices(model: Model) -> int:
+    """Weights of one whole expert."""
+    return _mlp(model, mixture(model).ffn)
+
+
+def _mlp(model: Model, ffn: int) -> int:
+    return model.hidden * ffn * (3 if model.activation == "swiglu" else 2)
+
+
+def _biases(model: Model, tensor: int) -> int:
+    if not model.bias:
+        return 0
+    ffn = mixture(model).ffn
+    return (2 * ffn if model.activation == "swiglu" else ffn) // tensor + model.hidden
+
+
+def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
+    """Seconds of an all-to-all of so many ranks, `stride` apart, that hand out `size_bytes` each: of the slowest group."""
+    assert cluster.node is not None, "checked by Roofline.of"
+    assert cluster.nic is not None, "checked by Roofline.of"
+    if ranks == 1:
+        return 0.0
+    blocks = range(0, gpus, ranks * stride)[: cluster.node.gpus]  # groups side by side; then they begin as before in a node
+    starts = {(block + rank) % cluster.node.gpus for block in blocks for rank in range(min(stride, cluster.node.gpus))}
+    inside = min(fewest_in_a_node(start, stride, ranks, cluster.node.gpus) for start in starts)
+    near_s = link_among(cluster, min(ranks * stride, cluster.node.gpus)).seconds(size_bytes * (inside - 1) / ranks)
+    if inside == ranks:
+        return near_s
+    far = size_bytes * (ranks - inside) / ranks * cluster.node.gpus / cluster.nic.per_node
+    return max(near_s, cluster.nic.seconds(far))
+
+
+def _exchange_s(job: Job, shape: LayerShape) -> float:
+    """One all-to-all, of which there are two in each pass: rows out, rows back."""
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
+
+
+def _cut_s(job: Job, shape: LayerShape) -> float:
+    """Cut experts gather rows, and scatter their sums."""
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
+    return link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
+
+
+def _shared_collective_s(job: Job, shape: LayerShape) -> float:
+    """One collective of shared experts, which are an MLP on all rows: nothing hides those of sequence parallelism."""
+    tensor = shape.parallel.tensor
+    if tensor == 1 or not shared_width(shape):
+        return 0.0
+    return link_among(job.cluster, tensor).seconds(shape.gathered_bytes * (tensor - 1) / tensor)
+
+
+def _router(shape: LayerShape, roof: Roofline) -> Passes:
+    """A GEMM of every token with every expert's row; choosing among scores in fp32."""
+    count, tokens, element = experts_of(shape).count, shape.own_tokens, shape.model.element_bytes
+    gemm_s = roof.seconds(2 * tokens * shape.model.hidden * count, element * tokens * (shape.model.hidden + count))
+    chosen_s = roof.seconds(0, 4 * FP32_BYTES * tokens * count)
+    return Passes(gemm_s + chosen_s, 2 * gemm_s + chosen_s)
+
+
+def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
+    """On one way: permuted or put back, and sorted by expert where a rank has several. Each row is read and written."""
+    row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
+    sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
+    sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
+    return Passes(sent_s + sorted_s, sent_s + sorted_s)

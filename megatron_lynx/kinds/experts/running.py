@@ -1,0 +1,163 @@
+"""Mixtures of experts of a run: where they are, the hooks that count rows and hold exchanges, and what is refused.
+
+A plan that keeps them whole, on the device, asks nothing of them but that they are Megatron's. Where it replays items of them,
+sends them to the host, or defers weight gradients of theirs, those that cannot be looked into are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hooks import exchanges, expert_load
+from megatron_lynx.apply.live_run import LINEARS, TE_MODULE, LiveRun, module_at, name_of, not_one
+from megatron_lynx.apply.site import places_of
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, MIXTURE
+from megatron_lynx.kinds.held import Classes, Layers, Running
+from megatron_lynx.kinds.section import Section
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.stage import Stage
+from megatron_lynx.runtime.engine import Engine
+
+_MOE = "megatron.core.transformer.moe."
+LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
+"""The class of the mixture of experts that a layer may have in place of an MLP."""
+_KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
+"""Kinds of experts whose linears are called where a replay can find them."""
+_DISPATCHERS = (f"{_MOE}token_dispatcher.MoEAllGatherTokenDispatcher", f"{_MOE}token_dispatcher.MoEAlltoAllTokenDispatcher")
+_LOCAL: Classes = {
+    "column_parallel": (f"{LINEARS}ColumnParallelLinear",),
+    "row_parallel": (f"{LINEARS}RowParallelLinear",),
+    "experts_in": (f"{LINEARS}ColumnParallelLinear",),
+    "experts_out": (f"{LINEARS}RowParallelLinear",),
+}
+_TE: Classes = {
+    "column_parallel": (f"{TE_MODULE}TEColumnParallelLinear",),
+    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
+    "experts_in": (f"{TE_MODULE}TEColumnParallelLinear", f"{TE_MODULE}TEColumnParallelGroupedLinear"),
+    "experts_out": (f"{TE_MODULE}TERowParallelLinear", f"{TE_MODULE}TERowParallelGroupedLinear"),
+}
+"""By role the classes of linears that were shown to be replayed in every bit."""
+
+OFF = {
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap: shared experts then run inside the dispatcher's methods",
+    "moe_latent_size": "--moe-latent-size: its projections are no items",
+    "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad: experts then run twice",
+}
+"""Config fields that must be off, and what to drop."""
+
+TODO = "or keep the experts' items in the plan, on the device"
+
+NOT = {
+    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU")
+}
+"""Config fields that must not have a value, which ones they may have, and what to launch with."""
+
+ONE = {
+    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards: weights are gathered by their own collectives",
+}
+"""Config fields that must also be 1 with experts, and what to drop."""
+
+
+class HeldExperts(Running):
+    """Megatron's `MoELayer`."""
+
+    half, name = EXPERTS.half, EXPERTS.name
+    recorded, recorded_as = "experts", "mixtures of experts do"
+    relies_on = (
+        "transformer.moe.moe_layer",
+        "transformer.moe.moe_utils",
+        "transformer.moe.router",
+        "transformer.moe.experts",
+        "transformer.moe.shared_experts",
+        "transformer.moe.token_dispatcher",
+    )
+    local, te = _LOCAL, _TE
+
+    def section_in(self, layer: Module) -> Section | None:
+        mixture = module_at(layer, MIXTURE)
+        if name_of(mixture) != LAYER_CLASS:
+            return None
+        return EXPERTS if getattr(mixture, "shared_experts", None) is None else EXPERTS_WITH_SHARED
+
+    def refused_settings(self, config: Any) -> Iterator[Problem]:
+        if not config.num_moe_experts:
+            return
+        for name, drop in ONE.items():
+            yield from not_one(config, name, drop)
+        for name, (value, needed, instead) in NOT.items():
+            if getattr(config, name, None) == value:
+                yield Problem(f"config.{name}", value, f"{needed} under a plan", f"launch with {instead}")
+        if config.fp8:
+            needed = "none with experts under a plan"
+            yield Problem("config.fp8", str(config.fp8), needed, "drop --fp8-format: not shown with experts")
+
+    def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Every reason why the experts of this run cannot be looked into; none where the plan does not ask for it."""
+        touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
+        if not touched:
+            return
+        for name, drop in OFF.items():
+            if value := getattr(run.config, name, None):
+                needed = "off where a plan replays, offloads or defers inside experts"
+                yield Problem(f"config.{name}", str(value), needed, f"drop {drop}; {TODO}")
+        layer = layers[touched[0]]  # all are built from one config
+        yield from _other_kinds(touched[0], layer)
+        try:
+            yield from self._other_linears(run, touched[0], layer)
+        except AttributeError as missing:
+            yield Problem(f"layer {touched[0]}", str(missing), "the sites of a mixture of experts", TODO)
+
+    def _other_linears(self, run: LiveRun, number: int, layer: Module) -> Iterator[Problem]:
+        classes, section = self.te if run.uses_te else self.local, self.section_in(layer)
+        for place in places_of(section, layer, te=run.uses_te) if section is not None else ():
+            known = classes.get(place.item.role)
+            if known is not None and name_of(place.owner) not in known:
+                yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
+                return  # one stands for all
+
+    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
+        planned = {number for number in run.layers if plan.model.has_experts(number)}
+        for numbers, found, needed in (
+            (layers.keys() - planned, "an MLP", EXPERTS.name),
+            (planned - layers.keys(), EXPERTS.name, "an MLP"),
+        ):
+            if numbers:
+                place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
+                yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
+        exchanging = run.expert if run.config.moe_token_dispatcher_type == "alltoall" else 1
+        if layers and plan.parallel.expert not in (1, exchanging):
+            place, needed = "plan: parallel.expert", f"{exchanging}, the ranks that exchange tokens by all-to-all, or 1"
+            yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
+        if layers and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
+            place = "plan: model.shared_experts"
+            yield Problem(place, "True", "False, as this run has none", "make a plan for this model")
+
+    def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
+        if layers:
+            tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
+            yield from expert_load.claims(engine, layers.items(), tokens, run.config.moe_router_topk)
+        if plan.exchanging:
+            yield from exchanges.claims(engine, run.expert_group)
+
+
+def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
+    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of."""
+    offloads = entry.offload is not None and entry.offload.experts
+    for layer in entry.layers:
+        rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
+        defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
+        if (section.name == EXPERTS.name) and (offloads or defers or rule.replays(section.half)):
+            yield layer
+
+
+def _other_kinds(number: int, layer: Module) -> Iterator[Problem]:
+    for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
+        found = name_of(module_at(layer, f"{MIXTURE}.{part}"))
+        if found not in known:
+            yield Problem(f"layer {number}.{MIXTURE}.{part}", found, " or ".join(known), TODO)

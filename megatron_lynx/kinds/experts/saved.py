@@ -1,0 +1,165 @@
+"""A mixture of experts on one rank by its shape: rows and columns, and every memory block that its backward reads.
+
+    T tokens ── norm ──┬── shared experts: an MLP that every token passes
+                       ├── router ── probabilities, which expert gets what
+                       └── dispatch: permute ── all-to-all ── R rows ── experts ── combine: all-to-all ── unpermute ──> T
+
+T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
+rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
+`MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
+
+    norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
+    router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
+                 the loss in fp32
+    dispatch     the map (a byte each) and the probabilities of all experts; `permute` keeps where each row came from (int64),
+                 which `combine` reads as well. It hands on R rows, and the probability of each
+    experts      what comes out of the first GEMM, and what goes into the second one:
+                 fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
+                           fused: f + f + f
+                 eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
+    shared       an MLP's, without norm and dropout
+Where every rank's experts come from a grouped GEMM, its padding is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.kinds.dense.planning import mlp_tensors
+from megatron_lynx.kinds.dense.section import MLP
+from megatron_lynx.kinds.experts.section import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS_ACTIVATION,
+    EXPERTS_FC1,
+    EXPERTS_FC2,
+    ROUTER,
+    SHARED_EXPERTS,
+    SHARED_FC1,
+    SHARED_FC2,
+)
+from megatron_lynx.kinds.face import Linear
+from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
+from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+
+INDEX_BYTES = 8
+"""The size of an index of PyTorch's."""
+
+INPUT = "input"
+
+SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
+"""The items of shared experts, by those of the MLP that they are like."""
+
+
+@lru_cache(maxsize=256)
+def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
+    """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
+    section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
+    norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
+    blocks = (*norm, *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
+    return tuple(block for block in blocks if block.bytes)
+
+
+def saved_parts(shape: LayerShape) -> dict[str, int]:
+    """Bytes of the half's input, and of what each item is the first to save."""
+    parts = dict.fromkeys((INPUT, *experts_of(shape).section.names), 0) | {INPUT: shape.input_bytes}
+    for block in expert_tensors(shape):
+        if block.saved_by:
+            parts[block.saved_by[0]] += block.bytes
+    return parts
+
+
+def _router(shape: LayerShape) -> Iterator[SavedTensor]:
+    experts, own = experts_of(shape), {"made_by": ROUTER, "saved_by": (ROUTER,)}
+    choices = shape.own_tokens * experts.per_token
+    yield SavedTensor(bytes=choices * (2 * INDEX_BYTES + FP32_BYTES), **own)
+    yield SavedTensor(bytes=shape.own_tokens * experts.count * FP32_BYTES, **own)
+
+
+def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
+    """What it keeps itself, and the rows that it hands on, with the probability of each."""
+    experts, element = experts_of(shape), shape.model.element_bytes
+    choices, rows = shape.own_tokens * experts.per_token, routed_rows(shape)
+    of_all = shape.own_tokens * experts.count * (1 + element)
+    yield SavedTensor(bytes=of_all, made_by=DISPATCH, saved_by=(DISPATCH,))
+    yield SavedTensor(bytes=choices * INDEX_BYTES, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
+    yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
+    yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+
+
+def remembered_bytes(shape: LayerShape) -> int:
+    """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
+    probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
+    return sum(block.bytes for block in _dispatch(shape) if not block.output)
+
+
+def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
+    """Between the experts' GEMMs."""
+    model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
+    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
+    apart = shape.sums_apart
+    made = 2 * block if gated else block
+    yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
+    inside = shape.gates_apart + shape.activation_apart if gated else 1
+    yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
+    if apart:
+        yield SavedTensor(bytes=made, **own)
+    yield SavedTensor(bytes=block, made_by=EXPERTS_ACTIVATION, saved_by=(EXPERTS_FC2,))
+
+
+def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
+    """Shared experts save what an MLP of their width does."""
+    if not experts_of(shape).shared_ffn:
+        return
+    model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn})
+    for block in mlp_tensors(replace(shape, model=model)):
+        readers = tuple(SHARED[item] for item in block.saved_by)
+        yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
+
+
+def experts_of(shape: LayerShape) -> Experts:
+    """The mixture of a layer's model."""
+    assert shape.model.experts is not None, "asked only of layers with experts"
+    return shape.model.experts
+
+
+def routed_rows(shape: LayerShape) -> int:
+    """Rows that the experts of the fullest rank are given (R)."""
+    experts = experts_of(shape)
+    return ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
+
+
+def local_experts(shape: LayerShape) -> int:
+    """Experts of one rank."""
+    return experts_of(shape).count // shape.parallel.expert
+
+
+def expert_width(shape: LayerShape) -> int:
+    """Columns between an expert's GEMMs on one rank."""
+    return experts_of(shape).ffn // shape.parallel.expert_tensor_size
+
+
+def shared_width(shape: LayerShape) -> int:
+    """Columns between the GEMMs of shared experts on one rank; 0 without any."""
+    return experts_of(shape).shared_ffn // shape.parallel.tensor
+
+
+def expert_linears(shape: LayerShape) -> dict[str, Linear]:
+    """The linears of the half by item."""
+    count, rows = local_experts(shape), routed_rows(shape)
+    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
+    if width := shared_width(shape):
+        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (shape.tokens, 1), width)
+    return linears
+
+
+def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
+    """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
+    (rows, count), hidden = rows_and_count, shape.model.hidden
+    outer = 2 * width if shape.model.activation == "swiglu" else width
+    return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

@@ -1,0 +1,82 @@
+"""The section that fills the MLP half of a layer of experts.
+
+    pre_mlp_layernorm ─┬> shared_fc1 ─> shared_activation ─> shared_fc2 ──────────────────────────────────────────────────┐
+                       └> router ─> dispatch ══> experts_fc1 ─> experts_activation ─> experts_fc2 ─> combine ══> (+) ─> mlp_bda
+
+    ══>  tokens move to the ranks of their experts, and back
+
+What a router decides must not be decided again, and tokens must not travel again: `router`, `dispatch` and `combine` are always
+kept. What they hand to the experts is held by the graph anyway, because the experts' first linear saves its input. Experts'
+linears exchange nothing themselves. `experts_fc1`, `experts_activation` and `experts_fc2` stand for all experts of a rank: each
+has a call of its own where they run one by one, and a half has as many of these calls in every micro-batch, whatever the load.
+Items of shared experts exist where the model has shared experts.
+
+Its windows are the all-to-alls in which tokens travel, where experts are shared out over ranks and Megatron's dispatcher is
+`alltoall`. Collectives of the tensor-parallel group inside it are none.
+
+    fwd.0  tokens to their experts   fwd.1  their probabilities           fwd.2  rows back
+    bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_lynx.kinds.dense.section import MLP
+from megatron_lynx.kinds.section import Exchange, Item, Pass, Section
+
+MIXTURE = "mlp"
+"""Where Megatron's layer has its mixture of experts, as an attribute path."""
+
+_SHARED = (
+    Item("shared_fc1", "column_parallel", path=f"{MIXTURE}.shared_experts.linear_fc1"),
+    Item("shared_activation", "code"),
+    Item("shared_fc2", "row_parallel", path=f"{MIXTURE}.shared_experts.linear_fc2"),
+)
+_ROUTED = (
+    Item("router", "router", path=f"{MIXTURE}.router"),
+    Item(
+        "dispatch",
+        "dispatch",
+        path=f"{MIXTURE}.token_dispatcher",
+        methods=("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+    ),
+    Item("experts_fc1", "experts_in", path=f"{MIXTURE}.experts.*.linear_fc1"),
+    Item("experts_activation", "code"),
+    Item("experts_fc2", "experts_out", path=f"{MIXTURE}.experts.*.linear_fc2"),
+    Item(
+        "combine",
+        "combine",
+        path=f"{MIXTURE}.token_dispatcher",
+        methods=("combine_preprocess", "token_combine", "combine_postprocess"),
+    ),
+)
+
+
+_TO_EXPERTS = (Exchange("tokens", "dispatch"), Exchange("probabilities", "dispatch"))
+_BACK = (Exchange("tokens", "combine"),)
+EXCHANGES: Mapping[Pass, tuple[Exchange, ...]] = {"fwd": _TO_EXPERTS + _BACK, "bwd": _BACK + _TO_EXPERTS[::-1]}
+
+
+def _section(inside: tuple[Item, ...]) -> Section:
+    norm, residual = Item(MLP.norm, "norm", path=MLP.norm), Item(MLP.residual, "residual")
+    return Section(
+        name="experts",
+        half=MLP.half,
+        method=MLP.method,
+        items=(norm, *inside, residual),
+        exchanges_of=EXCHANGES,
+        fuses_norm=False,
+        profiled="experts",
+    )
+
+
+EXPERTS = _section(_ROUTED)
+EXPERTS_WITH_SHARED = _section(_SHARED + _ROUTED)
+SHARED_EXPERTS = tuple(item.name for item in _SHARED)
+"""The items that exist with shared experts only."""
+
+SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
+SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
+ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
+"""Names for formulas that hold for one item alone: seconds, saved tensors."""

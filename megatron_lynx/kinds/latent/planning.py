@@ -1,0 +1,207 @@
+"""Latent attention of one layer of one rank by its shape: FLOPs, bytes that kernels move, every block that backward reads.
+
+Letters as in `profiler.shape`; q and k: what queries, and keys with values, are compressed to; r: the rotary part of a head.
+
+    item                   takes      makes                    its rows
+    linear_q_down_proj     h          q                        Megatron's own: all, a t-th of the columns, then gathered
+    linear_kv_down_proj    h          k + r                    Transformer Engine's: the rank's own, all columns
+    q_, kv_layernorm       q, k       q, k                     as many as are handed on
+    linear_q_up_proj       q          a (d + r) / t            all
+    linear_kv_up_proj      k          a (d + v) / t            all
+    rotary                 both       queries and keys of a (d + r) / t, values of a v / t: three blocks of their own
+
+`linear_proj` reads a v / t columns. Sine and cosine are kept for queries and for keys: the rotary embedding is not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.backward import core, norm, row_parallel
+from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ, ROTARY
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
+from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, statistics
+from megatron_lynx.kinds.section import Collective, Item
+from megatron_lynx.profiler.element_wise import Kernels, one_kernel, turned_kernels
+from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape
+from megatron_lynx.profiler.shape import LayerShape
+
+DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
+"""Roles of linears that compress tokens, and of those that make heads."""
+
+
+class LatentAttention(Planning):
+    """Projections down, norms of what was compressed, and projections up to heads."""
+
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        sizes, hidden, te, heads = sizes_of(shape.model), shape.model.hidden, shape.model.uses_te, heads_of(shape)
+        whole = 1 if te else shape.parallel.tensor
+        rows = shape.own_tokens if te else shape.tokens
+        linears = {
+            Q_DOWN.name: Linear(rows, hidden, (sizes.q_rank or 0) // whole),
+            KV_DOWN.name: Linear(rows, hidden, sizes.kv_down_width // whole),
+            Q_PROJ.name: Linear(shape.tokens, hidden, heads * sizes.query_head_size),
+            Q_UP.name: Linear(shape.tokens, sizes.q_rank or 0, heads * sizes.query_head_size),
+            KV_UP.name: Linear(shape.tokens, sizes.kv_rank, heads * sizes.kv_head_size),
+            LINEAR_PROJ: Linear(shape.tokens, heads * sizes.value_head_size, hidden),
+        }
+        return {name: linears[name] for name in self.section.linears}
+
+    def core_flops(self, shape: LayerShape) -> int:
+        sizes = sizes_of(shape.model)
+        return 2 * shape.scores * (sizes.query_head_size + sizes.value_head_size)
+
+    def attention(self, shape: LayerShape) -> AttentionBytes:
+        """Values travel as narrow as they are."""
+        one, sizes = shape.model.element_bytes * shape.tokens * heads_of(shape), sizes_of(shape.model)
+        query, value = one * sizes.query_head_size, one * sizes.value_head_size
+        return AttentionBytes(query, query, value, value)
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        element, sizes, heads = shape.model.element_bytes, sizes_of(shape.model), heads_of(shape)
+        if item.role == "inner_norm":
+            one = element * latent_rows(shape) * _rank(sizes, item) * shape.model.qk_norm
+            return one_kernel(2 * one, 3 * one)
+        taken = heads * (sizes.query_head_size + sizes.kv_head_size)
+        made = heads * (2 * sizes.query_head_size + sizes.value_head_size)
+        both = element * shape.tokens * (taken + made)
+        widths = (heads * sizes.rope_size, sizes.rope_size)
+        queries, key = (turned_kernels(shape, width, sizes.rope_size, interleaved=True) for width in widths)
+        return one_kernel(both, both) + queries + key
+
+    def output_bytes(self, shape: LayerShape, item: Item) -> int:
+        if item.role == "inner_norm":
+            return latent_rows(shape) * _rank(sizes_of(shape.model), item) * shape.model.element_bytes
+        return super().output_bytes(shape, item)
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        sizes = sizes_of(shape.model)
+        readers = tuple(item.name for item in self.section.items if item.role in ("down_projection", "query_projection"))
+        yield from norm_tensors(shape, self.section, readers)
+        if sizes.q_rank is not None:
+            yield from self._compressed(shape, (Q_DOWN, Q_NORM, Q_UP), sizes.q_rank, sizes.q_rank)
+        yield from self._compressed(shape, (KV_DOWN, KV_NORM, KV_UP), sizes.kv_down_width, sizes.kv_rank)
+        yield from self._heads(shape)
+        yield from core_tensors(shape)
+        yield from context_tensors(shape)
+        yield dropout_tensor(shape, self.section)
+
+    def _compressed(self, shape: LayerShape, path: tuple[Item, Item, Item], width: int, rank: int) -> Iterator[SavedTensor]:
+        """One path's, from its down-projection to what its up-projection reads. What was gathered stays for replays that pass
+        it, as long as `linear_proj`'s input, which always stays. Transformer Engine's linears, norm inside or not, keep what they
+        were called with, or a copy where that is a part of a wider block."""
+        (down, norm, up), model, rows = path, shape.model, latent_rows(shape)
+        element = model.element_bytes
+        stays = (LINEAR_PROJ,) if not model.uses_te and shape.parallel.tensor > 1 else ()
+        reader = norm.name if model.qk_norm and not model.uses_te else up.name
+        copied = model.uses_te and width != rank
+        readers = () if copied else (reader, *stays)
+        yield SavedTensor(bytes=rows * width * element, made_by=down.name, saved_by=readers, output=True)
+        if copied:
+            yield SavedTensor(bytes=rows * rank * element, made_by=up.name, saved_by=(up.name,))
+        if model.qk_norm:
+            normed = shape.own_tokens * rank * element
+            yield from statistics(shape, norm.name, normed)
+            yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
+
+    def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        one, linears = shape.tokens * shape.model.element_bytes, self.linears(shape)
+        for item in self._with_role(*HEADS):
+            yield SavedTensor(bytes=one * linears[item.name].made, made_by=item.name, saved_by=(), output=True)
+        given = self.attention(shape)
+        if shape.parallel.context > 1 and not shape.eager:
+            yield from kept_beside_exchange(shape.parallel, given, ROTARY)
+        else:
+            yield from (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in given[:3])
+        table = shape.model.seq // shape.parallel.context * sizes_of(shape.model).rope_size * shape.model.element_bytes
+        yield from (SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4))
+
+    def _with_role(self, *roles: str) -> list[Item]:
+        return [item for item in self.section.items if item.role in roles]
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        """Transformer Engine's down-projections are whole on each rank. Of projections the last alone may have a bias."""
+        sizes = sizes_of(model)
+        queries = model.heads * sizes.query_head_size * (sizes.q_rank or model.hidden)
+        keys_values = model.heads * sizes.kv_head_size * sizes.kv_rank
+        down, projection = model.hidden * ((sizes.q_rank or 0) + sizes.kv_down_width), model.query_width * model.hidden
+        inner = (sizes.q_rank or 0) + sizes.kv_rank if model.qk_norm else 0
+        cut = queries + keys_values + projection + (0 if model.uses_te else down)
+        return HalfParameters(
+            cut=cut,
+            passed=cut,
+            vectors=model.norm_parameters() + (model.norm_parameters(inner) if inner else 0) + model.hidden * model.bias,
+            weights=len(self.section.linears),
+            biased=1,
+            norms=1 + (1 + sizes.compressed if model.qk_norm else 0),
+            largest=max(projection, queries, keys_values),
+            whole=down if model.uses_te else 0,
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        """Keys and queries are wider than values, and there are two paths from the heads back."""
+        element, linears, given = shape.model.element_bytes, self.linears(shape), self.attention(shape)
+        yield from row_parallel(shape, self.section, given.value)
+        yield from core(shape, given.query, (given.query + given.value) // 2)
+        heads, down = self._with_role(*HEADS), self._with_role(*DOWN)
+        made = sum(shape.tokens * element * linears[item.name].made for item in heads)
+        yield Step(ROTARY, made, given.query + given.key + given.value)
+        for item in (*reversed(heads), *reversed(down)):
+            linear = linears[item.name]
+            kept_anyway = shape.model.uses_te and shape.device == "cuda"
+            weight = 0 if kept_anyway else linear.taken * linear.made * shape.added_gradient_bytes
+            yield Step(item.name, linear.rows * linear.taken * element + weight, linear.rows * linear.made * element + weight)
+        yield norm(shape, self.section, (len(down) + 1) * shape.input_bytes)
+
+    def input_width(self, sizes: Shape, linear: str) -> int:
+        latent = sizes.latent
+        assert latent is not None, "a profile of latent attention says its sizes"
+        return {Q_UP.name: latent.q_rank or 0, KV_UP.name: latent.kv_rank}.get(linear, sizes.hidden)
+
+    def carried_width(self, sizes: Shape, collective: Collective) -> int:
+        latent = sizes.latent
+        assert latent is not None, "a profile of latent attention says its sizes"
+        if collective.carries != "latent":
+            return self.input_width(sizes, collective.of)
+        if collective.of == Q_DOWN.name:
+            return latent.q_rank or 0
+        return latent.rope_size if sizes.te else latent.kv_down_width
+
+    def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
+        """Transformer Engine's down-projections work on the rank's own rows, Megatron's make a part of the columns. Two that read
+        the same input are taken to hold it each by itself, although it is there once. What was gathered stays for others as long
+        as what `linear_proj` was given, and is no part of that."""
+        sizes, half, down = profile.shape, profile.of(self.section), {item.name for item in self._with_role(*DOWN)}
+        if linear == LINEAR_PROJ:
+            gathered = sum(one.bytes for one in half.tensors if one.made_by in down and linear in one.saved_by)
+            return kept_of_argument(half, linear) - gathered, profile.message_bytes
+        made = made_bytes(half, linear) // (sizes.tensor if linear in down and not sizes.te else 1)
+        if linear in down and sizes.te:
+            return half.input_bytes, made
+        return profile.message_bytes * self.input_width(sizes, linear) // sizes.hidden, made
+
+
+def sizes_of(model: Model) -> LatentSizes:
+    """Of a model with latent attention."""
+    assert model.latent is not None, "asked only of models with latent attention"
+    return model.latent
+
+
+def heads_of(shape: LayerShape) -> int:
+    """Heads of one rank."""
+    return shape.model.heads // shape.parallel.tensor
+
+
+def latent_rows(shape: LayerShape) -> int:
+    """Rows of what was compressed that a rank holds: Megatron's own layers gather all, and cut them in the same block."""
+    return shape.own_tokens if shape.model.uses_te else shape.tokens
+
+
+def _rank(sizes: LatentSizes, norm: Item) -> int:
+    """What an inner norm's rows are as wide as."""
+    return sizes.kv_rank if norm is KV_NORM else sizes.q_rank or 0

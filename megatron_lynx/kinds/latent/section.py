@@ -1,0 +1,85 @@
+"""The sections of latent attention (Megatron's `--multi-latent-attention`): tokens are compressed, and heads are made of that.
+
+    input_layernorm ─┬─> linear_q_down_proj ──> q_layernorm ──> linear_q_up_proj ──┬─(rotary)─> core_attention ─> linear_proj
+                     └─> linear_kv_down_proj ─> kv_layernorm ─> linear_kv_up_proj ─┘
+
+Items are in the order in which Megatron has called them since 0.16; 0.15 runs each path to its end, which only moves where a
+replay stops. Queries need not be compressed: `linear_q_proj` then makes them of the residual stream. `rotary` is the code that
+splits off and turns the rotary parts, and puts queries and keys together. The norms in the middle are there with
+`--qk-layernorm` alone; Transformer Engine makes them inside the linears behind them.
+
+What ranks of a tensor-parallel group exchange, and when, is the same in all releases:
+
+    Megatron's own       down-projections are column-parallel: their input is gathered (sequence parallelism), what they made is
+                         gathered by columns, and cut by rows again; backward the gradient of that is gathered by rows
+    Transformer Engine   down-projections are whole on each rank; with sequence parallelism the shared rotary key is gathered
+    both                 up-projections gather their input (sequence parallelism); backward reduces the gradient of each
+
+Nothing that runs between two sites may communicate in a replay: what was gathered there is kept for it (`apply.hooks.latents`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Literal
+
+from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
+from megatron_lynx.kinds.section import Collective, Item, Pass, Section
+
+Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
+KV_DOWN = Item("linear_kv_down_proj", "down_projection", path="self_attention.linear_kv_down_proj")
+Q_NORM = Item("q_layernorm", "inner_norm", path="self_attention.q_layernorm")
+KV_NORM = Item("kv_layernorm", "inner_norm", path="self_attention.kv_layernorm")
+Q_PROJ = Item("linear_q_proj", "query_projection", path="self_attention.linear_q_proj")
+Q_UP = Item("linear_q_up_proj", "up_projection", path="self_attention.linear_q_up_proj", norm_inside="q_layernorm")
+KV_UP = Item("linear_kv_up_proj", "up_projection", path="self_attention.linear_kv_up_proj", norm_inside="kv_layernorm")
+
+_NORM, _BEHIND = ATTENTION.items[0], tuple(ATTENTION.items[ATTENTION.index(ROTARY) :])
+
+
+def _forward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Iterator[Collective]:
+    """`order`: the items from the norm to the last up-projection."""
+    for before, item in pairwise(order):
+        gathers = item.role in ("up_projection", "query_projection") or (item.role == "down_projection" and not te)
+        if sequence_parallel and gathers:
+            yield Collective("all_gather", "input", before.name, of=item.name)
+        if item.role == "down_projection" and (not te or (sequence_parallel and item is KV_DOWN)):
+            yield Collective("all_gather", "latent", item.name, of=item.name)
+    yield Collective("reduce_scatter" if sequence_parallel else "all_reduce", "output", LINEAR_PROJ)
+
+
+def _backward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Iterator[Collective]:
+    if sequence_parallel:
+        yield Collective("all_gather", "gradient", "residual")
+    for item in reversed(order):
+        if item.role == "down_projection" and sequence_parallel:
+            if not te:
+                yield Collective("all_gather", "latent", item.name, of=item.name)
+            elif item is KV_DOWN:
+                yield Collective("reduce_scatter", "latent", item.name, of=item.name)
+        if item.role not in ("up_projection", "query_projection") and (item.role != "down_projection" or te):
+            continue
+        if sequence_parallel:
+            yield Collective("all_gather", "input", item.name, beside="dgrad", of=item.name)
+        kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if sequence_parallel else "all_reduce"
+        yield Collective(kind, "input_gradient", item.name, beside="wgrad", of=item.name)
+
+
+def _section(compressed: bool, te: bool) -> Section:
+    whole = (_NORM, Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_UP, KV_UP)
+    order = whole if compressed else (_NORM, KV_DOWN, KV_NORM, Q_PROJ, KV_UP)
+    collectives: dict[tuple[Pass, bool], tuple[Collective, ...]] = {}
+    for sliced in (False, True):
+        collectives["fwd", sliced] = tuple(_forward(order, te, sliced))
+        collectives["bwd", sliced] = tuple(_backward(order, te, sliced))
+    return Section("latent", ATTENTION.half, ATTENTION.method, (*order, *_BEHIND), collectives, fuses_norm=False, two_paths=True)
+
+
+LATENT: Mapping[tuple[bool, bool], Section] = {
+    (compressed, te): _section(compressed, te) for compressed in (True, False) for te in (False, True)
+}
+"""By whether queries are compressed, and whether the layers are Transformer Engine's."""
+
+LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
+"""The items that only latent attention has."""

@@ -1,0 +1,131 @@
+"""Which kinds of sections there are, and which of them fill the halves of a model's layers: plans, jobs, profiles and live layers
+are read with this.
+
+    facts of a model ──> for each half, the last kind of KINDS that answers ──> a section
+
+A new kind is one line more in `KINDS`, one in `kinds.planning` and one in `kinds.running` (docs/architecture.md).
+
+Files name items and kinds; a wrong name is answered with those that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from megatron_lynx.kinds.dense.section import ATTENTION, MLP
+from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED
+from megatron_lynx.kinds.latent.section import LATENT
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.section import HALVES, Half, Section
+
+
+class Facts(NamedTuple):
+    """What of a model, or of one of its layers, decides which kinds fill the halves."""
+
+    te: bool = False
+    """Whether the layers are Transformer Engine's."""
+    latent: LatentSizes | None = None
+    """The sizes of multi-latent attention, where that is the attention."""
+    experts: bool = False
+    """Whether the layer has a mixture of experts."""
+    shared_experts: bool = False
+    """Whether that has shared experts."""
+    kinds: tuple[str, ...] = ()
+    """The names of kinds that no other fact speaks of."""
+
+
+USUAL = Facts()
+"""Those of a layer with the usual attention and an MLP."""
+
+
+class Kind(NamedTuple):
+    """What may fill a half."""
+
+    sections: tuple[Section, ...]
+    """Its sections, the most of each: plan files know the items of all of them."""
+    chosen: Callable[[Facts], Section | None]
+    """The section that fills the half of a layer with these facts. None: it is of another kind."""
+    name: str = ""
+    """How `Facts.kinds` names it, where no other fact speaks of it."""
+
+    @property
+    def half(self) -> Half:
+        return self.sections[0].half
+
+
+def _latent(facts: Facts) -> Section | None:
+    return None if facts.latent is None else LATENT[facts.latent.compressed, facts.te]
+
+
+def _experts(facts: Facts) -> Section | None:
+    return (EXPERTS_WITH_SHARED if facts.shared_experts else EXPERTS) if facts.experts else None
+
+
+KINDS: list[Kind] = [
+    Kind((ATTENTION,), lambda _: ATTENTION),
+    Kind((MLP,), lambda _: MLP),
+    Kind((LATENT[True, False], LATENT[False, False]), _latent),
+    Kind((EXPERTS_WITH_SHARED,), _experts),
+]
+"""The usual content of each half first: it answers to all facts."""
+
+
+def filling(half: Half) -> tuple[Section, ...]:
+    """What may fill a half, the most of each kind, the usual one first."""
+    return tuple(section for kind in KINDS if kind.half == half for section in kind.sections)
+
+
+def names_in(half: Half) -> tuple[str, ...]:
+    """Every item that plan files know of a half, each kind's in the order of a forward."""
+    sections = filling(half)
+    inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
+    return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)
+
+
+def all_items() -> tuple[str, ...]:
+    """Every item that plan files know."""
+    return tuple(name for half in HALVES for name in names_in(half))
+
+
+def kind_names() -> tuple[str, ...]:
+    """The names of kinds that no fact but `Facts.kinds` speaks of."""
+    return tuple(kind.name for kind in KINDS if kind.name)
+
+
+def sections_of(facts: Facts = USUAL) -> tuple[Section, Section]:
+    """What fills the halves of a layer, in the order of a forward."""
+    attention, mlp = HALVES
+    return _filling_of(attention, facts), _filling_of(mlp, facts)
+
+
+def halves_of(facts: Facts) -> Mapping[Half, Section]:
+    """What fills the halves of those layers of a model that have the usual content of what only some layers have otherwise."""
+    return dict(zip(HALVES, sections_of(facts._replace(experts=False)), strict=True))
+
+
+def _filling_of(half: Half, facts: Facts) -> Section:
+    chosen = (kind.chosen(facts) for kind in reversed(KINDS) if kind.half == half)
+    return next(section for section in chosen if section is not None)
+
+
+def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
+    """Text must be one of these names; asked when it is checked, so that kinds may still be added."""
+
+    def check(text: str) -> str:
+        if text not in names():
+            expected = ", ".join(repr(name) for name in names()) or "nothing: there are no such kinds"
+            raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
+ItemName = Annotated[str, _one_of(all_items), WithJsonSchema({"enum": list(all_items()), "type": "string"})]
+"""Every item that plan files know."""
+
+KindName = Annotated[str, _one_of(kind_names), WithJsonSchema({"type": "string"})]
+"""A kind of what fills a half that no key of its own speaks of."""

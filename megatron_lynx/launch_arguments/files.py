@@ -1,0 +1,143 @@
+"""Launches in files. `--launch-file`: one word a line, as `SCRIPT --print` writes them. Words may hold blanks.
+
+# llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
+# cluster: h100-80g                 where it is to run, unless --cluster says so
+torchrun
+--nproc-per-node
+8
+
+Megatron's `--yaml-cfg FILE`: the same names as its arguments have, in two sections and beside them.
+
+language_model: {num_layers: 24, activation_func: swiglu, ...}     ─┐
+model_parallel: {tensor_model_parallel_size: 2, ...}                ├─> the same values as from arguments
+micro_batch_size: 2                                                ─┘
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
+from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
+from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
+from megatron_lynx.yaml_file import read_yaml
+
+OPTION = "--launch-file"
+CLUSTER = re.compile(r"#\s+cluster:\s*(\S+)")
+SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
+"""A line of a shell's: several words of a launch in it, or one that goes on in the next."""
+
+
+@dataclass(frozen=True)
+class LaunchFile:
+    """What a file says."""
+
+    words: tuple[str, ...]
+    cluster: str | None = None
+    """The one of its comments that names a cluster; the last one counts."""
+
+
+def read_launch_file(path: Path) -> LaunchFile:
+    """Raises `ConfigError` for a file that cannot be read, or that holds no words one a line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise _refused(path, "no text in UTF-8") from None
+    except OSError as error:
+        raise _refused(path, in_words(error)) from None
+    comments = [line for line in lines if line == "#" or line.startswith("# ")]
+    words = tuple(line for line in lines if line.strip() and line not in comments)
+    if not words:
+        raise _refused(path, "no words" if lines else "an empty file")
+    if (strange := _of_a_shell(words)) is not None:
+        raise _refused(path, f"a line of several words, {strange!r}")
+    named = [found[1] for line in comments if (found := CLUSTER.match(line))]
+    return LaunchFile(words, named[-1] if named else None)
+
+
+def _of_a_shell(words: Sequence[str]) -> str | None:
+    return next((word if len(word) < 40 else f"{word[:37]}..." for word in words if SHELL_LINE.search(word)), None)
+
+
+def _refused(path: Path, found: str) -> ConfigError:
+    todo = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
+    problem = Problem(f"{OPTION} {path}", found, "a launch, one word a line; comments begin with '# '", todo)
+    return ConfigError("the launch cannot be read", [problem])
+
+
+SECTIONS = ("language_model", "model_parallel")
+BESIDE = ("yaml_cfg", "vocab_size")
+RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+"""Fields of Megatron's configuration whose arguments are named otherwise."""
+
+NO_ARGUMENT = names_in(
+    """
+    init_method output_layer_init_method memory_efficient_layer_norm bias_activation_fusion params_dtype timers
+    tp_comm_atomic_ag tp_comm_atomic_rs finalize_model_grads_func pipeline_dtype grad_scale_func enable_autocast autocast_dtype
+    variable_seq_lengths batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs no_sync_func grad_sync_func param_sync_func
+    _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations gated_linear_unit embedding_init_method
+    moe_token_dropping retro_encoder_hidden_dropout
+    """
+)
+"""Fields that no argument sets, and that change neither activations nor seconds; `activation_func` says the gated unit."""
+
+ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
+
+
+def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[Given, list[Problem]]:
+    """What a file says, in place of the arguments, as in Megatron. Beside it counts only what Megatron asks its tokenizer for."""
+    table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
+    beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
+    if beside:
+        needed = "no flag beside it: Megatron reads only the file"
+        problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
+    found = list(problems)
+    for key, name, value in _entries(read_yaml(path)):
+        flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
+        flag = flag or next(iter(table.of_name.get(name, ())), None)
+        if flag is None:
+            if name not in NO_ARGUMENT and not (value is None or value is False):
+                found.append(_unknown(f"{path}: {key}", name, table))
+        elif value is not None:
+            values[name] = Value(flag, key, _checked(flag, f"{path}: {key}", value, found))
+    return Given(values, arguments.releases, table, arguments.unknown), found
+
+
+def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Every key as it is written, the argument's name for it, and what it says."""
+    for key, value in data.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
+        elif key == "activation_func":
+            yield from ((key, name, one) for name, one in ACTIVATIONS.get(str(value), {"activation_func": value}).items())
+        elif key == "cpu_offloading":
+            yield key, "cpu_offloading_num_layers", 1 if value else None
+        elif key != "swiglu":  # only `activation_func` counts
+            yield key, RENAMED.get(key, key), value
+
+
+KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "text": (str | int | float, "text")}
+
+
+def _checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
+    kind, needed = (bool, "true or false") if flag.takes == 0 and isinstance(flag.to, bool) else KINDS[flag.type]
+    ones = value if isinstance(value, list) and flag.takes not in (0, 1) else [value]
+    if not all(isinstance(one, kind) and isinstance(one, bool) <= (kind is bool) for one in ones):
+        todo = "Megatron would fill the variable in: write the number" if SHELL.search(str(value)) else ""
+        problems.append(Problem(where, repr(value), needed, todo))
+        return None
+    if isinstance(value, int | float):
+        is_text = flag.type == "text" and flag.takes == 1 and flag.sets in READ
+        return str(value) if is_text else in_range(flag, where, value, problems)
+    return value
+
+
+def _unknown(where: str, name: str, table: FlagTable) -> Problem:
+    close = difflib.get_close_matches(name, table.of_name, n=1)
+    return Problem(where, "an unknown key", "a name that Megatron's arguments have", f"did you mean {close[0]}?" if close else "")

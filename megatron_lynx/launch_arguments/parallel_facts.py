@@ -1,0 +1,211 @@
+"""How a launch spreads its model and its batch over ranks, and what these communicate beside computing.
+
+Which stage owns which layers, in Megatron's ways to say it:
+
+nothing                                                 even, or left open for a plan to decide
+--num-layers-per-virtual-pipeline-stage n               L / n virtual stages, even
+--num-virtual-stages-per-pipeline-rank v                v on each stage, of L / (p v) layers
+--decoder-{first,last}-pipeline-num-layers              the ends have their own number, the rest is even
+--account-for-{embedding,loss}-in-pipeline-split        either counts as one layer of its end
+--pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, L loss, | the next one
+
+How sequences are cut among context-parallel ranks, and how these exchange keys and values:
+
+--context-parallel-size 4                                                           a ring: Megatron's default
+--context-parallel-size 4 --cp-comm-type a2a                                        the same in every layer
+--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
+
+Of what runs beside computing only what differs from a job's own values is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import get_args
+
+from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.given import Fact, Given
+
+EACH, CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+LAYOUT = "pipeline_model_parallel_layout"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+GROUP = "microbatch_group_size_per_vp_stage"
+
+
+class _Uneven(Exception):
+    """Raised, with a sentence, where layers cannot be divided as asked."""
+
+
+def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
+    """`left_open`: where the launch says nothing about it, a plan may move layers."""
+    layers = given["num_layers"] or given["encoder_num_layers"]
+    pipeline = given["pipeline_model_parallel_size"]
+    if not layers or not pipeline:
+        return
+    chunked = bool(given[EACH])
+    said = [name for name in (LAYOUT, FIRST, LAST, EMBEDDING, LOSS, CHUNKS, EACH) if given[name]]
+    try:
+        if sum(bool(given[name]) for name in (LAYOUT, EACH, CHUNKS)) > 1:
+            raise _Uneven(f"{', '.join(given.origin(name) for name in said)}: Megatron takes only one of them")
+        if said in ([], [EACH]):
+            yield from _plain(given, pipeline, left_open)
+        else:
+            partition = _partition(given, layers, pipeline)
+            chunked = len(partition) > pipeline
+            yield Fact("parallel.partition", list(partition), given.origin(*said))
+    except _Uneven as uneven:
+        problems.append(Problem(given.origin(*said), str(uneven), ""))
+    if given[GROUP] not in (None, pipeline) and chunked:
+        yield Fact("parallel.microbatch_group", given[GROUP], given.origin(GROUP))
+
+
+def _plain(given: Given, pipeline: int, left_open: bool) -> Iterator[Fact]:
+    if given[EACH]:
+        yield Fact("parallel.layers_per_chunk", given[EACH], given.origin(EACH))
+    elif left_open and pipeline > 1:
+        yield Fact("parallel.partition", "auto", "left open: the launch does not say")
+
+
+def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
+    """Layers of each virtual stage, in layer order."""
+    if given[LAYOUT]:
+        return layers_of_layout(given[LAYOUT])
+    stages = _of_stages(given, layers, pipeline)
+    chunks = given[CHUNKS] or (stages[0] // given[EACH] if given[EACH] else 1)
+    for stage, count in enumerate(stages):
+        if not chunks or count % chunks:
+            raise _Uneven(f"the {count} layers of stage {stage} do not divide into {chunks} chunks")
+    partition = [stages[index % pipeline] // chunks for index in range(pipeline * chunks)]
+    partition[0] -= bool(given[EMBEDDING])
+    partition[-1] -= bool(given[LOSS])
+    return tuple(partition)
+
+
+def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
+    """Layers of each stage; what counts as one is still among them."""
+    ends = {0: given[FIRST], pipeline - 1: given[LAST]}
+    ends = {stage: count for stage, count in ends.items() if count is not None}
+    counted = layers + bool(given[EMBEDDING]) + bool(given[LOSS])
+    left, stages = counted - sum(ends.values()), pipeline - len(ends)
+    if left < 0 or (left % stages if stages else left):
+        raise _Uneven(f"{left} layers do not divide among the {stages} stages that are left")
+    return [ends.get(stage, left // stages if stages else 0) for stage in range(pipeline)]
+
+
+def layers_of_layout(text: str) -> tuple[int, ...]:
+    """How many layers each virtual stage of a layout has. Raises `_Uneven` for what is no layout."""
+    plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text.replace(",", ""))
+    plain = re.sub(r"(.)\*(\d+)", _repeated, plain)
+    if strange := sorted(set(plain) - set("EtL|")):
+        raise _Uneven(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, L and |")
+    return tuple(stage.count("t") for stage in plain.split("|"))
+
+
+def _repeated(found: re.Match[str]) -> str:
+    return found[1] * int(found[2])
+
+
+SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+
+
+def group_facts(given: Given) -> Iterator[Fact]:
+    """Sizes of Megatron's parallel groups, but for context parallelism's. As in Megatron, sequence parallelism needs more
+    than one tensor-parallel rank."""
+    for place, name in SIZES.items():
+        yield Fact(f"parallel.{place}", given[name], given.origin(name))
+    asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
+    without = " has no effect with tensor 1" if asked and tensor == 1 else ""
+    yield Fact("parallel.sequence_parallel", bool(asked and tensor != 1), given.origin("sequence_parallel") + without)
+    yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"], given.origin("use_distributed_optimizer"))
+
+
+def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
+    """Sizes of micro-batch and batch. Of a batch size that ramps up, the last one counts."""
+    micro = given["micro_batch_size"]
+    if micro is None:
+        if "micro_batch_size" not in given.values:
+            problems.append(Problem("--micro-batch-size", "nothing", "this flag"))
+        return
+    yield Fact("batch.micro", micro, given.origin("micro_batch_size"))
+    ranks = given["tensor_model_parallel_size"] * given["context_parallel_size"] * given["pipeline_model_parallel_size"]
+    if given["step_batch_size_schedule"] is not None:
+        yield from _last_of_schedule(given, problems)
+    elif given["global_batch_size"] is not None:
+        ramp = f", the end of {given.origin('rampup_batch_size')}" if given["rampup_batch_size"] else ""
+        yield Fact("batch.global", given["global_batch_size"], given.origin("global_batch_size") + ramp)
+    elif gpus and gpus >= ranks:
+        yield Fact("batch.global", micro * (gpus // ranks), "micro x replicas: no --global-batch-size")
+
+
+def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """`0:16 2.4B:320`: from 2.4e9 samples or tokens on, 320."""
+    origin, text = given.origin("step_batch_size_schedule"), str(given["step_batch_size_schedule"])
+    if given["global_batch_size"] is not None:
+        problems.append(Problem(origin, "also --global-batch-size", "one of them: Megatron refuses both"))
+    last = text.split()[-1].rpartition(":")[2] if text.split() else ""
+    if last.isdecimal():
+        yield Fact("batch.global", int(last), f"{origin}: its end")
+    else:
+        problems.append(Problem(origin, text, "pairs FROM:SIZE"))
+
+
+SIZE, EXCHANGE, LEVELS = "context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"
+
+
+def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing is said about exchanges where a sequence is not cut."""
+    yield Fact("parallel.context", given[SIZE], given.origin(SIZE))
+    if given[SIZE] in (None, 1):
+        return
+    said = given[EXCHANGE]
+    kinds = list(dict.fromkeys([said] if isinstance(said, str) else said or ["p2p"]))
+    known = get_args(ContextExchange)
+    if unknown := [kind for kind in kinds if kind not in known]:
+        problems.append(Problem(given.origin(EXCHANGE), str(unknown[0]), f"one of {', '.join(known)}"))
+    elif len(kinds) > 1:
+        problems.append(Problem(given.origin(EXCHANGE), " ".join(kinds), "the same in every layer: others are not modelled"))
+    else:
+        yield Fact("parallel.context_exchange", kinds[0], given.origin(EXCHANGE))
+        if kinds[0] == "a2a+p2p":
+            yield from _levels(given, problems)
+
+
+def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    sizes, context = given[LEVELS], given[SIZE]
+    if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
+        found = " ".join(map(str, sizes)) if sizes else "nothing"
+        problems.append(Problem(given.origin(LEVELS), found, f"two sizes whose product is --context-parallel-size ({context})"))
+        return
+    yield Fact("parallel.context_levels", list(sizes), given.origin(LEVELS))
+
+
+SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_gather"}
+BUCKETS = {
+    "bucket_parameters": "ddp_bucket_size",
+    "buckets": "ddp_num_buckets",
+    "padded_buckets": "ddp_pad_buckets_for_high_nccl_busbw",
+}
+LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
+
+
+IN_PLACE = "gradient_accumulation_fusion"
+"""Without it a deferred weight gradient has nowhere to go."""
+
+
+def overlap_facts(given: Given) -> Iterator[Fact]:
+    for name, flag in SWITCHED_ON.items():
+        if given[flag]:
+            yield Fact(f"overlap.{name}", True, given.origin(flag))
+    for name, flag in BUCKETS.items():
+        if given[flag] is not None and given[flag] is not False:
+            yield Fact(f"overlap.{name}", given[flag], given.origin(flag))
+    for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
+        if given[flag] is False:
+            yield Fact(f"overlap.{name}", False, given.origin(flag))
+    if given[IN_PLACE] is False:
+        yield Fact("overlap.weight_gradients", "none", given.origin(IN_PLACE))
+    if given[USERBUFFERS]:
+        yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))

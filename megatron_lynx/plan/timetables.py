@@ -1,0 +1,102 @@
+"""From a plan to the timetable of each of its stages (`timetable`), which says what runs when.
+
+stages[k].rules ──layer by layer──> PlannedHalf, PlannedHalf, ... ──all chunks of a stage──> Timetable
+
+And what of a plan runs while something is communicated: which norms, and in which of Megatron's groups.
+
+    windows of replays, waits of weight gradients     tp    a collective of tensor-parallel ranks
+                                                      ep    an exchange of tokens
+                                                      pp    the receive of a gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, get_args
+
+from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, window_at
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.plan.stage import Stage
+from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable
+
+SectionsOf = Callable[[int], Iterable[Section]]
+"""What fills the halves of a layer, in the order of a forward."""
+
+
+def timetable_of(plan: PlanContents, stage: int) -> Timetable:
+    """The timetable of one stage, its chunks by number."""
+    chunks = [tuple(planned_halves(entry, plan.model.sections_of)) for entry in plan.chunks_of(stage)]
+    return Timetable(chunks, layout_of(plan))
+
+
+def layout_of(plan: PlanContents) -> Layout:
+    return Layout(plan.parallel.tensor > 1, plan.parallel.sequence_parallel, plan.exchanging)
+
+
+def planned_halves(stage: Stage, sections_of: SectionsOf) -> Iterator[PlannedHalf]:
+    """The halves of a stage's entry in the order of a forward, each as its rule has it."""
+    for layer in stage.layers:
+        rule = stage.rule_for(layer)
+        yield from (_planned(rule, layer, section) for section in sections_of(layer))
+
+
+def _planned(rule: Rule, layer: int, section: Section) -> PlannedHalf:
+    half = section.half
+    replay = rule.replays(half)
+    deferred = {
+        linear: tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear])
+        for linear in (reversed(section.linears) if rule.weight_gradients else ())
+        if linear in rule.weight_gradients
+    }
+    if not replay:
+        return PlannedHalf(layer, section, deferred=deferred)
+    steady, cooldown = (
+        Place(
+            tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
+            None if (gather := rule.gather.of(half, phase)) is None else window_at(gather, layer),
+        )
+        for phase in BACKWARD_PHASES
+    )
+    return PlannedHalf(layer, section, replay, steady, cooldown, deferred)
+
+
+Group = Literal["tp", "ep", "pp"]
+"""A process group, by the name that Megatron's `--high-priority-stream-groups` has for it."""
+
+
+def groups_waited_for(plan: PlanContents) -> tuple[Group, ...]:
+    """The groups for whose communication a plan's work is waited in."""
+    found = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
+    return tuple(group for group in get_args(Group) if group in found)
+
+
+def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
+    """The norms over whole rows that run again in windows. One before a gathered input runs where that is gathered: in none."""
+    found = {
+        half.section.norm
+        for half in _halves(plan)
+        if half.section.norm in half.replay
+        for place in map(half.place, BACKWARD_PHASES)
+        if place.gather is None and place.stretches[0][0] != ON_DEMAND
+    }
+    return tuple(sorted(found))
+
+
+def _halves(plan: PlanContents) -> Iterator[PlannedHalf]:
+    return (half for stage in plan.stages for half in planned_halves(stage, plan.model.sections_of))
+
+
+def _windows(half: PlannedHalf) -> Iterator[Window]:
+    """Every window in which something of a half may run."""
+    for place in map(half.place, BACKWARD_PHASES):
+        yield from (window for window, _ in place.stretches)
+    for waits in half.deferred.values():
+        yield from waits
+
+
+def _group(plan: PlanContents, window: Window) -> Group:
+    if isinstance(window, str):
+        return "pp"
+    return "ep" if any(one.exchanges for one in plan.model.sections_of(window.layer) if one.half == window.half) else "tp"

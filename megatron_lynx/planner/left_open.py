@@ -1,0 +1,124 @@
+"""Decides what a job leaves to the planner beside its layers: where the optimizer is, and whether the head runs in pieces.
+
+How much of the optimizer goes to the host (`optimizer.offload: auto`): bytes of the optimizer and bytes of activations are bought
+at different prices: of the one in seconds of an update, once in a step, of the other in seconds of replays and copies, of every
+micro-batch. A plan for each of a few shares knows both:
+
+    quarters, and the least share with which all could be kept ──> a plan each ──> shortest step with its update
+                                                                                       └─> once more, halfway to its neighbours
+
+In how many pieces the head runs (`head: {pieces: auto}`): the fewest are tried with which the loss is no longer what the last
+stage holds most of, because more would only cost seconds. The plan with them is taken where none fits without, or where its step
+is that much shorter that it is worth bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from megatron_lynx.config.job import Head, Job
+from megatron_lynx.cost.budget import beside_layers
+from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.profiler.profile import Profile
+
+DecisionT = TypeVar("DecisionT")
+
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+STEPS = 100
+"""A share is given in hundredths, rounded up."""
+
+
+def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
+    """The decision for the share with the shortest step, its update included. Raises `Infeasible` where none fits, with what is
+    missing when all of it is on the host."""
+    found: dict[float, DecisionT] = {}
+    failed: dict[float, Infeasible] = {}
+
+    def tried(share: float) -> None:
+        try:
+            found[share] = decide(with_share(job, share))
+        except Infeasible as error:
+            failed[share] = error
+
+    def best() -> float:
+        return min(sorted(found), key=lambda share: step_s(found[share]))
+
+    for share in sorted({*QUARTERS, _least_that_keeps_all(job)}):
+        tried(share)
+    if not found:
+        raise failed[1.0]
+    for share in _between(best(), sorted({*found, *failed})):
+        tried(share)
+    return found[best()]
+
+
+def least_share_that_fits(job: Job) -> Job:
+    """The job, under a policy of stock's, with as little of its optimizer on the host as it fits with; else with all of it."""
+
+    def fits(steps: int) -> bool:
+        return all(memory.total <= job.memory_budget_bytes for memory in memory_of_stages(with_share(job, steps / STEPS), ratio))
+
+    ratio = 1.0 if job.offload_ratio == "auto" else job.offload_ratio
+    return with_share(job, bisect_left(range(STEPS), True, key=fits) / STEPS)
+
+
+def with_share(job: Job, share: float) -> Job:
+    return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"offload": share})})
+
+
+def _least_that_keeps_all(job: Job) -> float:
+    """The least share with which stock fits without recomputation; 1 where there is none."""
+
+    return least_share_that_fits(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})).optimizer.offloaded
+
+
+def _between(best: float, tried: list[float]) -> list[float]:
+    """Halfway to the next shares that were tried."""
+    at = tried.index(best)
+    near = [*tried[max(0, at - 1) : at], *tried[at + 1 : at + 2]]
+    return [round((best + other) / 2, 2) for other in near if round((best + other) / 2, 2) not in tried]
+
+
+LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
+"""Of a piece: GEMMs of fewer rows do not fill a GPU."""
+
+WORTH_BITS = 5e-3
+"""The part of a step that must be gained for a gradient that is not stock's in every bit."""
+
+
+def with_pieces(job: Job) -> Job | None:
+    """The job with its head in as many pieces as help; None where it is whole, or helps as it is."""
+    if job.schedule == "double_buffered" or not _loss_binds(job):
+        return None
+    several = list(_several(job))
+    return next((each for each in several if not _loss_binds(each)), several[-1] if several else None)
+
+
+def with_whole_head(job: Job) -> Job:
+    """The job with stock's head."""
+    return job.model_copy(update={"head": None})
+
+
+def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
+    """One problem that says that a job which does not fit would fit with its head in pieces, or none. `plannable`: asked last."""
+    pieced = with_pieces(job) if job.head is None else None
+    if pieced is not None and plannable(pieced, profile):
+        todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/head_in_pieces.md)"
+        yield Problem("inexact change that fits", f"head.pieces: {pieced.head_pieces}", "", todo)
+
+
+def _several(job: Job) -> Iterator[Job]:
+    """The job with its head in 2, 4, 8, ... pieces."""
+    rows, pieces = job.model.seq // job.parallel.context, 2
+    while rows % pieces == 0 and rows // pieces * job.batch.micro >= LEAST_TOKENS[job.cluster.device]:
+        yield job.model_copy(update={"head": Head(pieces=pieces)})
+        pieces *= 2
+
+
+def _loss_binds(job: Job) -> bool:
+    """Whether the last stage holds more beside its layers when the loss is computed than when they run backward."""
+    parts = beside_layers(job, job.parallel.pipeline - 1)
+    return max(parts.at("loss").total, parts.at("head_backward").total) > parts.at("backward").total

@@ -1,0 +1,97 @@
+"""The events of one pass of a stage: which half is entered, which wait comes, what runs in it and what behind it.
+
+    Pass      HalfPass   mlp(4)         [what is left of its replay, on demand]
+                │          Wait bwd.mlp.0@4        │ Replay attention(4) until rotary │ wait │ Gather mlp(3)
+                │          Wait bwd.mlp.1@4        │ weight gradient of linear_fc2(4) │ wait │
+              HalfPass   attention(4)
+                           Wait bwd.attention.0@4  │ Replay attention(4), the rest    │ wait │ ...
+
+In a wait the replays come first, in the order in which backward needs them, then weight gradients, each if one of its linear is
+pending, then the wait proper, and behind it what has to communicate. What is held from an event on follows from its names: of a
+half that is replayed until an item, whatever its items before that one made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy.address import ON_DEMAND, FrameKey, Window, WindowAddress
+
+
+class Linear(NamedTuple):
+    """A linear of a layer, of experts the item that stands for theirs."""
+
+    layer: int
+    half: Half
+    name: str
+
+
+class Replay(NamedTuple):
+    """Recompute a half, or the part of it between two items."""
+
+    half: FrameKey
+    since: str | None = None
+    """The item before which the part before this one stopped. None: this is the first part."""
+    until: str | None = None
+    """The item before which it stops. None: it does not."""
+    gathered: Window | None = None
+    """Of a first part whose input is gathered: behind which window it was; `on_demand`: right before this."""
+
+    @property
+    def gathered_ahead(self) -> bool:
+        return self.gathered is not None and self.gathered != ON_DEMAND
+
+
+class Wait(NamedTuple):
+    """One wait for communication, and what the plan has put into it."""
+
+    window: Window
+    replays: tuple[Replay, ...] = ()
+    weight_gradients: tuple[Linear, ...] = ()
+    """Of each the oldest that is pending runs, of whichever micro-batch."""
+    gathers: tuple[FrameKey, ...] = ()
+    """The halves whose input is gathered when the wait is over: what comes before it runs again, and the gather begins."""
+    over: bool = False
+    """Whether it is over before it begins, and no window: what it waits for was gathered for a replay."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs in it or behind it."""
+        return bool(self.replays or self.weight_gradients or self.gathers)
+
+
+class HalfPass(NamedTuple):
+    """One half in one pass."""
+
+    half: FrameKey
+    waits: tuple[Wait, ...]
+    on_demand: Replay | None = None
+    """In a backward: what of its replay no window does."""
+    gathered: Window | None = None
+    """In a backward: behind which window its input was gathered ahead of time; None where it was not."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a chunk: its halves, in the order in which it goes through them."""
+
+    halves: tuple[HalfPass, ...] = ()
+
+    @cached_property
+    def busy(self) -> Mapping[Window, Wait]:
+        """Its waits in which anything runs, by address."""
+        return {wait.window: wait for half in self.halves for wait in half.waits if wait.busy}
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether any replay runs in it, or any input is gathered."""
+        return any(wait.replays or wait.gathers for wait in self.busy.values())
+
+    @cached_property
+    def busy_halves(self) -> frozenset[FrameKey]:
+        """The halves that have such a wait."""
+        return frozenset(window.frame for window in self.busy if isinstance(window, WindowAddress))

@@ -1,0 +1,34 @@
+"""Instruments that show on a CPU what only a GPU would: late streams, hardware queues, Transformer Engine's and Apex's kernels.
+
+    streams               copies that run late in raw memory, and a record of what comes before what: who would race
+    queues                replays together what all ranks gave their streams, with one hardware queue or several: who would hang
+    transformer_engine    its own Python on a CPU, a stand-in in plain torch for its compiled extension
+    apex_norms            the same for the compiled parts of Apex's LayerNorms
+
+They are no part of the wheel. The testbed's ranks take the two stand-ins where TESTBED_STAND_INS names this package:
+`tests/conftest.py` does, and scripts and benchmarks that run such layers without a GPU do with `offer()`.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from megatron_lynx.testbed.compiled_parts import STAND_INS
+from megatron_lynx.testbed.stand_in import StandIn
+
+
+def offer() -> None:
+    """Let this process and those that it starts have the stand-ins, unless the environment names others."""
+    os.environ.setdefault(STAND_INS, __name__)
+
+
+def stand_in() -> StandIn:
+    """Answer for the compiled parts that this machine lacks, until the returned handle is removed."""
+    from tests.instruments.apex_norms import stand_in_for_apex_norms
+    from tests.instruments.transformer_engine import stand_in_for_transformer_engine
+
+    undo = ExitStack()
+    undo.enter_context(stand_in_for_transformer_engine())
+    undo.enter_context(stand_in_for_apex_norms())
+    return StandIn(undo)

@@ -1,0 +1,87 @@
+"""Notes what the runtime gives to streams of the device seam (`runtime/device`): copies to the host and back, their events."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_lynx.runtime.device import CallingThread, CpuDevice, CpuEvent, ThreadStream
+from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.queues.log import COMPUTE, Event, Log
+
+
+def note_copies(undo: ExitStack, log: Log) -> None:
+    """Note what the calling thread gives to streams, until `undo` is closed."""
+    notes = _Notes(log)
+    for stream in (ThreadStream, CallingThread):
+        replace(undo, stream, "wait", notes.wait(stream.wait))
+        replace(undo, stream, "record", notes.record(stream.record))
+    replace(undo, ThreadStream, "run", notes.run(ThreadStream.run))
+    replace(undo, CpuEvent, "synchronize", notes.synchronize(CpuEvent.synchronize))
+    replace(undo, CpuDevice, "synchronize", notes.synchronize_all(CpuDevice.synchronize))
+
+
+class _Notes:
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._thread = threading.get_ident()
+        self._inside = False
+        """Whether a call of a stream runs, whose calls of its own are not noted."""
+        self._events: weakref.WeakKeyDictionary[CpuEvent, Event] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+
+    def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._noted(original, lambda result, stream, work: self._log.kernel("copy", self._name(stream)))
+
+    def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(result: Any, stream: Any, event: Any) -> None:
+            if event in self._events:
+                self._log.wait(self._events[event], self._name(stream))
+
+        return self._noted(original, note)
+
+    def record(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(result: Any, stream: Any, **kwargs: Any) -> None:
+            self._events[result] = self._log.event(self._name(stream))
+
+        return self._noted(original, note)
+
+    def synchronize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(result: Any, event: Any) -> None:
+            if event in self._events:
+                self._log.synchronize("synchronize of an event", [self._events[event]])
+
+        return self._noted(original, note)
+
+    def synchronize_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._noted(original, lambda result, device: self._log.synchronize("synchronize of the device"))
+
+    def _noted(self, original: Callable[..., Any], note: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, and behind it a note with what it returned; only of outer calls of the thread that is recorded."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._inside = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._inside = False
+            note(result, *args, **kwargs)
+            return result
+
+        return call
+
+    def _name(self, stream: Any) -> str:
+        if isinstance(stream, CallingThread):
+            return COMPUTE
+        if stream not in self._names:
+            self._names[stream] = f"copies {next(self._numbers)}"
+        return self._names[stream]

@@ -1,0 +1,118 @@
+"""Tensors in FP8 with one scale each: cast, cast back, transposed.
+
+    numbers ── x scale, cast ──> data (uint8)          scale = largest finite FP8 / amax
+            └─ largest magnitude ──> amax              delayed: the quantizer's own, of earlier steps; its amax only grows here
+               data ── transposed ──> columns          current: computed from these numbers, over the group where one is given
+
+As on a Hopper, whose FP8 products take rows alone: a tensor that is used by columns carries its transpose. When scales of delayed
+scaling change is Transformer Engine's own Python to say (`NVTE_UNFUSED_FP8_UPDATE`). Block scales are not answered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.instruments.transformer_engine.enums import DType
+
+__all__ = ["bgrad_quantize", "create_empty_quantized_tensor", "dequantize", "fp8_transpose", "quantize"]
+
+
+@torch.no_grad()
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+    """`tensor` in FP8: a new tensor of the quantizer's kind, or written over `output` (not where `noop` says so)."""
+    if noop is not None and float(noop) != 0:
+        return output
+    numbers = tensor.detach().float()
+    scale = scale_of(numbers, quantizer)
+    data = cast(numbers * scale, quantizer.dtype)
+    columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
+    if output is None:
+        output = quantizer.create_tensor_from_data(data, fake_dtype=tensor.dtype, internal=quantizer.internal)
+        output._data, output._transpose = data, columns
+    else:
+        for name, new in {"_data": data, "_transpose": columns}.items():
+            put(output, name, new)
+    put(output, "_scale_inv", scale.reciprocal().view_as(output._scale_inv))
+    output._transpose_invalid = output._transpose is None
+    return output
+
+
+def put(owner: Any, name: str, new: torch.Tensor | None) -> None:
+    """Overwrite a buffer where it lies, if it is there and of use."""
+    old = getattr(owner, name)
+    if old is not None and new is not None and old.shape == new.shape:
+        old.copy_(new)
+    elif new is not None:
+        setattr(owner, name, new)
+
+
+def scale_of(numbers: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """The scale, a tensor of one element, that these numbers are multiplied by.
+
+    Raises:
+        NotImplementedError: the quantizer has a scale per block.
+    """
+    kind = type(quantizer).__name__
+    amax = numbers.abs().max().view(1) if numbers.numel() else torch.zeros(1)
+    if kind == "Float8Quantizer":
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
+        scale: torch.Tensor = quantizer.scale.detach().float().view(1).clone()
+        return scale
+    if kind != "Float8CurrentScalingQuantizer":
+        raise NotImplementedError(f"quantize with {kind}")
+    if quantizer.with_amax_reduction:
+        largest = torch.distributed.AllreduceOptions()
+        largest.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+        quantizer.amax_reduction_group.allreduce([amax], largest).wait()  # as in C++: no name of torch's Python is looked up
+    amax = amax.clamp(min=quantizer.amax_epsilon)
+    scale = torch.finfo(DType(int(quantizer.dtype)).of_torch).max / amax
+    scale = torch.where(torch.isfinite(scale) & torch.isfinite(amax), scale, torch.ones(1))
+    return torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+
+
+def cast(numbers: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Rounded to FP8, what is too large to the largest; as bytes."""
+    float8 = DType(int(dtype)).of_torch
+    largest = torch.finfo(float8).max
+    return numbers.clamp(-largest, largest).to(float8).view(torch.uint8)
+
+
+def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Bytes (..., k) as (k, ...)."""
+    columns = input.movedim(-1, 0).contiguous()
+    return columns if out is None or out.shape != columns.shape else out.copy_(columns)
+
+
+def dequantize(input: Any, otype: Any) -> torch.Tensor:
+    """The numbers that an FP8 tensor stands for."""
+    return numbers_of(input._data, input).to(DType(int(otype)).of_torch)
+
+
+def numbers_of(data: torch.Tensor, tensor: Any) -> torch.Tensor:
+    values: torch.Tensor = data.view(DType(int(tensor._fp8_dtype)).of_torch).float() * tensor._scale_inv
+    return values
+
+
+def operand(tensor: Any, transposed: bool) -> torch.Tensor:
+    """A product's operand (fp32), read as a Hopper would: `transposed`, from the columns, which must be there.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    data = tensor._transpose if transposed else tensor._data
+    if data is None or (transposed and tensor._transpose_invalid):
+        raise RuntimeError(f"an FP8 operand has no {'columns' if transposed else 'rows'}")
+    numbers = numbers_of(data, tensor)
+    return numbers.movedim(0, -1) if transposed else numbers
+
+
+def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+    """(gradient of a bias, the gradient that it is summed from in FP8)"""
+    return input.detach().float().flatten(0, -2).sum(0).to(input.dtype), quantizer(input)
+
+
+def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, pin_memory: bool) -> Any:
+    """A tensor of the quantizer's kind, without numbers."""
+    return quantize(torch.zeros(*shape, dtype=dtype), quantizer)

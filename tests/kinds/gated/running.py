@@ -1,0 +1,22 @@
+"""Gated attention of a run: layers whose attention has the linear of a gate."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch.nn import Module
+
+from megatron_lynx.anatomy import Section
+from megatron_lynx.apply.live_run import LINEARS, module_at
+from megatron_lynx.kinds.dense.running import LOCAL
+from megatron_lynx.kinds.held import Classes, Running
+
+from .section import GATE, GATED
+
+
+class HeldGatedAttention(Running):
+    half, name = GATED.half, GATED.name
+    local: ClassVar[Classes] = {**LOCAL, "query_projection": (f"{LINEARS}ColumnParallelLinear",)}
+
+    def section_in(self, layer: Module) -> Section | None:
+        return None if module_at(layer, GATE.path) is None else GATED

@@ -1,0 +1,57 @@
+"""What a traced step consisted of, from spans as the runtime records them."""
+
+from __future__ import annotations
+
+from megatron_lynx.launch.outcome.step_parts import parts_of, together
+from megatron_lynx.measure.run_outcome import HalfSeconds, WaitSeconds
+from megatron_lynx.runtime.trace import Span
+
+
+def span(kind, start_s, end_s, layer=None, half=None, window=None) -> Span:
+    return Span(kind, layer, half, 0, window, start_s, end_s)
+
+
+STEP = [
+    span("forward", 0.0, 10.0, 1, "attention"),
+    span("window", 4.0, 9.0, window="fwd.attention.0@1"),
+    span("replay", 4.0, 6.0, 2, "mlp", "fwd.attention.0@1"),
+    span("offload", 3.0, 30.0),
+    span("forward", 10.0, 16.0, 1, "mlp"),
+    span("forward", 16.0, 20.0, 2, "mlp"),
+    span("recv", 20.0, 50.0, window="pipe.recv_backward"),
+    span("replay", 21.0, 22.0, 2, "mlp", "pipe.recv_backward"),
+    span("backward", 50.0, 70.0, 2, "mlp"),
+    span("replay", 51.0, 54.0, 2, "mlp", "on_demand"),
+    span("window", 60.0, 64.0, window="bwd.mlp.0@2"),
+    span("replay", 60.0, 63.0, 1, "attention", "bwd.mlp.0@2"),
+    span("weight_gradient", 63.0, 64.0, 2, "mlp", "bwd.mlp.0@2"),
+    span("copy_wait", 66.0, 67.0),
+]
+
+
+def test_a_half_computes_what_is_not_inside_it_and_its_weight_gradients():
+    found = parts_of(STEP, lambda layer: False)
+    assert found.halves["attention"] == HalfSeconds(calls=1, seconds=5.0)
+    assert found.halves["mlp"] == HalfSeconds(calls=2, seconds=6.0 + 4.0 + (20.0 - 3.0 - 4.0 - 1.0) + 1.0)
+
+
+def test_a_wait_that_goes_on_says_how_long_communication_is_and_one_that_does_not_only_what_it_hid_at_most():
+    waits = parts_of(STEP, lambda layer: False).waits
+    assert waits["fwd.attention.0"] == WaitSeconds(longer=1, longer_s=5.0, longer_replays_s=2.0)
+    assert waits["bwd.mlp.0"] == WaitSeconds(shorter=1, shorter_replays_s=3.0)
+    assert set(waits) == {"fwd.attention.0", "bwd.mlp.0"}, "receives are up to other stages"
+
+
+def test_layers_with_experts_are_a_kind_of_their_own():
+    found = parts_of(STEP, lambda layer: layer == 2)
+    assert {kind: each.calls for kind, each in found.halves.items()} == {"attention": 1, "experts": 1, "mlp": 1}
+    assert "bwd.experts.0" in found.waits
+
+
+def test_ranks_are_added_up():
+    one = parts_of(STEP, lambda layer: False)
+    both = together([one, None, one])
+    assert both is not None
+    assert both.halves["mlp"].calls == 4
+    assert both.waits["bwd.mlp.0"].shorter_replays_s == 6.0
+    assert together([None]) is None

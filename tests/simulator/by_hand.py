@@ -1,0 +1,18 @@
+"""Passes of a chunk whose halves are made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lynx.simulator.halves import stage_passes
+from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.timetable import Layout, Timetable
+
+
+def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **more: Any) -> ChunkPasses:
+    """Of the only chunk of a stage, whose messages are of 100 bytes. `ends`: embedding and head."""
+    shape, layers = profile.shape, [half.layer for half in halves]
+    layout = Layout(shape.tensor > 1, shape.sequence_parallel, layers if shape.expert > 1 else ())
+    timetable = Timetable([[half.planned for half in halves]], layout)
+    return stage_passes(timetable, 0, halves, {half.key: half for half in halves}, profile, 100, *ends, **more)

@@ -1,0 +1,228 @@
+"""What any solver must have, on random problems, and what any price of a byte says by brute force on small ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.solver import exact
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all, with_whole_microbatches
+from megatron_lynx.solver.problem import Choices, StageProblem
+from megatron_lynx.solver.sweep import least_memory, solve
+from tests.solver.problems import budgets, catalogued_problems, every_answer, options, problems
+
+TOLERANCE_S = 1e-9
+random_problems = settings(max_examples=40, deadline=None)
+
+
+@random_problems
+@given(problems())
+def test_never_worse_than_the_same_kept_sets_on_demand(problem):
+    for limited in budgets(problem):
+        answer = solve(limited)
+        assert answer.exposed_s <= on_demand(answer).exposed_s + TOLERANCE_S
+
+
+@random_problems
+@given(problems(window_s=st.just(0.0)))
+def test_without_windows_everything_is_exposed(problem):
+    for limited in budgets(problem):
+        answer = solve(limited)
+        assert answer.exposed_s == pytest.approx(sum(half.replay_s for half in answer.halves))
+        assert answer.hidden_s == pytest.approx(0.0)
+
+
+@random_problems
+@given(problems(window_s=st.just(100.0)))
+def test_free_where_windows_exceed_what_was_dropped(problem):
+    problem = replace(problem, loss_bytes=0)  # beside a loss the last MLP half is not kept for nothing
+    assert solve(problem).exposed_s == 0
+    for more in range(3):
+        assert solve(replace(problem, budget_bytes=replay_all(problem).peak_bytes + more)).exposed_s == 0
+
+
+@random_problems
+@given(problems())
+def test_more_budget_never_costs_time(problem):
+    answers = [solve(limited) for limited in budgets(problem, steps=6)]
+    for less, more in pairwise(answers):
+        assert more.exposed_s <= less.exposed_s + TOLERANCE_S
+
+
+@random_problems
+@given(problems() | catalogued_problems())
+def test_an_answer_fits_its_budget_and_nothing_below_the_least_does(problem):
+    for limited in budgets(problem):
+        assert held_at_most(solve(limited)) <= limited.budget_bytes
+    least = least_memory(problem).peak_bytes
+    assert solve(replace(problem, budget_bytes=least)).peak_bytes <= least
+    with pytest.raises(Infeasible):
+        solve(replace(problem, layers=1, budget_bytes=least_memory(replace(problem, layers=1)).peak_bytes - 1))
+
+
+def held_at_most(answer):
+    """A walk through one backward, byte by byte, as the picture in `cost.memory` has it; not its formula."""
+    backward = [half.memory for half in reversed(list(answer.halves))]
+    resident = sum(half.resident for half in backward)
+    there = {number: half.early for number, half in enumerate(backward) if half.early}
+    held = [resident + sum(there.values()) + answer.loss_bytes]
+    for number, half in enumerate(backward):
+        there[number] = half.regenerated
+        held.append(resident + sum(there.values()))
+        following = backward[number + 1 : number + 2]
+        del there[number]
+        resident -= half.resident
+        ahead = {at: each.early + each.ahead[0] for at, each in enumerate(following, start=number + 1)}
+        held.append(resident + sum((there | ahead).values()) + half.tail)
+    return max(held) + (answer.in_flight - 1) * sum(half.resident for half in backward)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(max_layers=5, most_parts=2))
+def test_no_slower_than_what_any_price_of_a_byte_says(problem):
+    answers = list(answers_at_prices(problem))
+    for limited in budgets(problem):
+        fitting = [answer.longer_s for answer in answers if answer.peak_bytes <= limited.budget_bytes]
+        assert solve(limited).longer_s <= min(fitting, default=math.inf) + TOLERANCE_S
+
+
+def answers_at_prices(problem):
+    """All lower layers do what is cheapest at one price, the last layer does anything."""
+    for price in (0.0, *(2.0**power for power in range(-12, 8)), 1e6):
+        attention, mlp = (min(kind, key=partial(cost, problem, price)) for kind in (problem.attention, problem.mlp))
+        for last in map(LayerChoice, *zip(*product(problem.attention, problem.last_mlp), strict=True)):
+            layers = (*[LayerChoice(attention, mlp)] * (problem.layers - 1), last)
+            yield Solved(layers, problem.in_flight, loss_bytes=problem.loss_bytes)
+
+
+def cost(problem, price, option):
+    memory = option.memory
+    bytes_held = (problem.in_flight - 1) * memory.resident + memory.held
+    return option.longer_s + price * bytes_held, max(memory.columns), option.longer_s
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(max_layers=1, most_parts=3))
+def test_of_a_single_layer_the_best_of_all_answers(problem):
+    answers = every_answer(problem)
+    for limited in budgets(problem):
+        fitting = min(answer.longer_s for answer in answers if answer.peak_bytes <= limited.budget_bytes)
+        assert solve(limited).longer_s == pytest.approx(fitting)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(catalogued_problems())
+def test_within_a_fiftieth_of_a_micro_batch_of_what_is_proven(problem):
+    """In the worst case on a last stage with one micro-batch in flight, where the last three layers need most."""
+    proven = exact.solve(problem)
+    assert proven.proven
+    assert solve(problem).longer_s <= proven.longer_s + 0.02 * problem.device.both_s
+
+
+@random_problems
+@given(problems(max_layers=2))
+def test_least_memory_is_the_least_of_all_layers_alike(problem):
+    least = least_memory(problem).peak_bytes
+    assert least <= solve(problem).peak_bytes
+    assert least <= keep_all(problem).peak_bytes
+    assert least <= on_demand(replay_all(problem)).peak_bytes
+
+
+@settings(max_examples=10, deadline=None)
+@given(catalogued_problems())
+def test_the_same_question_has_the_same_answer(problem):
+    assert solve(problem) == solve(replace(problem))
+
+
+@random_problems
+@given(problems(max_layers=2))
+def test_whole_micro_batches_are_chosen_where_they_are_faster(problem):
+    for limited in budgets(problem):
+        answer, without = with_whole_microbatches(limited), solve(limited)
+        assert answer.exposed_s <= without.exposed_s
+        assert answer.peak_bytes <= limited.budget_bytes
+        assert (answer.whole is not None) == (answer.exposed_s < without.exposed_s)
+
+
+def test_where_a_layer_cannot_be_split_half_of_the_micro_batches_keep_it():
+    either = options([(100, 1.0)], 0.0)
+    problem = StageProblem(0, 1, either, either, Choices(either[:1]), in_flight=4)
+    whole, replaying = 220, 120
+    answer = with_whole_microbatches(replace(problem, budget_bytes=2 * whole + 2 * replaying))
+    assert answer.whole is not None
+    assert (answer.whole.count, answer.whole.of_every) == (2, 4)
+    assert answer.exposed_s == 0.5
+    assert answer.peak_bytes == 2 * whole + 2 * replaying
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-30, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [0, 1, 10**30])
+@pytest.mark.parametrize("budget", [-1, 0, 10**9, 10**31, 10**40])
+def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
+    choices = options([(size, seconds)], 1.0, seconds)
+    problem = StageProblem(0, 5, choices, choices, choices, in_flight=3, budget_bytes=budget)
+    if budget < least_memory(problem).peak_bytes:
+        with pytest.raises(Infeasible, match="raise it by"):
+            solve(problem)
+    else:
+        assert solve(problem).peak_bytes <= budget
+
+
+def example(window_s=1.0, layers=8):
+    """Halves of 60 and 100 bytes beside their input; a second replays either."""
+    attention, mlp = options([(60, 1.0)], window_s), options([(100, 1.0)], window_s)
+    return StageProblem(stage=3, layers=layers, attention=attention, mlp=mlp, last_mlp=options([(100, 1.0)], 0.0))
+
+
+def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
+    answer = solve(example())
+    assert [half.replay != () for half in answer.halves] == [True] * 15 + [False]
+    assert answer.exposed_s == 0
+    assert answer.peak_bytes == solve(replace(example(), last_mlp=Choices(example().last_mlp[1:]))).peak_bytes
+    several = solve(replace(example(), in_flight=2))
+    assert several.layers[-1].mlp.replay != (), "each micro-batch in flight would hold it"
+
+
+def test_budget_that_suffices_for_some_layers_is_used_for_them():
+    problem = example(window_s=0.0)
+    least, one_mlp = least_memory(problem).peak_bytes, 100
+    answer = solve(replace(problem, budget_bytes=least + 2 * one_mlp))
+    assert answer.exposed_s < solve(problem).exposed_s
+    assert [half.replay == () for half in answer.halves].count(True) >= 3
+
+
+def test_layers_on_top_are_replayed_late_where_only_their_frames_are_too_much():
+    attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
+    problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
+    least = least_memory(problem)
+    assert {layer.mlp.seat.steady.window for layer in least.layers[:-1]} == {"on_demand"}
+    answer = solve(replace(problem, budget_bytes=least.peak_bytes))
+    late = [layer.mlp.seat.steady.on_demand for layer in answer.layers[:-1]]
+    assert 0 < late.count(True) < len(late)
+    assert late == sorted(late)
+
+
+def long_needed(choices):
+    """Of a half that is gone but for its last window more is left than its inputs."""
+    return Choices(replace(option, memory=replace(option.memory, tail=70)) for option in choices)
+
+
+def test_infeasible_says_what_binds_and_by_how_much():
+    problem = example()
+    least = least_memory(problem).peak_bytes
+    with pytest.raises(Infeasible) as refusal:
+        solve(replace(problem, budget_bytes=least - 16))
+    (found,) = refusal.value.problems
+    assert found.where == "budget.activation_mib, stage 3"
+    assert f"{least} B" in found.needed
+    assert f"{least - 16} B" in found.found
+    assert "raise it by 16 B" in found.todo
+    assert refusal.value.exit_status == 1

@@ -1,0 +1,138 @@
+"""What ranks really run, and what is simulated, is what the timetable of a plan says: for plans drawn at random.
+
+Both read the same events, so there is nothing that could differ but whether each of them does all of it, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.prices import Prices
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.rehearsal import rehearse, treated_halves
+from megatron_lynx.schedule.schedule import Action
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timetable import Linear, Replay, Timetable, Wait
+from tests.plan.strategies import drawn, plans_for
+from tests.profiler.made_up import made_up_profile
+from tests.transparency.expected import lets_go, schedule_of
+from tests.transparency.trials import Trial, compare_with_stock
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp+sp+pp": {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "microbatches": 3, "layers": 4},
+    "chunks": {"tensor": 2, "pipeline": 2, "layers": 6, "microbatches": 4, "partition": (1, 2, 2, 1)},
+}
+JOBS = {name: tiny_job("llama", **layout) for name, layout in LAYOUTS.items()}
+SECONDS_OF_A_MESSAGE = 1e4
+"""Far longer than any replay, so that all that a window hides fits into it."""
+
+Event = tuple[Replay | Linear, str]
+"""What runs, and where."""
+
+
+def passes(
+    plan: Plan, job: Job, stage: int, timetable: Timetable
+) -> Iterator[tuple[Action, int | None, list[Event], list[Event]]]:
+    """The passes of a stage in a step; whose replays each runs (None: its own are all that it could), what it runs, and what runs
+    while its gradient is received."""
+    order = list(schedule_of(job).phases(stage))
+    for at, (action, phase) in enumerate(order):
+        if action.kind == "F":
+            after = order[at + 1][0] if at + 1 < len(order) else action
+            serves = phase == "steady" and after.kind == "B" and after[::2] != action[::2]
+            through = timetable.forward(action.chunk, after.chunk if serves else None)
+            yield (
+                action,
+                after.micro_batch if serves else None,
+                [one for half in through.halves for one in run_in(*half.waits)],
+                [],
+            )
+            continue
+        ran = []
+        for half in timetable.backward(action.chunk, phase).halves:
+            ran += [(half.on_demand, ON_DEMAND)] if half.on_demand is not None else []
+            ran += run_in(*half.waits)
+        last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+        yield action, action.micro_batch, ran, [] if last else list(run_in(timetable.receive(action.chunk, phase)))
+
+
+def run_in(*waits: Wait) -> Iterator[Event]:
+    for wait in waits:
+        yield from ((each, str(wait.window)) for each in (*wait.replays, *wait.weight_gradients))
+
+
+def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:
+    return ((each, window) for each, window in events if isinstance(each, Replay))
+
+
+@pytest.mark.parametrize("layout", JOBS)
+@drawn(40)
+@given(data=st.data())
+def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) -> None:
+    """Pass by pass and in its order."""
+    job = JOBS[layout]
+    plan, profile = data.draw(plans_for(job, defers=True)), made_up_profile(job, SECONDS_OF_A_MESSAGE)
+    simulation, prices = rehearse(plan, profile), Prices(profile)
+    for stage, executed in enumerate(simulation.executed):
+        timetable = timetable_of(plan, stage)
+        entries = zip(plan.chunks_of(stage), timetable.chunks, strict=True)
+        halves = {half.key: half for entry, planned in entries for half in treated_halves(entry, planned, prices)}
+        received = {each.action[::2]: each.content for each in executed if each.action.kind == "R"}
+        by_action = {each.action: each.content for each in executed if each.action.kind != "R"}
+        for action, _, ran, while_received in passes(plan, job, stage, timetable):
+            contents = [(by_action[action], ran), (received.get(action[::2]) if action.kind == "B" else None, while_received)]
+            for content, expected in contents:
+                spans = () if content is None else content.spans
+                found = [((span.layer, span.half), span.window) for span in spans if span.kind == "replay"]
+                takes_time = (
+                    (replay.half, window) for replay, window in replays_of(expected) if halves[replay.half].part(replay).seconds
+                )
+                assert found == list(takes_time)
+                filled = {(span.layer, span.half, span.window) for span in spans if span.kind == "weight_gradient"}
+                assert {one for one in filled if one[2] != "flushed"} <= linears_in(expected)
+
+
+def linears_in(events: list[Event]) -> set[tuple[int, str, str]]:
+    return {(each.layer, each.half, window) for each, window in events if isinstance(each, Linear)}
+
+
+@pytest.mark.parametrize("layout", JOBS)
+@drawn(1)
+@given(data=st.data())
+def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], layout: str, data: st.DataObject) -> None:
+    """Of every micro-batch, every replay in its window or on demand, and no weight gradient in another wait than one of its
+    own."""
+    job = JOBS[layout]
+    plan = data.draw(plans_for(job, defers=True).filter(lambda plan: any(stage.defers for stage in plan.stages)))
+    trial = Trial(steps=1, traced=True, training={"ddp": True}, model={"gradient_accumulation_fusion": True})
+    results = pool_of(job.gpus).run(compare_with_stock, job, [plan], trial)
+    for rank, outcomes in enumerate(results):
+        stage = rank // job.parallel.tensor
+        events = outcomes[0].planned.events
+        found = sorted(
+            (event["micro_batch"], event["layer"], event["half"], event["window"])
+            for event in events
+            if event["kind"] == "replay"
+        )
+        entry_of = {layer: entry for entry in plan.chunks_of(stage) for layer in entry.layers}
+        expected, linears = [], set[tuple[int, str, str]]()
+        for _, served, ran, while_received in passes(plan, job, stage, timetable_of(plan, stage)):
+            both = [*ran, *while_received]
+            expected += [
+                (served, *replay.half, window)
+                for replay, window in replays_of(both)
+                if lets_go(job, entry_of[replay.half[0]], *replay.half)
+            ]
+            linears |= linears_in(both)
+        assert found == sorted(expected), f"rank {rank}"
+        filled = {(event["layer"], event["half"], event["window"]) for event in events if event["kind"] == "weight_gradient"}
+        assert {one for one in filled if one[2] != "flushed"} <= linears

@@ -1,0 +1,109 @@
+"""What runs when, on stages of a few layers by hand: as a plan says it, and as its chunks see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.timetable import Layout, Linear, Place, PlannedHalf, Replay, Timetable
+
+
+def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowAddress:
+    return WindowAddress(passing, layer, half, ordinal)
+
+
+def mlp(layer: int, *windows: tuple[Window, str | None], gather: Window | None = None, **deferred: Any) -> PlannedHalf:
+    """A half that is replayed in these windows, in all phases."""
+    place = Place(windows, gather)
+    return PlannedHalf(layer, MLP, MLP.replayable if windows else (), place, place, deferred)
+
+
+def test_a_replay_over_a_forward_and_a_backward() -> None:
+    """Behind a forward that hides nothing, the part in the backward is the first one. What no window does is on demand."""
+    begun, then = at("fwd", 1), at("bwd", 2)
+    stage = Timetable([[mlp(1, (begun, "linear_fc1"), (then, "activation")), mlp(2)]])
+    (first,), (second,) = (wait.replays for wait in (stage.forward(0, 0).busy[begun], stage.backward(0, "steady").busy[then]))
+    assert (first, second) == (
+        Replay((1, "mlp"), None, "linear_fc1"),
+        Replay((1, "mlp"), "linear_fc1", "activation"),
+    )
+    left = {phase: stage.backward(0, phase).halves[-1].on_demand for phase in ("warmup", "steady")}  # type: ignore[arg-type]
+    assert left == dict.fromkeys(("warmup", "steady"), Replay((1, "mlp"), "activation"))
+    assert stage.backward(0, "warmup").busy[then].replays == (Replay((1, "mlp"), None, "activation"),)
+    assert not stage.forward(0).busy
+
+
+def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
+    stage = Timetable([[mlp(1, (at("bwd", 2), None)), mlp(2, (at("fwd", 1), None))]])
+    assert stage.backward(0, "steady") == stage.backward(0, "cooldown")
+    assert stage.backward(0, "steady") != stage.backward(0, "warmup"), "what its forward should have done is on demand"
+
+
+def test_an_input_that_is_gathered() -> None:
+    """Behind a wait; the replay knows it, and the backward does not wait for it again. A gather that was missed is on demand, and
+    so is its replay, because no window may communicate (rule R2)."""
+    gather, window = at("fwd", 2), at("bwd", 2, ordinal=2)
+    stage = Timetable([[mlp(1, (window, None), gather=gather), mlp(2)]], Layout(sequence_parallel=True))
+    assert stage.forward(0, 0).busy[gather].gathers == ((1, "mlp"),)
+    assert stage.backward(0, "steady").busy[window].replays == (Replay((1, "mlp"), gathered=gather),)
+    upper, lower = stage.backward(0, "steady").halves
+    assert [[wait.over for wait in half.waits] for half in (upper, lower)] == [[False] * 3, [False, True, False]]
+    assert (upper.gathered, lower.gathered) == (None, gather)
+    late = stage.backward(0, "warmup").halves[-1]
+    assert (late.on_demand, late.gathered) == (Replay((1, "mlp"), gathered=ON_DEMAND), None)
+    assert not stage.backward(0, "warmup").busy
+
+
+def test_waits_that_a_half_has() -> None:
+    """Collectives where tensor-parallel ranks are, exchanges where experts are shared out."""
+    halves = [PlannedHalf(1, ATTENTION), PlannedHalf(1, EXPERTS), PlannedHalf(2, ATTENTION), PlannedHalf(2, EXPERTS)]
+    exchanges = len(EXPERTS.exchanges_of["bwd"])
+    for layout, numbers in (
+        (Layout(), [0, 1, 0, 1]),
+        (Layout(collectives=False, exchanging={2}), [exchanges, 0, 0, 0]),
+        (Layout(sequence_parallel=True, exchanging={1}), [0, 3, exchanges, 3]),
+    ):
+        assert [len(half.waits) for half in Timetable([halves], layout).backward(0, "steady").halves] == numbers
+
+
+def test_a_forward_of_another_chunk_serves_the_same_place() -> None:
+    """Layer 2 of the first chunk hides what is named in layer 5 of the second; a chunk of one layer has no such wait."""
+    first, second, third = [mlp(1), mlp(2)], [mlp(4), mlp(5), mlp(6, (at("fwd", 5), None))], [mlp(9)]
+    stage = Timetable([first, second, third, []])
+    replay = Replay((6, "mlp"))
+    assert stage.forward(0, 1).busy[at("fwd", 2)].replays == (replay,)
+    assert stage.forward(1, 1).busy[at("fwd", 5)].replays == (replay,)
+    assert [stage.forward(chunk, 1).busy for chunk in (2, 3)] == [{}, {}]
+    assert [stage.forward(chunk, 0).busy for chunk in range(4)] == [{}] * 4
+    assert stage.in_forwards
+
+
+@pytest.mark.parametrize(("passing", "layer", "busy"), [("bwd", 3, (3,)), ("fwd", 5, (1, 5)), ("fwd", 2, (2, 6))])
+def test_halves_in_which_a_chunk_is_served(passing: str, layer: int, busy: tuple[int, ...]) -> None:
+    """In a backward its own, in a forward those at the same place in each chunk."""
+    halves = [mlp(each, (at(passing, layer), None)) if each == layer else mlp(each) for each in range(1, 9)]
+    stage = Timetable([halves[:4], halves[4:]])
+    assert sorted(number for chunk in stage.busy_halves for number, _ in chunk) == list(busy)
+
+
+def test_weight_gradients_run_in_forwards_of_any_chunk() -> None:
+    """At the same place; the second layer of a chunk that has only one has no wait. A backward's wait is the layer's own, and a
+    receive is that of the chunk whose gradient it is."""
+    fourth, own = at("fwd", 4), at("bwd", 3)
+    chunks = [[mlp(3, linear_fc1=(fourth, own, RECV_BACKWARD)), mlp(4)], [mlp(7, linear_fc2=(at("fwd", 7),))], [mlp(8), mlp(9)]]
+    stage = Timetable(chunks)
+    of_fc1, of_fc2 = (Linear(3, "mlp", "linear_fc1"),), (Linear(7, "mlp", "linear_fc2"),)
+    found = [{at: wait.weight_gradients for at, wait in stage.forward(chunk).busy.items()} for chunk in range(3)]
+    assert found == [{at("fwd", 3): of_fc2, fourth: of_fc1}, {at("fwd", 7): of_fc2}, {at("fwd", 8): of_fc2, at("fwd", 9): of_fc1}]
+    assert stage.backward(0, "cooldown").busy[own].weight_gradients == of_fc1
+    assert [stage.receive(chunk, "steady").weight_gradients for chunk in range(3)] == [of_fc1, (), ()]
+
+
+def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
+    window = at("fwd", 1)
+    stage = Timetable([[mlp(1), mlp(2, (window, None))]]).beside_kept(0)
+    assert stage.forward(1, 0).busy[window].replays == (Replay((2, "mlp")),)
+    assert all(half.on_demand is None for half in stage.backward(1, "steady").halves)
