@@ -65,7 +65,7 @@ def test_the_map_has_no_package_that_is_gone() -> None:
 
 
 def test_every_module_that_is_named_exists() -> None:
-    """`runtime/windows`, `plan/plan_file.py`, `runtime/frame.Handle`: in the walks, and where it says how to add something."""
+    """`runtime/waits`, `plan/plan_file.py`, `runtime/frame.Handle`: in the walks, and where it says how to add something."""
     tops = "|".join(sorted({folder.relative_to(PACKAGE).parts[0] for folder in packages()}))
     named = set(re.findall(rf"(?<!/)\b((?:{tops})/[a-z_/0-9]+)", TEXT))
     missing = [name for name in named if not _exists(name.rstrip("/"))]

@@ -45,10 +45,10 @@ from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.kinds.running import kinds_of, layers_by_kind
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.overlapping import Overlapping
+from megatron_lynx.runtime.ledger import Overlapping
+from megatron_lynx.runtime.surroundings import Autocast
 from megatron_lynx.timetable import Timetable
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
 from megatron_lynx.errors import HookRefused, Problem
-from megatron_lynx.runtime.overlapping import BatchListener
+from megatron_lynx.runtime.ledger import BatchListener
 from megatron_lynx.runtime.stage_order import StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
@@ -159,7 +159,7 @@ class DoubleBuffered:
             problem = Problem("pipeline", found, "an empty one", "let the batch before it drain")
             raise HookRefused(f"{what} while micro-batches are in flight", [problem])
 
-    # --- under a plan (`runtime.overlapping`) --------------------------------------------------------------------------
+    # --- under a plan (`runtime.ledger`) --------------------------------------------------------------------------
 
     def few_batches(self, microbatches: int) -> StageOrder:
         """What this stage does from filling to draining."""

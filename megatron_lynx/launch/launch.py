@@ -33,8 +33,8 @@ from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
 from megatron_lynx.launch.writable import unwritable
 from megatron_lynx.plan import Plan, load_plan
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 

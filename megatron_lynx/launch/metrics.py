@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.launch.agreement import on_rank_0
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.progress import Counts
 
 PREFIX = "lynx/"
 UNKNOWN = -1.0

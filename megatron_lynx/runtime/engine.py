@@ -28,24 +28,21 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.context import Autocast, Context, Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.offload import HostLimit, Offloader, Shipment
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.recipe import Recipes, signature_of
+from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.replay_clock import ReplayClock
-from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
-from megatron_lynx.runtime.rng import RandomSource, TorchRandom
+from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
+from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
+from megatron_lynx.runtime.trace import ReplayClock
 from megatron_lynx.runtime.waits import Waits, WindowedWork
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -80,7 +77,7 @@ class Engine:
         self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
-        self._recipes = Recipes()
+        self._graphs = RecordedGraphs()
         self.weight_gradients = WeightGradients(
             self._progress,
             [chunk.deferral for chunk in self._chunks],
@@ -121,7 +118,7 @@ class Engine:
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
+        """A batch of a schedule whose batches overlap begins (`runtime.ledger`)."""
         self._ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
@@ -157,19 +154,19 @@ class Engine:
     # --- what the hooks on layers report -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
-        """What stands for a site's own code while a plan is in force: its calls are reported to the half that runs."""
+        """A replacement for a site's own code while a plan is in force: it reports calls to the half that runs."""
         progress, own = self._progress, site.forward
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
             scope = progress.scope
-            if scope is None or isinstance(scope, Passage) or scope.passes(site):
+            if scope is None or scope.passes(site):
                 return own(*args, **kwargs)
             return scope.site(SiteCall(site, args, kwargs))
 
         return call_site
 
     def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of a layer half. In evaluation nothing is recorded, and nothing where nothing ever happens."""
+        """Run one call of a layer half. Nothing is recorded in evaluation, nor in a half in which the plan has nothing to do."""
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does
@@ -178,14 +175,12 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        shipment = (
-            None if whole or policy.stays else self.offloader.shipment_of(micro_batch, policy.key, (args, kwargs), self._ledger)
-        )
+        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self._ledger)
         frame = Frame(policy, micro_batch, code)
         self._ledger.keep(frame)
         begin = self.trace.now()
-        if policy.replay or shipment is not None:
-            outputs = self._record(frame, shipment, args, kwargs)
+        if policy.replay or group is not None:
+            outputs = self._record(frame, group, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
         self._progress.add_span("forward", frame, None, begin)
@@ -195,20 +190,20 @@ class Engine:
         self._mark(frame, (args, kwargs), outputs)
         return outputs
 
-    def _record(self, frame: Frame, shipment: Shipment | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
         refuse_foreign_hooks(policy.name)
         if policy.replay:
             frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
             frame.random = self._random.capture() if policy.may_draw() else None
             frame.surroundings = self._surroundings.capture()
-        half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
-        recipe = self._recipes.find(half, signature)
-        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, shipment, recipe)
+        half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
+        graph = self._graphs.find(half, signature)
+        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, group, graph)
         with policy.hooks.watched(policy.name):
             outputs = self._progress.run(recorder, args, kwargs)
-        if recorder.recipe is not recipe:
-            self._recipes.put(half, signature, recorder.recipe)
+        if recorder.graph is not graph:
+            self._graphs.put(half, signature, recorder.graph)
         if frame.wanted:
             self._progress.counts.recorded += 1
             self._progress.counts.let_go_bytes += frame.let_go_bytes
@@ -263,7 +258,7 @@ class Engine:
 
     def experts_got(self, load: float) -> None:
         """Experts run on so many rows, over what they would get if all were asked as often."""
-        if not isinstance(self._progress.scope, Replayer):
+        if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
 
     def gathered(self, whole: Tensor) -> None:

@@ -69,7 +69,7 @@ class ForwardHooks:
     @contextmanager
     def _watching(self, half: str) -> Iterator[None]:
         watched = [
-            (table, number, hook, _Watched(hook, half, partial(self._changing.add, number), behind=behind))
+            (table, number, hook, _WatchedHook(hook, half, partial(self._changing.add, number), behind=behind))
             for tables, behind in ((self._before, False), (self._behind, True))
             for table in tables
             for number, hook in table.items()
@@ -85,7 +85,7 @@ class ForwardHooks:
                     table[number] = hook
 
 
-class _Watched:
+class _WatchedHook:
     """A hook, and whether it changes anything, told to `changes`. `behind`: it is called with what a module returned."""
 
     def __init__(self, hook: Hook, half: str, changes: Callable[[], None], *, behind: bool) -> None:
@@ -111,7 +111,7 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 @contextmanager
 def _emptied(tables: Iterable[Table], but: Container[int]) -> Iterator[None]:
-    """Not other tables: handles of hooks know the ones that there are. `but`: numbers of hooks that stay."""
+    """Inside, the tables are empty, and still the same objects: handles of hooks know them. `but`: numbers of hooks that stay."""
     full = [(table, dict(table)) for table in tables if table]
     for table, hooks in full:
         table.clear()

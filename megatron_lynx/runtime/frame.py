@@ -13,6 +13,7 @@ when the graph goes, the frame goes (rule R8).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,41 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.recipe import Key, SiteRecipe, View
-from megatron_lynx.runtime.shortcut import Step
+from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
+from megatron_lynx.runtime.saved import detached, is_parameter
+from megatron_lynx.runtime.site import ShortcutStep
+from megatron_lynx.runtime.stage_order import VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Phase
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One pass of a micro-batch through one chunk of the stage, until its backward is over.
+
+    It knows nothing of frames: a frame knows the micro-batch that it belongs to, the ledger finds the frames of one, and the
+    offloader what of one is on the host.
+    """
+
+    number: int
+    """Counted from 0 over the whole run; the same for all chunks that it passes through."""
+    index: int = 0
+    """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
+    chunk: int = 0
+    ahead: set[FrameKey] = field(default_factory=set)
+    """Halves that were regenerated and that backward has not reached."""
+    output: weakref.ref[Tensor] | None = None
+    """Held weakly: an alias of the output would keep memory that the schedule frees."""
+    phase: Phase = "steady"
+    """Of its backward."""
+
+    @property
+    def virtual(self) -> VirtualMicroBatch:
+        return self.index, self.chunk
+
+    @property
+    def alive(self) -> bool:
+        return self.output is None or self.output() is not None
 
 
 @dataclass(frozen=True)
@@ -69,6 +101,17 @@ class _Made(torch.autograd.Function):
         raise AssertionError("a replay's own graph is never run backward")
 
 
+def absent(tensor: Tensor) -> Any:
+    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
+    if is_parameter(tensor):
+        return tensor
+    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
+
+
+WHOLE_NUMBERS = (torch.int32, torch.int64)
+"""Types of numbers that count."""
+
+
 @dataclass(frozen=True)
 class Memo:
     """What a site returned (tensors, or `Absent` for those that are not needed), and the random state behind it where the site
@@ -90,17 +133,17 @@ class Frame:
     random: Any = None
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """What sites that a replay may run keep from call to call, by segment."""
+    """By segment, what sites that a replay may run keep from call to call (scales of FP8)."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
-    """Of the tensors that share memory with an argument of their site, and are not the argument itself."""
-    sites: dict[int, SiteRecipe] = field(default_factory=dict)
+    """How to find the tensors that share memory with an argument of their site, and are not the argument itself."""
+    sites: dict[int, SiteGraph] = field(default_factory=dict)
     """Where the sites' tensors were let go, by segment."""
     lets_go_in: Collection[int] = ()
     """The segments in which anything was let go."""
-    shortcut: tuple[Step, ...] = ()
+    shortcut: tuple[ShortcutStep, ...] = ()
     """What a replay runs instead of the half's code, where that is enough."""
-    stowed: bool = False
+    offloaded: bool = False
     """Whether what its replay needs may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)

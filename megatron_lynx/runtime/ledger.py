@@ -6,19 +6,25 @@ has for this stage (`stage_order`).
     forward_step(i, chunk)   ──>  a micro-batch begins; its recorded halves enter their frames
     a gradient is received   ──>  the next backward by the order of the stage: its frames may be replayed now
     backward_step(output)    ──>  the micro-batch whose forward gave that output, recognised by the tensor's identity
+
+Where batches overlap, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) runs the
+batches instead of Megatron's functions, so it tells where one begins, and under which weights a replay has to run:
+
+    a batch begins           ──>  begin_batch(order, fills=); micro-batches are counted since the pipeline was last filled
+    a replay of i            ──>  as_recorded(i): the weights are those of micro-batch i while it runs
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import first_in
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.micro_batch import MicroBatch
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder, VirtualMicroBatch
 
 
@@ -36,7 +42,7 @@ class Ledger:
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
-        """By number of the micro-batch and half, of all that live. Frames belong to autograd's graph, so they are held weakly."""
+        """All that live, by number of the micro-batch and half. Frames belong to autograd's graph, so they are held weakly."""
         self._first = self._count = 0
         """Number of this step's first micro-batch, and of the next one that begins."""
         self._recording: MicroBatch | None = None
@@ -190,3 +196,31 @@ class Ledger:
     def _of(self, output: Any) -> MicroBatch | None:
         tensor = first_in(Tensor, output)
         return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)
+
+
+class BatchListener(Protocol):
+    """An engine, as far as such a schedule calls it."""
+
+    def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
+        """A batch begins. `order` starts with its first pass; `fills`: nothing is in flight."""
+        ...
+
+
+class Overlapping(Protocol):
+    """Runs the batches of one stage."""
+
+    def few_batches(self, microbatches: int) -> StageOrder:
+        """What the stage does from filling the pipeline to draining it; as many batches as show everything."""
+        ...
+
+    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Inside, the parameters are what the forward of this micro-batch saw."""
+        ...
+
+    def check_drained(self, what: str) -> None:
+        """Raises `HookRefused` where micro-batches are in flight."""
+        ...
+
+    def under(self, engine: BatchListener | None) -> None:
+        """From now on, tell this engine (or none) when a batch begins."""
+        ...

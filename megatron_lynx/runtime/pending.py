@@ -29,7 +29,7 @@ class Entry:
     """One weight gradient of one micro-batch."""
 
     linear: Linear
-    """Of experts the item: those that run one by one have an entry each."""
+    """For experts, their item: experts that run one by one have an entry each."""
     half: Half
     chunk: int
     micro_batch: int
@@ -47,25 +47,25 @@ class Pending:
     def __init__(self) -> None:
         self._of: dict[Linear, deque[Entry]] = {}
         self._in_order: dict[int, dict[Entry, None]] = {}
-        """By chunk, the oldest first."""
+        """The entries of each chunk, the oldest first."""
         self._bytes: Counter[int] = Counter()
         self._holders: Counter[tuple[int, int]] = Counter()
-        """By chunk and address: how many entries hold a block."""
+        """How many entries hold a block, by chunk and address."""
 
     def __len__(self) -> int:
         return sum(map(len, self._in_order.values()))
 
     @property
     def bytes(self) -> int:
-        """What all entries hold."""
+        """Bytes that all entries hold."""
         return self._bytes.total()
 
     def bytes_of(self, chunk: int) -> int:
-        """What the entries of a chunk hold."""
+        """Bytes that the entries of a chunk hold."""
         return self._bytes[chunk]
 
     def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
-        """What they would hold with one more."""
+        """Bytes that they would hold with one more."""
         return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
 
     def add(self, entry: Entry) -> None:

@@ -2,30 +2,125 @@
 
 ledger     passes in flight, and the half whose backward runs
 pending    weight gradients that were deferred
-scope      the call of a half that runs now: recorded, replayed, or only passed through
+scope      the call of a half that runs now
 counts     what was done since somebody last asked
 trace      when it was done, if somebody asked for that
 clock      how long replays took, likewise
+
+When something fails in a step, the innermost call notes on the error where the engine was, because the engine forgets a failed
+step; who explains the error asks for it (`whereabouts_of`). Nothing of this costs a step that does not fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
 
-from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.device import Event
-from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.pending import Pending
-from megatron_lynx.runtime.record import Passage, Recorder
-from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.replay_clock import ReplayClock
-from megatron_lynx.runtime.trace import SpanKind, Trace
-from megatron_lynx.runtime.whereabouts import Whereabouts, note
+from megatron_lynx.runtime.site import Site, SiteCall
+from megatron_lynx.runtime.trace import ReplayClock, SpanKind, Trace
+
+
+@dataclass
+class Counts:
+    """What an engine did since its counts were last taken."""
+
+    recorded: int = 0
+    """Frames that let something go."""
+    let_go_bytes: int = 0
+    """Bytes of tensors that were let go. Those that share memory count each."""
+    hidden: int = 0
+    """Replays that ran inside a window."""
+    on_demand: int = 0
+    """Replays that backward waited for."""
+    gathered: int = 0
+    """Inputs gathered once."""
+    live_ahead: int = 0
+    """The most frames of one micro-batch that were regenerated before backward reached them."""
+    deferred: int = 0
+    """Weight gradients that their backward left for later."""
+    filled: int = 0
+    """Deferred weight gradients that ran in a wait."""
+    flushed: int = 0
+    """Deferred weight gradients that nothing hid: they ran because they had to be done, or because others did not fit."""
+    deferred_bytes: int = 0
+    """The most that operands of deferred weight gradients held at once."""
+    offloaded_bytes: int = 0
+    """Copied to the host."""
+    reloaded_bytes: int = 0
+    """Copied back."""
+    host_bytes: int = 0
+    """Host memory held for offloaded activations."""
+    exposed_copy_s: float = 0.0
+    """Seconds for which compute waited for copies, either way."""
+    expert_load: float = 0.0
+    """The most rows that experts of one layer got of one micro-batch, over what they would get if all were asked as often. 0:
+    there are no experts."""
+
+    @property
+    def replayed(self) -> int:
+        return self.hidden + self.on_demand
+
+    def __add__(self, later: Counts) -> Counts:
+        """The counts of both stretches: sums, and the larger of what is held at once."""
+        most = ("live_ahead", "deferred_bytes", "host_bytes", "expert_load")
+        both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
+        return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})
+
+
+_NAME = "_megatron_lynx_whereabouts"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """A moment of one rank's step, as its engine saw it."""
+
+    passing: Literal["forward", "backward"]
+    micro_batch: int | None = None
+    """Counted from 0 in the step. None: it was not recorded."""
+    chunk: int = 0
+    half: FrameKey | None = None
+    """The half that ran, or that backward had reached; of a replay, the half that was made again."""
+    replays: bool = False
+    expert_load: float = 0.0
+    """The largest load of this step so far, as `Counts` has it."""
+
+
+def note(error: BaseException, where: Whereabouts) -> None:
+    """Remember where an error came up, unless somebody further in has."""
+    if whereabouts_of(error) is None:
+        setattr(error, _NAME, where)
+
+
+def whereabouts_of(error: BaseException) -> Whereabouts | None:
+    """Where it came up; None for errors that did not come out of a pass."""
+    found = getattr(error, _NAME, None)
+    return found if isinstance(found, Whereabouts) else None
+
+
+class HalfCall(Protocol):
+    """One call of a half that runs now: recorded, replayed, or one in which nothing is let go."""
+
+    frame: Frame
+    replays: bool
+    collectives: int
+    """How many it has issued that are windows."""
+
+    def run(self, *given: Any) -> Any:
+        """Run the half's code."""
+
+    def passes(self, site: Site) -> bool:
+        """Whether a site is called as without a plan."""
+
+    def site(self, call: SiteCall) -> Any:
+        """The half's code calls a site, which is not passed."""
 
 
 class Progress:
@@ -38,7 +133,7 @@ class Progress:
         self.counts = Counts()
         self.clock = clock
         self.pending = Pending()
-        self.scope: Recorder | Replayer | Passage | None = None
+        self.scope: HalfCall | None = None
 
     @property
     def in_half(self) -> bool:
@@ -76,7 +171,7 @@ class Progress:
             micro_batch=micro_batch.index if micro_batch is not None else None,
             chunk=micro_batch.chunk if micro_batch is not None else 0,
             half=frame.key if frame is not None else None,
-            replays=isinstance(scope, Replayer),
+            replays=scope is not None and scope.replays,
             expert_load=self.counts.expert_load,
         )
 
@@ -86,7 +181,7 @@ class Progress:
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts
 
-    def run(self, scope: Recorder | Replayer | Passage, *given: Any) -> Any:
+    def run(self, scope: HalfCall, *given: Any) -> Any:
         """Run this call. Sites and collectives that are met inside belong to it."""
         outer, self.scope = self.scope, scope
         try:

@@ -5,14 +5,14 @@
 [3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
       replayed site   all but parameters
       kept site       only those that share memory with an argument which the replay regenerates anyway
-    Which these are is learnt in the half's first call (`lesson`), and is in its recipe for later ones (`recipe`)
+    Which these are is read in the half's first call, and is in its recorded graph for later ones (`recorded_graph`)
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
-[7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
+[7] with an offload group, what is kept is pushed to it, and the group decides whether its data goes to the host
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 [9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
-[10] a replay may need the half's first sites alone, without the code around them (`shortcut`)
+[10] a replay may need the half's first sites alone, without the code around them (a shortcut: `site`)
 """
 
 from __future__ import annotations
@@ -21,87 +21,85 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
-from megatron_lynx.runtime.lesson import Lesson
-from megatron_lynx.runtime.offload import Hosted, Shipment
-from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
-from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
-from megatron_lynx.runtime.shortcut import Course
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent
+from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
+from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, RecordedGraph, Replaced, View
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of
+from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
+from megatron_lynx.runtime.surroundings import RandomSource
 
 GATHERED = Item("gathered latents", "code")
 """What ranks gather between the sites of latent attention: always kept."""
 
 
 class Recorder:
-    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `recipe` the call teaches."""
+    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `graph` it is the first call."""
+
+    replays = False
 
     def __init__(
         self,
         frame: Frame,
         random: RandomSource,
         take: Callable[[Handle], Tensor],
-        shipment: Shipment | None = None,
-        recipe: HalfRecipe | None = None,
+        group: OffloadGroup | None = None,
+        graph: RecordedGraph | None = None,
     ) -> None:
         self.frame = frame
         self.collectives = 0
-        self._shipment = shipment
+        self._group = group
         self._replay = frame.policy.replay
         self._random = random
         self._take = take
         self._item: str | None = None
         self._segment = 0
         self._ordinal = 0
-        self._ends_at = -1
-        """The last segment behind which no replay reads values."""
         self._packing: Packing
         """There while the half runs."""
-        self._maybe_inert: list[int] = []
-        self._teaches = recipe is None
-        self._recipe = HalfRecipe() if recipe is None else recipe
+        self._first: FirstCall | None = None
+        if graph is None:
+            may_go = None if group is None else group.may_go
+            self._first = FirstCall(frame.policy.section, self._replay, frame.inputs, may_go)
+            graph = self._first.graph
+        self._graph = graph
         self._fits = True
-        self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
-        self._resident = set(self._held)
-        self._normed: dict[int, Tensor] = {}
-        """What a replayed norm returned, by storage, while the call teaches."""
         self._arguments: Sequence[Tensor] = ()
-        """Those of the site whose tensors are let go now."""
-        self._course: Course | None = None
+        """The arguments of the site whose tensors are let go now."""
+        self._finder: ShortcutFinder | None = None
         """There while the half runs, where a shortcut may lead through it."""
 
     @property
-    def recipe(self) -> HalfRecipe | None:
-        """What later calls may follow; None where this call did not go as the recipe says."""
-        return self._recipe if self._fits else None
+    def graph(self) -> RecordedGraph | None:
+        """What later calls may follow; None where this call did not go as the graph says."""
+        return self._graph if self._fits else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._packing = Packing(self._pack, self._unpack)
         try:
-            self._packing.turn(self._shipment is not None)
-            if self._teaches or self._recipe.steps:
-                self._course = Course(args, kwargs, self._recipe.steps or None)
+            self._packing.turn(self._group is not None)
+            if self._first is not None or self._graph.shortcut:
+                self._finder = ShortcutFinder(args, kwargs, self._graph.shortcut or None)
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
-            course, self._course = self._course, None  # its graph refers back to here, too
-            self._normed = {}  # likewise
-        if self._teaches:
-            self._settle_memos()
-        self.frame.lets_go_in = self._recipe.lets_go
-        if course is not None:
-            self.frame.shortcut = course.steps(self._recipe.lets_go)
-            if self._teaches:
-                self._recipe.steps = len(self.frame.shortcut)
-        if self._shipment is not None and self.frame.lets_go:
-            self._stow_what_replay_needs(self._shipment)
+            finder, self._finder = self._finder, None  # its graph refers back to here, too
+            if self._first is not None:
+                self._first.normed = {}  # likewise
+        if self._first is not None:
+            self._first.ends({segment for segment, _ in self.frame.wanted}, self.frame.memos)
+            self._drop_memos()
+        self.frame.lets_go_in = self._graph.lets_go
+        if finder is not None:
+            self.frame.shortcut = finder.steps(self._graph.lets_go)
+            if self._first is not None:
+                self._graph.shortcut = len(self.frame.shortcut)
+        if self._group is not None and self.frame.lets_go:
+            self._push_what_replay_needs(self._group)
         return outputs
 
     def gathered(self, whole: Tensor) -> None:
@@ -118,7 +116,7 @@ class Recorder:
         """Whether nothing is let go or remembered of a site that is about to be called, nor of the code behind it. Then it may be
         called as without a plan."""
         segment = self._segment + site.segments
-        if segment not in self._recipe.inert:
+        if segment not in self._graph.inert:
             return False
         self._packing.turn(False)
         self._segment, self._item = segment + 1, None
@@ -126,33 +124,25 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        if self._teaches and self._hands_on_what_stays and not self._of(site).exchanges:
-            self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
+        if self._first is not None:
+            self._first.handed(call, self._of(site), self._item)  # [5]
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
         segment = self._segment
-        if self._course is not None:
-            self._course.called(call, segment)  # [10]
+        if self._finder is not None:
+            self._finder.called(call, segment)  # [10]
         outputs = self._called(call)
-        if self._course is not None:
-            self._course.returned(outputs)
+        if self._finder is not None:
+            self._finder.returned(outputs)
         if site.state is not None and self._replay:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packing.turn(code in self._replay or self._shipment is not None)  # [1]
-        if site.state is None and code not in self._replay and self._shipment is None:
-            self._maybe_inert.append(segment)
+        self._packing.turn(code in self._replay or self._group is not None)  # [1]
+        if self._first is not None and site.state is None and code not in self._replay and self._group is None:
+            self._first.untouched(segment)
         return outputs
-
-    @property
-    def _hands_on_what_stays(self) -> bool:
-        """Whether what is handed to a site stays because the item right before it is kept. Where there are two paths, that is
-        code, or the half's beginning: what a kept site returned stays in any case, and what comes from the other path may be
-        made again, whatever is kept here."""
-        section = self.frame.policy.section
-        return self._item not in self._replay and (not section.two_paths or self._item is None or self._item in section.code)
 
     def _of(self, site: Site) -> Item:
         """The item that a site is. A gather between two is none of the plan's."""
@@ -162,7 +152,10 @@ class Recorder:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
             self._packing.turn(True)
-            return self._normed_by(call, call())  # [2]
+            outputs = call()  # [2]
+            if self._first is not None:
+                self._first.replayed(call, outputs)
+            return outputs
         self._packing.turn(False)
         draws = kept and site.may_draw and self.frame.random is not None
         before = self._random.capture() if draws else None
@@ -171,62 +164,45 @@ class Recorder:
         self._let_go(call, outputs)  # [3]
         if kept and self._replay:
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
-        return outputs if kept else self._normed_by(call, outputs)
-
-    def _normed_by(self, call: SiteCall, outputs: Any) -> Any:
-        """What a call that teaches returned, remembered where a replay makes it again and everything behind may read it."""
-        if self._teaches and call.site.name == self.frame.policy.section.norm:
-            self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
+        elif not kept and self._first is not None:
+            self._first.replayed(call, outputs)
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
         """Turn saved tensors of the site's nodes into handles."""
-        if self._teaches:
-            self._recipe.sites[self._segment] = self._lesson(call).recipe(outputs)
-        site, arguments = self._recipe.sites.get(self._segment, NOTHING), call.arguments
+        if self._first is not None:
+            self._first.read(call, self._of(call.site), self._segment, outputs)
+        site, arguments = self._graph.sites.get(self._segment, NOTHING), call.arguments
         nodes = site.nodes(outputs, arguments)
         if nodes is None:
             self._fits = False
             return
         self.frame.sites[self._segment] = site
         self._arguments = arguments
-        for place, slot, picks in site.grasps:
+        for place, slot, together in site.by_attribute:
             raws = getattr(nodes[place], slot.raws)
-            for pick in picks:
-                pick.slot.among(raws).register_hooks(*self._hooks_for(pick))
+            for one in together:
+                one.slot.among(raws).register_hooks(*self._hooks_for(one))
         self._arguments = ()  # hooks refer back to here
 
-    def _lesson(self, call: SiteCall) -> Lesson:
-        item = self._of(call.site)
-        return Lesson(
-            call,
-            self._segment,
-            replayed=call.site.name in self._replay,
-            first_replayed=call.site.first is not None and call.site.first.item in self._replay,
-            held=self._held if self._shipment is None else set(),
-            resident=self._resident if self._replay and not item.exchanges else None,
-            may_go=None if self._shipment is None else partial(self._shipment.may_go, any_size=item.any_rows),
-            views=sum(len(site.views) for site in self._recipe.sites.values()),
-        )
+    def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        if one.key is None:
+            assert self._group is not None, "a graph for a half that is offloaded"
+            return self._group.push, _on_device  # [7]
+        if one.argument is not None:
+            return partial(self._pack_view, one), self._unpack
+        return partial(self.frame.want, one.key), self._take
 
-    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        if pick.key is None:
-            assert self._shipment is not None, "a recipe for a half that is offloaded"
-            return self._shipment.stow, _on_device  # [7]
-        if pick.argument is not None:
-            return partial(self._pack_view, pick), self._unpack
-        return partial(self.frame.want, pick.key), self._take
-
-    def _pack_view(self, pick: Pick, tensor: Tensor) -> Any:
-        assert pick.key is not None
-        assert pick.argument is not None
-        argument = self._arguments[pick.argument]
+    def _pack_view(self, one: Replaced, tensor: Tensor) -> Any:
+        assert one.key is not None
+        assert one.argument is not None
+        argument = self._arguments[one.argument]
         if not tensor.is_set_to(argument):
             if storage_of(tensor) != storage_of(argument):
                 self._fits = False
                 return tensor.detach()
-            self.frame.views[pick.key] = View.of(tensor)
-        return self.frame.want(pick.key, tensor)
+            self.frame.views[one.key] = View.of(tensor)
+        return self.frame.want(one.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_parameter(tensor):
@@ -236,11 +212,11 @@ class Recorder:
         if self._item in self._replay and self._may_let_go():
             return self.frame.want(key, tensor)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
-        return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [7]
+        return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
     def _may_let_go(self) -> bool:
-        """Whether a replay can reach where the code is: the recipe remembers no more memos than its call needed."""
-        if self._teaches or self._segment in self._recipe.lets_go:
+        """Whether a replay can reach where the code is: the graph remembers no more memos than its call needed."""
+        if self._first is not None or self._segment in self._graph.lets_go:
             return True
         self._fits = False
         return False
@@ -249,39 +225,28 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        if not self._teaches and self._segment not in self._recipe.memos:
+        if self._first is None and self._segment not in self._graph.memos:
             return
         ends = call.site.goes_on or self._of(call.site).ends_values
-        if self._teaches:
-            if ends:
-                self._ends_at = self._segment
-            else:
-                self._resident.update(map(storage_of, tensors_in(outputs)))
-        with_values = not ends and (self._teaches or self._recipe.memos[self._segment])
+        if self._first is not None:
+            self._first.kept(self._segment, outputs, ends_values=ends)
+        with_values = not ends and (self._first is not None or self._graph.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
-    def _settle_memos(self) -> None:
-        """Drop what no replay will pass, and the values of what it passes only to reach the code behind the last site that ends
-        them."""
-        memos, lets_go = self.frame.memos, frozenset(segment for segment, _ in self.frame.wanted)
-        last = max(lets_go, default=-1)
-        last_with_values = max((segment for segment in lets_go if segment <= self._ends_at), default=-1)
-        for segment in list(memos):
-            if segment >= last:
-                del memos[segment]
-            elif segment >= last_with_values:
-                memos[segment] = Memo(map_nest(Tensor, absent, memos[segment].outputs), memos[segment].random)
-        self._recipe.lets_go = lets_go
-        sites = self._recipe.sites
-        self._recipe.inert = frozenset(at for at in self._maybe_inert if at not in memos and at in sites and not sites[at].picks)
-        self._recipe.memos = {segment: segment < last_with_values for segment in memos}
+    def _drop_memos(self) -> None:
+        """Of a first call: what no replay will pass, and the values that none will read."""
+        for segment, memo in list(self.frame.memos.items()):
+            if segment not in self._graph.memos:
+                del self.frame.memos[segment]
+            elif not self._graph.memos[segment]:
+                self.frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
 
-    def _stow_what_replay_needs(self, shipment: Shipment) -> None:
-        """Hand the half's inputs and the memos of kept sites to the shipment."""
-        self.frame.stowed = True
-        self.frame.inputs = shipment.stow_all(self.frame.inputs)
+    def _push_what_replay_needs(self, group: OffloadGroup) -> None:
+        """Hand the half's inputs and the memos of kept sites to the group."""
+        self.frame.offloaded = True
+        self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
-            self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)
+            self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
 
     def _enter(self, item: str) -> None:
         self._segment += 1
@@ -293,6 +258,8 @@ class Passage:
     """One call of a half that lets nothing go: nothing happens at its sites. Only its collectives are counted, where they are
     windows."""
 
+    replays = False
+
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.collectives = 0
@@ -300,17 +267,12 @@ class Passage:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.frame.code(*args, **kwargs)
 
+    def passes(self, site: Site) -> bool:
+        return True
 
-def absent(tensor: Tensor) -> Any:
-    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
-    if is_parameter(tensor):
-        return tensor
-    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
-
-
-WHOLE_NUMBERS = (torch.int32, torch.int64)
-"""Types of numbers that count."""
+    def site(self, call: SiteCall) -> Any:
+        return call()
 
 
 def _on_device(packed: Any) -> Tensor:
-    return packed.tensor() if type(packed) is Hosted else packed
+    return packed.tensor() if type(packed) is OffloadedTensor else packed

@@ -15,7 +15,13 @@
 [5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
 [6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
     The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
-[7] where the half's first sites make all that is wanted, they run without the code around them (`shortcut`)
+[7] where the half's first sites make all that is wanted, they run without the code around them (a shortcut: `site`)
+
+A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
+
+    take(handle) ─── nothing there yet: replay(frame, "on_demand") ───> the tensor, dropped here
+    a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
+    behind one   ─── gather(frame): up to the site whose input is gathered; the next replay runs it with what arrived
 
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
@@ -23,21 +29,23 @@ the site was called with is started, and the next replay runs the site with what
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.frame import Absent, Frame, Memo
+from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
 from megatron_lynx.runtime.offload import on_device
-from megatron_lynx.runtime.recipe import NOTHING
-from megatron_lynx.runtime.refusals import other_nodes
-from megatron_lynx.runtime.rng import RandomSource, drawing_from
+from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.recorded_graph import NOTHING
+from megatron_lynx.runtime.refusals import asked_twice, other_nodes, second_order
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter
-from megatron_lynx.runtime.shortcut import Step
-from megatron_lynx.runtime.site_call import FirstPart, Site, SiteCall
+from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
+from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from
 
 
 class _Enough(Exception):
@@ -46,6 +54,10 @@ class _Enough(Exception):
 
 class Replayer:
     """One replay of one frame: of all that is wanted, or up to the item `until`."""
+
+    replays = True
+    collectives = 0
+    """None: a replay that came to one would be refused."""
 
     def __init__(self, frame: Frame, random: RandomSource, until: str | None = None) -> None:
         self.frame = frame
@@ -73,7 +85,7 @@ class Replayer:
         """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
         wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
-        args, kwargs = on_device(self.frame.inputs) if self.frame.stowed else self.frame.inputs
+        args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
         self._packing = Packing(self._collect, _never_unpacked)
@@ -89,7 +101,7 @@ class Replayer:
             del self._packing  # it refers back to here
         return self._argument
 
-    def _take_steps(self, steps: tuple[Step, ...], values: list[Any]) -> None:
+    def _take_steps(self, steps: tuple[ShortcutStep, ...], values: list[Any]) -> None:
         for step in steps:
             values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
 
@@ -157,29 +169,29 @@ class Replayer:
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
             self._random.restore(memo.random)
-        return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.stowed else memo.outputs)
+        return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.offloaded else memo.outputs)
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
-        for pick in self.frame.sites.get(self._segment, NOTHING).views:
-            assert pick.key is not None
-            assert pick.argument is not None
-            if pick.key in self.frame.wanted:
-                argument, view = arguments[pick.argument], self.frame.views.get(pick.key)
-                self.frame.keep(pick.key, argument if view is None else view.in_(argument))
+        for one in self.frame.sites.get(self._segment, NOTHING).views:
+            assert one.key is not None
+            assert one.argument is not None
+            if one.key in self.frame.wanted:
+                argument, view = arguments[one.argument], self.frame.views.get(one.key)
+                self.frame.keep(one.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the record let go one by one, from the same slots."""
         site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
-        if not any(pick.key in wanted for pick in site.picks):
+        if not any(one.key in wanted for one in site.replaced):
             return
         nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
             raise other_nodes(self.frame.policy.name, call.site.name)
-        for place, slot, picks in site.grasps:
+        for place, slot, together in site.by_attribute:
             saved = getattr(nodes[place], slot.tensors)
-            for pick in picks:
-                if pick.key in wanted:
-                    self.frame.keep(pick.key, pick.slot.among(saved))
+            for one in together:
+                if one.key in wanted:
+                    self.frame.keep(one.key, one.slot.among(saved))
 
     def _collect(self, tensor: Tensor) -> None:
         """Stands in for autograd's saving: the replay's own graph holds nothing."""
@@ -201,3 +213,73 @@ class Replayer:
 
 def _never_unpacked(_: Any) -> Tensor:
     raise AssertionError("a replay's own graph is never run backward")
+
+
+Guard = Callable[[], AbstractContextManager[Any]]
+AsRecorded = Callable[[int], AbstractContextManager[None]]
+"""From a micro-batch's index to where its weights are in place (`runtime.ledger`)."""
+
+
+class Replays:
+    """All replays of one engine. Each runs inside `guard`, with the weights as recorded."""
+
+    def __init__(
+        self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: Context
+    ) -> None:
+        self._progress = progress
+        self._random = random
+        self._guard = guard
+        self._as_recorded = as_recorded
+        self._surroundings = surroundings
+
+    def take(self, handle: Handle) -> Tensor:
+        """The tensor that backward asks for, which is replayed now if no window did that. It is handed over for good.
+
+        Raises `ReplayError` when it is asked for again.
+        """
+        frame = handle.frame
+        if torch.is_grad_enabled():
+            raise second_order(frame.policy.name)
+        if not frame.replayed and frame.lets_go:
+            self.replay(frame, ON_DEMAND)
+            self._progress.counts.on_demand += 1
+        found = frame.found.pop(handle.key, None)
+        if found is None:
+            raise asked_twice(frame.policy.name)
+        return found
+
+    def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
+        """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
+        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
+        if self.would_gather(frame, until):
+            self.gather(frame)
+        if frame.wanted:
+            self._run(frame, until)
+        self._progress.clock.end(window, clocked)
+        self._progress.add_span("replay", frame, window, begin)
+        if not frame.wanted:
+            frame.give_up_inputs()
+        elif until is None:
+            raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
+
+    def would_gather(self, frame: Frame, until: str | None) -> bool:
+        """Whether such a replay comes to a site whose input is still to be gathered."""
+        site, section = frame.policy.gather_site, frame.policy.section
+        return site is not None and frame.gathering is None and (until is None or section.index(until) > section.index(site))
+
+    def gather(self, frame: Frame) -> None:
+        """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
+        policy = frame.policy
+        argument = self._run(frame, policy.gather_site)
+        assert argument is not None, f"{policy.name} never reached {policy.gather_site}"
+        assert policy.gather is not None, f"{policy.name} has a gather site and no way to gather"
+        frame.gathering = policy.gather(argument)
+        self._progress.counts.gathered += 1
+
+    def _run(self, frame: Frame, until: str | None) -> Tensor | None:
+        replayer = Replayer(frame, self._random, until)
+        weights = self._as_recorded(frame.micro_batch.index)
+        guard = nullcontext() if frame.shortcut else self._guard()
+        silent = nullcontext() if frame.shortcut else frame.policy.hooks.silent()
+        with guard, silent, weights, self._surroundings.as_captured(frame.surroundings):
+            return self._progress.run(replayer)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """As `isinstance` says, which is slow for the many tensors that are plain ones."""
+    """Whether it is a parameter. `isinstance` alone is slow for the many tensors that are plain ones."""
     return type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
@@ -73,8 +73,8 @@ class Packing:
                 self._hooks.__exit__()
 
 
-class Step(NamedTuple):
-    """How a node is come to."""
+class Edge(NamedTuple):
+    """How a node is reached."""
 
     before: int | None
     """The place of the node that leads to it, among those that are walked; None where a tensor that was returned does."""
@@ -87,31 +87,31 @@ def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
 
     The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
     """
-    return [node for node, _ in steps_between(outputs, arguments)]
+    return [node for node, _ in edges_between(outputs, arguments)]
 
 
-def steps_between(outputs: Any, arguments: Any) -> list[tuple[Any, Step]]:
-    """The same nodes, and how each is come to."""
+def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
+    """The same nodes, and the edge by which each is reached."""
     seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
-    waiting = [(tensor.grad_fn, Step(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
-    found: list[tuple[Any, Step]] = []
+    waiting = [(tensor.grad_fn, Edge(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
+    found: list[tuple[Any, Edge]] = []
     while waiting:
-        node, step = waiting.pop()
+        node, edge = waiting.pop()
         if node is None or node in seen or type(node) is _ACCUMULATE:
             continue
         seen.add(node)
         place = len(found)
-        found.append((node, step))
-        behind = [(before, Step(place, at)) for at, (before, _) in enumerate(node.next_functions)]
+        found.append((node, edge))
+        behind = [(before, Edge(place, at)) for at, (before, _) in enumerate(node.next_functions)]
         waiting.extend(reversed(behind))
     return found
 
 
-def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
-    """The nodes to which these steps lead; None where one is of another kind, or lies before the call."""
+def nodes_at(edges: Sequence[Edge], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
+    """The nodes to which these edges lead; None where one is of another kind, or lies before the call."""
     returned = tensors_in(outputs)
     nodes: list[Any] = []
-    for (before, at), kind in zip(steps, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
+    for (before, at), kind in zip(edges, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
         if before is None:
             node: Any = returned[at].grad_fn if at < len(returned) else None
         else:
@@ -131,17 +131,17 @@ _ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_func
 
 
 class Slot(NamedTuple):
-    """Where a node has a saved tensor. The same for all nodes of a kind that the same code made."""
+    """Where a node keeps a saved tensor. It is the same for all nodes of a kind that the same code made."""
 
     raws: str
     """The node's attribute for what hooks are registered on."""
     tensors: str
     """The node's attribute for what was saved."""
     at: int | None
-    """Where it has several there."""
+    """The place among them, where the attribute gives several."""
 
     def among(self, had: Any) -> Any:
-        """What is meant, among what such an attribute gave."""
+        """The slot's own, of what such an attribute gave."""
         return had if self.at is None else had[self.at]
 
 

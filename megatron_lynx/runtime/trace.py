@@ -1,7 +1,13 @@
 """What happened when, for timelines and for tests of order: one span per half, replay, weight
 gradient that was deferred, window, gather, copy and wait for a copy.
 
-Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock.
+Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock. Nothing waits for the device
+before somebody asks for seconds.
+
+The replay clock adds up the seconds of replays, of steps in which it runs:
+
+    a window opens ── [begin] replay [end] ── the wait      in a window: hidden, as far as the wait is longer
+    backward asks  ── [begin] replay [end] ── backward      on demand: always exposed
 """
 
 from __future__ import annotations
@@ -9,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.runtime.device import Device, Event, device_for
 
 SpanKind = Literal[
@@ -107,3 +114,37 @@ class Trace:
     def _seconds(self, moment: Event) -> float:
         assert self._origin is not None, "the trace was never started"
         return moment.seconds_since(self._origin)
+
+
+class ReplaySeconds(NamedTuple):
+    """How long replays took in one step on one rank."""
+
+    in_windows_s: float = 0.0
+    on_demand_s: float = 0.0
+
+
+class ReplayClock:
+    """Times the replays of one engine. `runs`: whether they are timed from now on."""
+
+    def __init__(self, device: Device) -> None:
+        self.runs = False
+        self._device = device
+        self._timed: list[tuple[bool, Event, Event]] = []
+
+    def begin(self) -> Event | None:
+        """A replay begins (None while the clock does not run)."""
+        return self._device.current.record(timed=True) if self.runs else None
+
+    def end(self, window: str, begin: Event | None) -> None:
+        """A replay ends that ran in `window`."""
+        if begin is not None:
+            self._timed.append((window == ON_DEMAND, begin, self._device.current.record(timed=True)))
+
+    def take(self) -> ReplaySeconds:
+        """Seconds of the replays since this was last asked. Waits until the device has passed them."""
+        timed, self._timed = self._timed, []
+        seconds = {True: 0.0, False: 0.0}
+        for on_demand, begin, end in timed:
+            end.synchronize()
+            seconds[on_demand] += end.seconds_since(begin)
+        return ReplaySeconds(in_windows_s=seconds[False], on_demand_s=seconds[True])

@@ -24,13 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, WindowAddress
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
-from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.replays import Replays
+from megatron_lynx.runtime.replay import Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -199,7 +196,7 @@ class Waits:
             frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: Recorder | Passage) -> tuple[WindowAddress, MicroBatch | None, Pass]:
+    def _in_forward(self, scope: HalfCall) -> tuple[WindowAddress, MicroBatch | None, Pass]:
         """Address of the collective that a forward issues now, for which micro-batch its window runs replays, and its pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1

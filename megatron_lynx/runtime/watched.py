@@ -20,10 +20,10 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, Handle
-from megatron_lynx.runtime.offload import Hosted
-from megatron_lynx.runtime.recipe import Pick
+from megatron_lynx.runtime.offload import OffloadedTensor
 from megatron_lynx.runtime.record import Recorder
-from megatron_lynx.runtime.rng import RandomSource
+from megatron_lynx.runtime.recorded_graph import Replaced
+from megatron_lynx.runtime.surroundings import RandomSource
 
 Take = Callable[[Handle], Tensor]
 """How backward gets a tensor back."""
@@ -60,7 +60,7 @@ class Observer(Protocol):
 def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, take: Take, *others: Any) -> Recorder:
     """The recorder of one call: a plain one, or one that tells the observer.
 
-    `others`: what else a recorder is given, the shipment first.
+    `others`: what else a recorder is given, the group first.
     """
     if observer is not None and observer.wants(frame, others[0] is not None):
         return WatchedRecorder(observer, frame, random, take, *others)
@@ -68,10 +68,10 @@ def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, 
 
 
 @dataclass(frozen=True, eq=False)
-class _Watched:
-    """What autograd holds, and whom to tell what became of it."""
+class _Observed:
+    """What autograd holds of a tensor that is observed, and whom to tell what became of it."""
 
-    packed: Handle | Hosted
+    packed: Handle | OffloadedTensor
     returned: Returned
 
 
@@ -88,15 +88,15 @@ class WatchedRecorder(Recorder):
         if self._item == self.frame.policy.gather_site and self._item is not None:
             self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)  # [3] [4]
 
-    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        pack, _ = super()._hooks_for(pick)
+    def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        pack, _ = super()._hooks_for(one)
         return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
 
     def _pack(self, tensor: Tensor) -> Any:
         return self._observed(super()._pack(tensor), tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Watched):
+        if not isinstance(packed, _Observed):
             return super()._unpack(packed)
         tensor = super()._unpack(packed.packed)
         packed.returned(tensor)  # [2]
@@ -109,10 +109,12 @@ class WatchedRecorder(Recorder):
     def _observed(self, packed: Any, tensor: Tensor) -> Any:
         if isinstance(packed, Handle):
             segment, ordinal = packed.key
-        elif isinstance(packed, Hosted):
+        elif isinstance(packed, OffloadedTensor):
             segment, ordinal = self._segment, self._hosted
             self._hosted += 1
         else:
             return packed  # it stays
-        place = Place(self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, Hosted) else "replayed")
-        return _Watched(packed, self._observer.saved(self.frame, place, tensor))  # [1]
+        place = Place(
+            self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, OffloadedTensor) else "replayed"
+        )
+        return _Observed(packed, self._observer.saved(self.frame, place, tensor))  # [1]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.pending import Entry, Linear, blocks_of
 from megatron_lynx.runtime.policy import DeferralPolicy
 from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.surroundings import Surroundings
 
 FLUSHED = "flushed"
 """Where an entry ran that no wait took, for the trace."""
@@ -94,7 +94,7 @@ class WeightGradients:
             self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
-        """In a wait: compute the oldest one of a linear, if there is one; of experts those of all of them of one micro-batch."""
+        """In a wait: compute a linear's oldest weight gradient, if any; for experts, those of all of them of one micro-batch."""
         micro_batch = None
         while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
             self._compute(entry, window)

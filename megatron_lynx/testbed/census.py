@@ -24,7 +24,7 @@ from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.measure.memory import MemoryUse
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.testbed.candidates import (
     FULL,
     NONE,

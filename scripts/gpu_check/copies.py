@@ -28,8 +28,7 @@ from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.offload.copier import copiers_for
-from megatron_lynx.runtime.offload.host_limit import HostLimit
-from megatron_lynx.runtime.offload.host_memory import HostPool
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool
 from megatron_lynx.runtime.trace import Trace
 from scripts.gpu_check.part import Answer
 

@@ -100,7 +100,7 @@ def _profiled(subject: Any) -> Beside:
 @contextmanager
 def _annotated() -> Iterator[None]:
     """Replays say that they are, to the profiler."""
-    from megatron_lynx.runtime.replays import Replays
+    from megatron_lynx.runtime.replay import Replays
 
     original: Callable[..., None] = Replays.replay
 

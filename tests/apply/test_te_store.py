@@ -14,10 +14,10 @@ import torch
 
 from megatron_lynx.apply.hooks.te_weight_gradients import _Store
 from megatron_lynx.apply.linears import LinearOf
-from megatron_lynx.runtime.context import Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.policy import DeferralPolicy
+from megatron_lynx.runtime.progress import Counts
+from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 

@@ -44,7 +44,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
 
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step, marked
-    from megatron_lynx.runtime.counts import Counts
+    from megatron_lynx.runtime.progress import Counts
     from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model

@@ -140,11 +140,11 @@ def _another_mask(installation: Any) -> Iterator[None]:
 @contextmanager
 def _no_reload(installation: Any) -> Iterator[None]:
     """What is reloaded is used before it has arrived: the memory still holds what was there before."""
-    from megatron_lynx.runtime.offload.parcel import Parcel
+    from megatron_lynx.runtime.offload.group import OffloadedStorage
 
-    fresh = Parcel._fresh
+    fresh = OffloadedStorage._fresh
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Parcel, "_fresh", lambda parcel, sent: fresh(parcel, sent).fill_(0x11))
+        patched.setattr(OffloadedStorage, "_fresh", lambda storage, sent: fresh(storage, sent).fill_(0x11))
         patched.setattr(installation.engine.offloader.back, "move", lambda target, source: None)
         yield
 
@@ -152,7 +152,7 @@ def _no_reload(installation: Any) -> Iterator[None]:
 @contextmanager
 def _autocast(installation: Any) -> Iterator[None]:
     """Replays run under an autocast that their forward did not run under."""
-    from megatron_lynx.runtime.context import Autocast
+    from megatron_lynx.runtime.surroundings import Autocast
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Autocast, "as_captured", lambda self, captured: torch.autocast("cpu", dtype=torch.bfloat16))
@@ -162,7 +162,7 @@ def _autocast(installation: Any) -> Iterator[None]:
 @contextmanager
 def _used_again(installation: Any) -> Iterator[None]:
     """Memory of gathered inputs of layer 2 is used again between the replay and the weight gradient."""
-    from megatron_lynx.runtime.replays import Replays
+    from megatron_lynx.runtime.replay import Replays
 
     replay = Replays.replay
 

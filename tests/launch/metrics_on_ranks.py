@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.progress import Counts
 
 
 class Counted:

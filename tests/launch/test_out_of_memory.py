@@ -16,12 +16,11 @@ from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.runtime.context import Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Pending
+from megatron_lynx.runtime.progress import Counts, Whereabouts, note
+from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.whereabouts import Whereabouts, note
 from megatron_lynx.testbed.device_memory import MEMORY_BYTES, LimitedMemory, out_of_memory
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes

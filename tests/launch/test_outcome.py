@@ -29,9 +29,9 @@ from megatron_lynx.measure.run_outcome import (
 )
 from megatron_lynx.plan import load_plan
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import device_for
-from megatron_lynx.runtime.replay_clock import ON_DEMAND, ReplayClock, ReplaySeconds
+from megatron_lynx.runtime.progress import Counts
+from megatron_lynx.runtime.trace import ON_DEMAND, ReplayClock, ReplaySeconds
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 

@@ -10,8 +10,7 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.profiler.measured.half_run import HalfRun
 from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, SHORTEST_S, HeadStart
 from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
-from megatron_lynx.runtime.device import Event, Stream
-from megatron_lynx.runtime.device.cpu import CpuDevice
+from megatron_lynx.runtime.device import CpuDevice, Event, Stream
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
 
 

@@ -10,7 +10,7 @@ HERE = torch.device("cpu")
 
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
-    from megatron_lynx.runtime.device.cuda import CudaDevice
+    from megatron_lynx.runtime.cuda import CudaDevice
     from megatron_lynx.runtime.offload.copier import Owner, copiers_for
     from megatron_lynx.runtime.trace import Trace
 
@@ -39,8 +39,8 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     """Whether the original is held before things are settled, and behind that."""
     import numpy as np
 
+    from megatron_lynx.runtime.cuda import CudaDevice
     from megatron_lynx.runtime.device import device_for
-    from megatron_lynx.runtime.device.cuda import CudaDevice
     from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
     from megatron_lynx.runtime.offload.copier import copiers_for
 
@@ -48,10 +48,10 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     made.out, made.back = copiers_for(CudaDevice(HERE), made.trace)
     bytes_of_it = np.arange(100, dtype=np.uint8)
     held = weakref.ref(bytes_of_it)
-    shipment = made.open(0, 0)
-    handle = shipment.stow(torch.from_numpy(bytes_of_it))
+    group = made.open(0, 0)
+    handle = group.push(torch.from_numpy(bytes_of_it))
     del bytes_of_it
-    made.depart(shipment, None)
+    made.depart(group, None)
     del handle
     before = held() is not None
     made.settle()
@@ -63,7 +63,7 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
 def a_copy_that_fails_on_streams(rank: int) -> dict[str, bool]:
     """A failure is known when the copy is asked for, and told where it is waited for all the same."""
     from megatron_lynx.errors import OffloadError
-    from megatron_lynx.runtime.device.cuda import CudaDevice
+    from megatron_lynx.runtime.cuda import CudaDevice
     from megatron_lynx.runtime.offload.copier import Owner, copiers_for
     from megatron_lynx.runtime.trace import Trace
 

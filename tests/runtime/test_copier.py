@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.device import Device, cuda
-from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, CpuEvent
-from megatron_lynx.runtime.device.cuda import CudaDevice
+from megatron_lynx.runtime import cuda
+from megatron_lynx.runtime.cuda import CudaDevice
+from megatron_lynx.runtime.device import CallingThread, CpuDevice, CpuEvent, Device
 from megatron_lynx.runtime.offload import copier as copier_file
 from megatron_lynx.runtime.offload.copier import MOST_WAITS, Copier, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace
@@ -270,7 +270,7 @@ def test_a_failure_is_told_where_it_is_waited_for_and_holds_nothing(pool_of: Cal
 
 
 def test_what_a_dropped_graph_sent_out_is_let_go(pool_of: Callable[[int], RankPool]) -> None:
-    """Its parcels are gone, so nobody asked their copies: they held the originals until the next copy out."""
+    """Its storages are gone, so nobody asked their copies: they held the originals until the next copy out."""
     assert pool_of(1).run(a_graph_that_is_dropped_on_streams) == [(True, False)]
 
 

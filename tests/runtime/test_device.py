@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx import runtime
-from megatron_lynx.runtime.device import Device, cuda, device_for, present_device
-from megatron_lynx.runtime.device.cuda import CudaDevice
-from megatron_lynx.runtime.device.own_stream import new_stream
+from megatron_lynx.runtime import cuda
+from megatron_lynx.runtime.cuda import CudaDevice, new_stream
+from megatron_lynx.runtime.device import Device, device_for, present_device
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way
 from tests.runtime.devices import device as device
 
@@ -275,4 +275,4 @@ def test_only_the_seam_names_cuda() -> None:
     """Everything else of the runtime asks `runtime.device`, so that it runs on any implementation of that."""
     here = Path(str(runtime.__file__)).parent
     naming = {str(file.relative_to(here)) for file in here.rglob("*.py") if "torch.cuda" in file.read_text()}
-    assert naming == {"device/__init__.py", "device/cuda.py"}
+    assert naming == {"device.py", "cuda.py"}

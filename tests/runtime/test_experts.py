@@ -20,7 +20,7 @@ from megatron_lynx.nest import all_in
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall
 from tests.runtime.tiny_half import Linear, reporting_to
 
 NORM, ROUTER, DISPATCH, FC1, ACTIVATION, FC2, COMBINE, RESIDUAL = EXPERTS.names

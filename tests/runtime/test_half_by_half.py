@@ -84,7 +84,7 @@ def expected() -> list[Tensor]:
 
 def left() -> list[str]:
     gc.collect()
-    return [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
+    return [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")]
 
 
 @pytest.mark.parametrize("size_bytes", [1, 1000, 10**6])
@@ -132,13 +132,15 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
                 output = engine.half(policy, code, (output,), {})
                 engine.offloader.out.drain()
                 engine.offloader.settle()
-            parcels = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "Parcel"}
-            gone = {parcel.half for parcel in parcels.values() if parcel._out is not None and not parcel.here}
+            storages = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "OffloadedStorage"}
+            gone = {storage.half for storage in storages.values() if storage._out is not None and not storage.here}
             assert gone == away, pace_bytes
             output = engine.half(KEPT[-1], code, (output,), {})
-            assert not any(parcel.here for parcel in parcels.values() if parcel._out is not None), "behind the last at the latest"
+            assert not any(storage.here for storage in storages.values() if storage._out is not None), (
+                "behind the last at the latest"
+            )
             ended_with(output)
-            del parcels
+            del storages
         backward(engine, output)
         engine.close()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from tests.runtime.tiny_half import policy
 

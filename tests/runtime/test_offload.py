@@ -1,4 +1,4 @@
-"""Parcels: what goes, when its original goes, and that it comes back as it was."""
+"""Offloaded storages: what goes, when its original goes, and that it comes back as it was."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload import Hosted, HostLimit, Offloader, OffloadPolicy, Shipment, on_device
-from megatron_lynx.runtime.offload.parcel import Parcel
+from megatron_lynx.runtime.offload import HostLimit, OffloadedTensor, Offloader, OffloadGroup, OffloadPolicy, on_device
+from megatron_lynx.runtime.offload.group import OffloadedStorage
 from tests.runtime.devices import CPU, delay, on_every_device
 from tests.runtime.devices import device as device
 
@@ -30,23 +30,23 @@ def offloader(size_bytes: int, *, smallest: int = 1, lasting: tuple[Tensor, ...]
         made.close()
 
 
-def stowed(shipment: Shipment, *tensors: Tensor) -> list[Hosted]:
-    handles = [shipment.stow(tensor) for tensor in tensors]
-    assert all(isinstance(handle, Hosted) for handle in handles)
+def pushed(group: OffloadGroup, *tensors: Tensor) -> list[OffloadedTensor]:
+    handles = [group.push(tensor) for tensor in tensors]
+    assert all(isinstance(handle, OffloadedTensor) for handle in handles)
     return handles  # type: ignore[return-value]
 
 
-def is_leaving(parcel: Parcel) -> bool:
+def is_leaving(storage: OffloadedStorage) -> bool:
     """Whether it is on its way, and its original still here."""
-    return parcel._out is not None and parcel._original is not None
+    return storage._out is not None and storage._original is not None
 
 
-def there_and_back(made: Offloader, shipment: Shipment) -> None:
-    made.depart(shipment, None)
+def there_and_back(made: Offloader, group: OffloadGroup) -> None:
+    made.depart(group, None)
     made.out.drain()
     made.settle()
-    assert not any(is_leaving(parcel) for parcel in shipment.parcels())
-    made.fetch(shipment)
+    assert not any(is_leaving(storage) for storage in group.storages())
+    made.fetch(group)
 
 
 @on_every_device
@@ -58,16 +58,16 @@ def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
     for step in range(3):
         in_flight = []
         for number in range(3):
-            shipment = made.open(number, 0)
+            group = made.open(number, 0)
             if on_cuda:
                 delay(device)
             tensors = [torch.full((count,), 100.0 * step + 10.0 * number + index, device=where) for index in range(3)]
-            in_flight.append((shipment, stowed(shipment, *tensors)))
+            in_flight.append((group, pushed(group, *tensors)))
             del tensors
-            made.depart(shipment, None)
+            made.depart(group, None)
             torch.full((6 * count,), float("nan"), device=where)
-        for number, (shipment, handles) in enumerate(in_flight):
-            made.fetch(shipment)
+        for number, (group, handles) in enumerate(in_flight):
+            made.fetch(group)
             torch.full((6 * count,), float("nan"), device=where)
             for index, handle in enumerate(handles):
                 assert bool((handle.tensor() == 100.0 * step + 10.0 * number + index).all())
@@ -77,14 +77,14 @@ def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
 
 def test_views_come_back_with_shape_stride_and_offset() -> None:
     with offloader(10**6) as made:
-        shipment = made.open(0, 0)
+        group = made.open(0, 0)
         base = torch.randn(6, 8, 4)
         views = [base, base[2:, :, 1], base.transpose(0, 2), base.view(torch.int32), base[5, 7].expand(3, 4)]
         expected = [view.clone() for view in views]
         shapes = [(view.size(), view.stride(), view.storage_offset(), view.dtype) for view in views]
-        handles = stowed(shipment, *views)
+        handles = pushed(group, *views)
         del base, views
-        there_and_back(made, shipment)
+        there_and_back(made, group)
         assert made.take_bytes() == (6 * 8 * 4 * 4,) * 2, "tensors that alias move once"
         returned = [handle.tensor() for handle in handles]
         assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
@@ -106,25 +106,25 @@ def test_a_tensor_that_is_all_of_its_storage_comes_back_without_a_view() -> None
         ]
         expected = [tensor.clone() for tensor in tensors]
         for micro_batch in range(2):  # the second one has the first one's blocks
-            shipment = made.open(micro_batch, 0)
-            handles = stowed(shipment, *(tensor.clone() for tensor in tensors))
-            there_and_back(made, shipment)
+            group = made.open(micro_batch, 0)
+            handles = pushed(group, *(tensor.clone() for tensor in tensors))
+            there_and_back(made, group)
             for handle, tensor in zip(handles, expected, strict=True):
                 returned = handle.tensor()
                 assert handle.view is None
                 assert (returned.dtype, returned.shape) == (tensor.dtype, tensor.shape)
                 assert returned.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
-            del shipment, handles, handle
+            del group, handles, handle
         size_bytes = sum(tensor.nbytes for tensor in expected)
         assert made.take_bytes() == (2 * size_bytes,) * 2
 
 
 def test_the_edge_may_lie_in_a_tensor_that_is_all_of_its_storage() -> None:
     with offloader(100) as made:
-        shipment = made.open(0, 0)
+        group = made.open(0, 0)
         expected = torch.randn(8, 8)
-        (handle,) = stowed(shipment, expected.clone())
-        there_and_back(made, shipment)
+        (handle,) = pushed(group, expected.clone())
+        there_and_back(made, group)
         assert made.take_bytes() == (100, 100)
         returned = handle.tensor()
         assert returned.shape == (8, 8)
@@ -134,14 +134,14 @@ def test_the_edge_may_lie_in_a_tensor_that_is_all_of_its_storage() -> None:
 def test_bytes_are_counted_not_tensors() -> None:
     """What was made first goes first; the tensor at the edge is split; the rest stays where it is."""
     with offloader(1000) as made:
-        shipment = made.open(0, 0)
+        group = made.open(0, 0)
         tensors = [torch.randn(150) for _ in range(3)]
         expected = [tensor.clone() for tensor in tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        handles = stowed(shipment, *tensors)
-        assert shipment.full
+        handles = pushed(group, *tensors)
+        assert group.full
         del tensors
-        there_and_back(made, shipment)
+        there_and_back(made, group)
         assert made.take_bytes() == (1000, 1000)
         assert made.host_bytes == 768 + 512, "600 and 400 bytes in blocks that begin at multiples of 256"
         returned = [handle.tensor() for handle in handles]
@@ -152,8 +152,8 @@ def test_bytes_are_counted_not_tensors() -> None:
 def test_what_stays() -> None:
     parameter, mask = torch.nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64)
     with offloader(10**6, smallest=1024, lasting=(parameter,)) as made:
-        shipment = made.open(0, 0)
-        shipment.leave([mask])
+        group = made.open(0, 0)
+        group.leave([mask])
         staying: list[Tensor] = [
             parameter.detach().t(),
             mask[3:],
@@ -161,18 +161,18 @@ def test_what_stays() -> None:
             torch.randn(64, 64).to_sparse(),
             torch.view_as_complex(torch.randn(64, 64, 2)).conj(),
         ]
-        assert not any(isinstance(shipment.stow(tensor), Hosted) for tensor in staying)
-        assert isinstance(shipment.stow(torch.randn(256)), Hosted)
-        assert shipment.stow_all({"weight": (parameter, 3)})["weight"][0] is parameter
+        assert not any(isinstance(group.push(tensor), OffloadedTensor) for tensor in staying)
+        assert isinstance(group.push(torch.randn(256)), OffloadedTensor)
+        assert group.push_all({"weight": (parameter, 3)})["weight"][0] is parameter
 
 
 def test_the_output_of_the_stage_stays() -> None:
     """Megatron frees its data behind autograd's back."""
     with offloader(10**6) as made:
-        shipment = made.open(0, 0)
+        group = made.open(0, 0)
         output, other = torch.randn(64), torch.randn(64)
-        handles = stowed(shipment, output, other)
-        made.depart(shipment, (output.view(8, 8),))
+        handles = pushed(group, output, other)
+        made.depart(group, (output.view(8, 8),))
         assert made.take_bytes()[0] == 256
         assert handles[0].tensor().data_ptr() == output.data_ptr()
 
@@ -188,17 +188,17 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
             moved.append(int(target[0]))
 
         made.out.move = held_up
-        shipments, handles = [], []
+        groups, handles = [], []
         for number in range(2):
-            shipments.append(made.open(number, 0))
-            handles += stowed(shipments[-1], torch.full((256,), number, dtype=torch.uint8))
+            groups.append(made.open(number, 0))
+            handles += pushed(groups[-1], torch.full((256,), number, dtype=torch.uint8))
             if number == 0:
-                made.depart(shipments[0], None)
-        (first,) = shipments[0].parcels()
+                made.depart(groups[0], None)
+        (first,) = groups[0].storages()
         made.settle()
         assert is_leaving(first), "its copy has not ended"
         threading.Timer(0.02, may_go.set).start()
-        made.depart(shipments[1], None)
+        made.depart(groups[1], None)
         assert not is_leaving(first)
         assert moved[0] == 0
         assert made.take_waited_s() > 0
@@ -213,12 +213,12 @@ def test_looking_whether_copies_are_over_never_ends_a_step() -> None:
 
     with offloader(10**6) as made:
         made.out.move = broken
-        shipment = made.open(0, 0)
-        (handle,) = stowed(shipment, torch.zeros(64))
-        made.depart(shipment, None)
+        group = made.open(0, 0)
+        (handle,) = pushed(group, torch.zeros(64))
+        made.depart(group, None)
         made.out.drain()
         made.settle()
-        made.fetch(shipment)
+        made.fetch(group)
         with pytest.raises(OffloadError, match="copying activations to the host failed"):
             handle.tensor()
 
@@ -234,16 +234,16 @@ def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> 
         timeline.append("copied")
 
     made.out.move = made.back.move = slowly
-    shipment = made.open(0, 0)
-    (handle,) = stowed(shipment, torch.arange(64.0))
-    made.depart(shipment, None)
+    group = made.open(0, 0)
+    (handle,) = pushed(group, torch.arange(64.0))
+    made.depart(group, None)
     made.exchange_begins()
     timeline.append("message behind the forward")
     assert made.take_bytes() == (0, 0)
     made.pass_begins()
     made.exchange_begins()
     timeline.append("message behind the next pass")
-    made.fetch(shipment)
+    made.fetch(group)
     made.exchange_begins()
     timeline.append("message behind the reload")
     assert timeline == [
@@ -258,11 +258,11 @@ def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> 
     made.close()
 
 
-def test_parcels_are_fetched_last_one_first_and_once() -> None:
+def test_storages_are_fetched_last_one_first_and_once() -> None:
     with offloader(10**6) as made:
-        shipment = made.open(0, 0)
-        handles = stowed(shipment, *(torch.full((256,), number, dtype=torch.uint8) for number in range(4)))
-        made.depart(shipment, None)
+        group = made.open(0, 0)
+        handles = pushed(group, *(torch.full((256,), number, dtype=torch.uint8) for number in range(4)))
+        made.depart(group, None)
         order: list[int] = []
 
         def noted(target: Tensor, source: Tensor) -> None:
@@ -270,8 +270,8 @@ def test_parcels_are_fetched_last_one_first_and_once() -> None:
             order.append(int(target[0]))
 
         made.back.move = noted
-        made.fetch(shipment)
-        made.fetch(shipment)
+        made.fetch(group)
+        made.fetch(group)
         made.back.drain()
         assert order == [3, 2, 1, 0]
         assert made.take_bytes() == (1024, 1024)
@@ -280,9 +280,9 @@ def test_parcels_are_fetched_last_one_first_and_once() -> None:
 
 def test_what_was_not_fetched_is_fetched_on_demand() -> None:
     with offloader(10**6) as made:
-        shipment = made.open(0, 0)
-        (handle,) = stowed(shipment, torch.arange(64.0, requires_grad=True).detach().requires_grad_())
-        made.depart(shipment, None)
+        group = made.open(0, 0)
+        (handle,) = pushed(group, torch.arange(64.0, requires_grad=True).detach().requires_grad_())
+        made.depart(group, None)
         again = on_device(((handle,), {}))[0][0]
         assert again.requires_grad
         assert torch.equal(again.detach(), torch.arange(64.0))
@@ -291,14 +291,14 @@ def test_what_was_not_fetched_is_fetched_on_demand() -> None:
 
 
 def test_when_the_graph_goes_everything_goes() -> None:
-    """A graph that is dropped without backward takes its parcels along, and their blocks are lent again."""
+    """A graph that is dropped without backward takes its storages along, and their blocks are lent again."""
     with offloader(10**6) as made:
         for number in range(5):
-            shipment = made.open(number, 0)
-            handles = stowed(shipment, torch.randn(256))
-            made.depart(shipment, None)
+            group = made.open(number, 0)
+            handles = pushed(group, torch.randn(256))
+            made.depart(group, None)
             del handles
-            assert list(shipment.parcels()) == []
+            assert list(group.storages()) == []
         assert made.host_bytes == 1024
 
 

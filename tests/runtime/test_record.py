@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.runtime.frame import Absent
-from megatron_lynx.runtime.recipe import View
+from megatron_lynx.runtime.recorded_graph import View
 from megatron_lynx.runtime.saved import storage_of
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, made, recorded
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.shortcut import Course, Step
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import ShortcutFinder, ShortcutStep, Site, SiteCall
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, RESIDUAL, WIDTH, TinyHalf, policy, reporting_to
 
 
@@ -80,13 +79,13 @@ def site(name: str = "a site") -> Site:
     return Site(name, None, lambda given: given)
 
 
-def followed(args: tuple[Any, ...], *given: tuple[Site, int, tuple[Any, ...], Any], most: int | None = None) -> Course:
+def followed(args: tuple[Any, ...], *given: tuple[Site, int, tuple[Any, ...], Any], most: int | None = None) -> ShortcutFinder:
     """Through sites, each with its segment, what it is handed, and what it returns."""
-    course = Course(args, {}, most)
+    finder = ShortcutFinder(args, {}, most)
     for called, segment, handed, returned in given:
-        course.called(SiteCall(called, handed, {}), segment)
-        course.returned(returned)
-    return course
+        finder.called(SiteCall(called, handed, {}), segment)
+        finder.returned(returned)
+    return finder
 
 
 HIDDEN, MASK, NORMED, WIDE = (torch.randn(2) for _ in range(4))
@@ -94,37 +93,37 @@ NORM_SITE, LINEAR = site("norm"), site("linear")
 
 
 def test_steps_lead_no_further_than_they_have_to() -> None:
-    course = followed((HIDDEN, MASK), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), (WIDE, None)))
-    first, second = Step(NORM_SITE, 1, 0), Step(LINEAR, 3, 2)
-    assert course.steps({1}) == (first,)
-    assert course.steps({1, 3}) == course.steps({3}) == (first, second)
-    assert course.steps({2}) == course.steps({1, 4}) == (), "code was let go there"
-    assert course.steps(()) == ()
+    finder = followed((HIDDEN, MASK), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), (WIDE, None)))
+    first, second = ShortcutStep(NORM_SITE, 1, 0), ShortcutStep(LINEAR, 3, 2)
+    assert finder.steps({1}) == (first,)
+    assert finder.steps({1, 3}) == finder.steps({3}) == (first, second)
+    assert finder.steps({2}) == finder.steps({1, 4}) == (), "code was let go there"
+    assert finder.steps(()) == ()
 
 
 def test_two_sites_may_be_handed_the_same() -> None:
     """As latent attention's down-projections are."""
-    course = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), WIDE), (LINEAR, 5, (NORMED,), WIDE))
-    assert [step.source for step in course.steps({1, 3, 5})] == [0, 1, 1]
+    finder = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), WIDE), (LINEAR, 5, (NORMED,), WIDE))
+    assert [step.source for step in finder.steps({1, 3, 5})] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("handed", [(NORMED.clone(),), (NORMED, MASK), (None,), ()], ids=["a copy", "more", "nothing", "none"])
 def test_no_step_leads_beyond_a_site_that_is_handed_anything_else(handed: tuple[Any, ...]) -> None:
-    course = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, handed, WIDE), (LINEAR, 5, (HIDDEN,), WIDE))
-    assert len(course.steps({1})) == 1
-    assert course.steps({3}) == course.steps({5}) == ()
+    finder = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, handed, WIDE), (LINEAR, 5, (HIDDEN,), WIDE))
+    assert len(finder.steps({1})) == 1
+    assert finder.steps({3}) == finder.steps({5}) == ()
 
 
 def test_a_site_with_a_first_part_takes_two_segments() -> None:
-    from megatron_lynx.runtime.site_call import FirstPart
+    from megatron_lynx.runtime.site import FirstPart
 
     first = FirstPart("norm", lambda given: (given,), "a node", lambda node: (0,))
-    course = followed((HIDDEN,), (Site("linear", None, lambda given: given, first), 2, (HIDDEN,), WIDE))
-    assert len(course.steps({1})) == len(course.steps({1, 2})) == 1
-    assert course.steps({3}) == ()
+    finder = followed((HIDDEN,), (Site("linear", None, lambda given: given, first), 2, (HIDDEN,), WIDE))
+    assert len(finder.steps({1})) == len(finder.steps({1, 2})) == 1
+    assert finder.steps({3}) == ()
 
 
 def test_no_more_is_followed_than_was_asked_for() -> None:
-    course = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), WIDE), most=1)
-    assert len(course.steps({1})) == 1
-    assert course.steps({3}) == ()
+    finder = followed((HIDDEN,), (NORM_SITE, 1, (HIDDEN,), NORMED), (LINEAR, 3, (NORMED,), WIDE), most=1)
+    assert len(finder.steps({1})) == 1
+    assert finder.steps({3}) == ()

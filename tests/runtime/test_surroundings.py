@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_lynx.runtime.context import Autocast
+from megatron_lynx.runtime.surroundings import Autocast
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lynx.runtime.context import Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.micro_batch import MicroBatch
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.rng import TorchRandom
 from megatron_lynx.runtime.saved import detached
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall
+from megatron_lynx.runtime.surroundings import TorchRandom
 
 NORM, FC1, ACTIVATION, FC2, RESIDUAL = MLP.names
 ROWS, WIDTH = 3, 4

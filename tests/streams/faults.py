@@ -37,11 +37,11 @@ def an_original_released_early() -> Iterator[None]:
 
     send = offloader.send
 
-    def sending(departing: Any, *args: Any) -> Any:
-        copy = send(departing, *args)
-        for parcel, *_ in departing:
-            parcel._let_go()
-        return copy
+    def sending(group: Any, chosen: Any, *args: Any) -> Any:
+        sent = send(group, chosen, *args)
+        for storage, _ in chosen:
+            storage._let_go()
+        return sent
 
     with ExitStack() as undo:
         replace(undo, offloader, "send", sending)
@@ -52,10 +52,10 @@ def an_original_released_early() -> Iterator[None]:
 @contextmanager
 def an_address_taken_for_its_tensor() -> Iterator[None]:
     """What was let go in the middle of a forward is still known by its address, which another tensor has by now."""
-    from megatron_lynx.runtime.offload.parcel import Parcel
+    from megatron_lynx.runtime.offload.group import OffloadedStorage
 
     with ExitStack() as undo:
-        replace(undo, Parcel, "here", True)
+        replace(undo, OffloadedStorage, "here", True)
         yield
 
 

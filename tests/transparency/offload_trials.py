@@ -59,7 +59,9 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
     except OffloadError as error:
         result.error = str(error)
     gc.collect()
-    result.left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
+    result.left = [
+        type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")
+    ]
     result.busy = installation.engine.busy
     installation.remove()
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
@@ -114,7 +116,9 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
             except Exception as error:  # noqa: BLE001 (on the other stage it is gloo's)
                 result.error = f"{type(error).__name__}: {error}"
         gc.collect()
-        result.left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
+        result.left = [
+            type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")
+        ]
         result.busy = installation.engine.busy
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
     shut_down()
@@ -248,8 +252,8 @@ def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
             return reporting
 
-        begins, reaches = offloader.shipment_of, offloader.backward_reaches
-        offloader.shipment_of, offloader.backward_reaches = marked(begins), marked(reaches)
+        begins, reaches = offloader.group_for, offloader.backward_reaches
+        offloader.group_for, offloader.backward_reaches = marked(begins), marked(reaches)
         run_schedule(training.chunks, job, batches)
 
     return _counted(job, plans, step)

@@ -24,7 +24,7 @@ NAN = 0xFF
 @contextmanager
 def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
     """`seen.copies` gets beginnings and ends, `seen.overwritten` counts originals."""
-    from megatron_lynx.runtime.offload.parcel import Parcel
+    from megatron_lynx.runtime.offload.group import OffloadedStorage
 
     delays = random.Random(5)
 
@@ -35,25 +35,25 @@ def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
         _late_copy("back", target, source, source.data_ptr(), delays, seen)
         source.view(-1).view(torch.uint8).fill_(NAN)
 
-    def letting_go(parcel: Any) -> None:
-        if parcel._original is not None:
-            parcel._original.untyped_storage().fill_(NAN)
+    def letting_go(storage: Any) -> None:
+        if storage._original is not None:
+            storage._original.untyped_storage().fill_(NAN)
             seen.overwritten += 1
-        let_go(parcel)
+        let_go(storage)
 
-    def fresh_and_overwritten(parcel: Any, sent: int) -> Tensor:
-        made = fresh(parcel, sent)
+    def fresh_and_overwritten(storage: Any, sent: int) -> Tensor:
+        made = fresh(storage, sent)
         made.untyped_storage().fill_(NAN)
         return made
 
-    let_go, fresh = Parcel._let_go, Parcel._fresh
-    Parcel._let_go = letting_go  # type: ignore[method-assign]
-    Parcel._fresh = fresh_and_overwritten  # type: ignore[method-assign]
+    let_go, fresh = OffloadedStorage._let_go, OffloadedStorage._fresh
+    OffloadedStorage._let_go = letting_go  # type: ignore[method-assign]
+    OffloadedStorage._fresh = fresh_and_overwritten  # type: ignore[method-assign]
     offloader.out.move, offloader.back.move = out, back
     try:
         yield
     finally:
-        Parcel._let_go, Parcel._fresh = let_go, fresh  # type: ignore[method-assign]
+        OffloadedStorage._let_go, OffloadedStorage._fresh = let_go, fresh  # type: ignore[method-assign]
 
 
 def _late_copy(name: str, target: Tensor, source: Tensor, host: int, delays: random.Random, seen: Any) -> None:

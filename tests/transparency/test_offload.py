@@ -20,8 +20,8 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.deferring import deferring

@@ -13,7 +13,7 @@ from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -123,7 +123,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     """Inside, what happens on this rank is noted. A plan is to be in force: receives are told apart above its hooks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from megatron_lynx.runtime.replays import Replays
+    from megatron_lynx.runtime.replay import Replays
     from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 

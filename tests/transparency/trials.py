@@ -66,7 +66,7 @@ class Seen:
     live_bytes: list[int] = field(default_factory=list)
     """Bytes of all tensors alive after each step."""
     frames_left: int = 0
-    """And parcels, and blocks of host memory that are lent."""
+    """And storages, and blocks of host memory that are lent."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         for number, chunk in enumerate(training.chunks):
             buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if buffer is not None)
             seen.tensors.update({f"buffer {number}.{name}": buffer.detach().clone() for name, buffer in buffers})
-    seen.frames_left = sum(type(thing).__name__ in ("Frame", "Parcel", "Block") for thing in gc.get_objects())
+    seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects())
     return seen
 
 
@@ -269,7 +269,7 @@ def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:
     count = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        # one reference per tensor of ours, and one for the handle in hand, which is the very one that a waiting parcel may hold
+        # one reference per tensor of ours, and one for the handle in hand, which is the very one that a waiting storage may hold
         unheld = torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1
         if tensor.dtype in NANS and unheld and _handles(tensor) == _handles(torch.empty(1)) + 1:
             torch.tensor([], dtype=tensor.dtype).set_(storage).fill_(NANS[tensor.dtype])

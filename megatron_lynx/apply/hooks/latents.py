@@ -20,7 +20,7 @@ import torch
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.site_call import Site
+from megatron_lynx.runtime.site import Site
 
 GATHERS = ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.rng import TorchRandom
+from megatron_lynx.runtime.surroundings import TorchRandom
 
 RandomState = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
 

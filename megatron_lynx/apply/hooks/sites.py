@@ -26,7 +26,7 @@ from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.site_call import Site
+from megatron_lynx.runtime.site import Site
 
 
 def claims(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of
 from megatron_lynx.apply.transformer_engine.release import TeRelease
-from megatron_lynx.runtime.site_call import FirstPart
+from megatron_lynx.runtime.site import FirstPart
 
 
 def norm_inside(linear: Any, item: str, release: TeRelease) -> FirstPart:

@@ -13,7 +13,7 @@ from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.stage import Predicted
-from megatron_lynx.runtime.whereabouts import whereabouts_of
+from megatron_lynx.runtime.progress import whereabouts_of
 from megatron_lynx.units import format_bytes
 
 LARGEST = 5

@@ -29,7 +29,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.pending import Entry
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.whereabouts import Whereabouts, whereabouts_of
+from megatron_lynx.runtime.progress import Whereabouts, whereabouts_of
 
 DISTRIBUTED = "megatron.core.distributed"
 MESSAGES = "megatron.core.pipeline_parallel.p2p_communication"

@@ -12,8 +12,8 @@ from megatron_lynx.launch.outcome.step_clock import StepSeconds
 from megatron_lynx.launch.outcome.step_parts import together
 from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow, StepParts
 from megatron_lynx.plan import Plan
-from megatron_lynx.runtime.counts import Counts
-from megatron_lynx.runtime.replay_clock import ReplaySeconds
+from megatron_lynx.runtime.progress import Counts
+from megatron_lynx.runtime.trace import ReplaySeconds
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from megatron_lynx.launch.outcome.step_parts import parts_of
 from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, StepParts, save_outcome
 from megatron_lynx.plan import Plan
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.replay_clock import ReplaySeconds
+from megatron_lynx.runtime.progress import Counts
+from megatron_lynx.runtime.trace import ReplaySeconds
 from megatron_lynx.torch_release import records_operands
 from megatron_lynx.version import __version__
 

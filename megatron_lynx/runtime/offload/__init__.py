@@ -1,8 +1,7 @@
-"""What a chunk's layers keep of one micro-batch waits in host memory for its backward, as far as the plan says."""
+"""Sends what a plan says of a micro-batch's activations to host memory, and brings it back for their backward."""
 
-from megatron_lynx.runtime.offload.host_limit import HostFacts, HostLimit, limit_of
+from megatron_lynx.runtime.offload.group import OffloadedTensor, OffloadGroup, OffloadPolicy, on_device
+from megatron_lynx.runtime.offload.host_memory import HostFacts, HostLimit, limit_of
 from megatron_lynx.runtime.offload.offloader import Offloader
-from megatron_lynx.runtime.offload.parcel import Hosted, on_device
-from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
 
-__all__ = ["Hosted", "HostFacts", "HostLimit", "OffloadPolicy", "Offloader", "Shipment", "limit_of", "on_device"]
+__all__ = ["OffloadedTensor", "HostFacts", "HostLimit", "OffloadPolicy", "Offloader", "OffloadGroup", "limit_of", "on_device"]

@@ -60,15 +60,15 @@ class Owner(NamedTuple):
 @final
 @dataclass(eq=False)
 class Copy:
-    """What was asked for at once, and is waited for at once: the tensors of one half, say."""
+    """One order to copy, and one thing to wait for: the tensors of one half, say."""
 
     direction: Direction
     owner: Owner
     bytes: int
     pairs: Sequence[Pair] | None
-    """Until they may be used again."""
+    """None as soon as compute may use them again."""
     after: Sequence[Copy]
-    """What it comes behind, until it runs."""
+    """Copies that it comes behind; none once it runs."""
     event: Event = field(init=False)
     """Its end on the copier's stream."""
     cancelled: bool = False
@@ -126,7 +126,7 @@ class Copy:
 
 @final
 class Copier:
-    """One direction. `move` is how bytes are copied: tests inject faults there."""
+    """The copies of one direction. `move` is how bytes are copied: tests inject faults there."""
 
     def __init__(self, direction: Direction, device: Device, trace: Trace) -> None:
         self.direction = direction

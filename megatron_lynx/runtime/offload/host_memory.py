@@ -1,4 +1,9 @@
-"""Host memory for offloaded activations: blocks of exact sizes, made once, lent again and again.
+"""Host memory for offloaded activations: how much of it one rank may hold, and blocks of exact sizes, lent again and again.
+
+    a rank's limit        the least, over all that it takes from, of  (free - reserve) / ranks that take from it; all ranks have
+                          heard from each other what they take from (`free_memory`), and how large their training state is
+    reserve               a tenth of what is free, for page cache and data loaders, or what the ranks' states take, if that is
+                          more: an asynchronous checkpoint copies them to the host, and an optimizer on the CPU has them there
 
     before step 1         bytes known, sizes not ──> a slab is locked ahead for each micro-batch   ┌───────────┐┌───────────┐
     first micro-batch     sizes known ──> room for `sets` micro-batches is set aside, in these     ┌────┬──┬───┐┌────┬──┬───┐
@@ -23,24 +28,78 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lynx.errors import OffloadError, Problem
+from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload.copier import Copy
-from megatron_lynx.runtime.offload.host_limit import HostLimit, too_little
 from megatron_lynx.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+RESERVE = 10
+"""One of so many parts of what is free is left alone."""
 
 ALIGNMENT = 256
 """Bytes; where blocks begin."""
 
 MANY = 256
 """Blocks are taken to have so many units at least, where a plan lets smaller ones go: what lies ahead is a guess then."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one rank says of its host."""
+
+    free: FreeMemory
+    state_bytes: int = 0
+    """Weights, master weights and moments that this rank owns."""
+
+
+@dataclass
+class HostLimit:
+    """What one rank may hold of its host's memory, all its pools together."""
+
+    most_bytes: int
+    held_bytes: int = 0
+    words: str = ""
+    """Where the limit comes from, for messages."""
+
+    def gives_back(self, size_bytes: int) -> None:
+        """So much is not held any more."""
+        self.held_bytes -= size_bytes
+
+
+def limit_of(mine: HostFacts, ranks: Sequence[HostFacts]) -> HostLimit:
+    """`ranks`: what each rank of the run says, this one among them."""
+    return min((_share(pot, ranks) for pot in mine.free.pots), key=lambda share: share.most_bytes)
+
+
+def _share(pot: Pot, ranks: Sequence[HostFacts]) -> HostLimit:
+    same = [(facts, other) for facts in ranks for other in facts.free.pots if other.identity == pot.identity]
+    free_bytes = min(other.free_bytes for _, other in same)  # each has looked at another moment
+    reserve_bytes = min(free_bytes, max(free_bytes // RESERVE, sum(facts.state_bytes for facts, _ in same)))
+    words = f"{format_bytes(free_bytes)} free of {pot.words}, {format_bytes(reserve_bytes)} of it in reserve"
+    words += f", for {len(same)} rank{'s' if len(same) > 1 else ''}"
+    return HostLimit((free_bytes - reserve_bytes) // len(same), words=words)
+
+
+def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
+    """The host has too little memory for what a plan offloads."""
+    found_bytes, source = limit.most_bytes, f" ({limit.words})" if limit.words else ""
+    problem = Problem(
+        f"{where}: host memory for offloaded activations",
+        f"{found_bytes} bytes ({format_bytes(found_bytes)}) available to this rank{source}",
+        f"{needed_bytes} bytes ({format_bytes(needed_bytes)})",
+        "lower offload.bytes in the plan, or start fewer ranks on a host",
+    )
+    return OffloadError("the host has too little memory", [problem])
 
 
 class Slab:
@@ -78,7 +137,7 @@ class _Shelved(NamedTuple):
     slab: Slab
     reader: Copy | None
     shaped: Tensor
-    """As the one that had it last saw it."""
+    """The same memory with the type and shape of the tensor that had it last."""
 
 
 class Block:
@@ -94,7 +153,7 @@ class Block:
         self._shelf = shelf
 
     def like(self, tensor: Tensor) -> Tensor:
-        """As many of its bytes as this contiguous tensor has, with its type and shape."""
+        """The beginning of the block, as a tensor with the type and shape of this contiguous one."""
         if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
             self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return self._shaped
@@ -125,12 +184,12 @@ class HostPool:
         self._made = 0
         """Sets whose blocks are there."""
         self._promised_bytes = 0
-        """Of the slabs that are still to be made."""
+        """Bytes of the slabs that are still to be made."""
         self._pieces: list[tuple[Slab, Tensor]] = []
-        """Of slabs that were locked ahead: a micro-batch's blocks each."""
+        """Parts of slabs that were locked ahead, each of which has room for one micro-batch's blocks."""
         self._sizes: list[int] = []
         self._shelves: defaultdict[int, deque[_Shelved]] = defaultdict(deque)
-        """By size. A block goes back to where it was taken from."""
+        """Free blocks, by size. A block goes back to where it was taken from."""
 
     def lend(self, sizes: Sequence[int]) -> list[Block]:
         """A block of at least each size. Raises `OffloadError` where the host has no room for as many."""
@@ -229,7 +288,7 @@ class HostPool:
         return None
 
     def _make_blocks(self) -> None:
-        """For one micro-batch, of what was set aside."""
+        """Cut blocks for one micro-batch out of what was set aside."""
         slab, piece = self._pieces.pop(0) if self._pieces else self._new_slab()
         self._made += 1
         start = 0

@@ -1,16 +1,16 @@
 """When what a stage keeps goes to the host and comes back: fixed by the order of passes, which the engine reports (rule R1).
 
-    forward of k      [1] saved tensors become handles; a parcel per storage, however many handles look into it
-    end of forward    [2] parcels in the order in which they were made, until the plan's bytes are reached: copied out, those
+    forward of k      [1] saved tensors are pushed to the micro-batch's group, which holds each storage once
+    end of forward    [2] storages in the order in which they were made, until the plan's bytes are reached: copied out, those
                           of one half at once.
                           Their originals are let go when they are copied: at the end of the next forward at the latest
     backward of k-d   [3] begins (d: the prefetch distance), or the gradient for it is awaited, or the forward right before it
-                          begins: parcels of k are copied back, last one first
-    backward of k     [4] a node asks its handle, the handle waits for its parcel, and looks into it as it looked before
+                          begins: storages of k are copied back, last one first
+    backward of k     [4] a node asks for its tensor, waits for its storage, and looks into it as it looked before
     exchanges         [5] where copies avoid messages: [2] waits for the pass behind the exchange, the exchange for all copies
     own backward      [6] follows at once: it stays on the device, or with a pace it goes and comes half by half (`half_by_half`)
 
-What was made first lives longest and is needed last, so it goes. Parcels belong to the handles that autograd's graph and frames
+What was made first lives longest and is needed last, so it goes. Storages belong to the handles that autograd's graph and frames
 hold: when the graph goes they go, and their host blocks with them (rule R8).
 """
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,14 +27,12 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for, failed
+from megatron_lynx.runtime.offload.copier import Owner, copiers_for
+from megatron_lynx.runtime.offload.group import OffloadedStorage, OffloadGroup, OffloadPolicy, Sent, fetch, send
 from megatron_lynx.runtime.offload.half_by_half import HalfByHalf
-from megatron_lynx.runtime.offload.host_limit import HostLimit, too_little
-from megatron_lynx.runtime.offload.host_memory import HostPool, Slab, bytes_ahead
-from megatron_lynx.runtime.offload.parcel import Parcel, fetch, send
-from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool, Slab, bytes_ahead, too_little
 from megatron_lynx.runtime.saved import storage_of, tensors_in
 from megatron_lynx.runtime.trace import Trace
 
@@ -43,9 +40,9 @@ from megatron_lynx.runtime.trace import Trace
 class _Departure(NamedTuple):
     """What a forward left to be copied out."""
 
-    shipment: Shipment
-    chosen: list[tuple[weakref.ref[Parcel], int]]
-    """Which parcels, and how much of each."""
+    group: OffloadGroup
+    chosen: list[tuple[weakref.ref[OffloadedStorage], int]]
+    """Which storages, and how many bytes of each."""
 
 
 class Locked(NamedTuple):
@@ -56,7 +53,7 @@ class Locked(NamedTuple):
 
 
 class Offloader:
-    """The shipments of one stage. `policies` by chunk: a chunk without one keeps all on the device.
+    """The offload groups of one stage. `policies` by chunk: a chunk without one keeps all on the device.
 
     Raises `OffloadError` with both numbers where the host has less than `limit` for them.
     """
@@ -81,23 +78,23 @@ class Offloader:
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._limit = limit
         self._ahead: dict[tuple[int, bool], list[Slab]] = {}
-        """What was locked before the first step, by chunk; apart for what goes half by half."""
+        """Memory that was locked before the first step, by chunk and by whether it is for what goes half by half."""
         self.locked = Locked(0, 0.0)
         self._pools: dict[tuple[int, int], HostPool] = {}
-        """By chunk and half; 0: of micro-batches that go whole."""
+        """Host memory by chunk and half; half 0 is for micro-batches that go whole."""
         self._device = device
         self._lasting = lasting
         self._lasting_of: dict[int, set[int]] = {}
-        """Storages, by chunk, until the next step: nobody puts other weights in place in between."""
-        self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
+        """Storages of parameters and buffers, by chunk, until the next step: nobody puts other weights in place in between."""
+        self._groups: weakref.WeakKeyDictionary[MicroBatch, OffloadGroup] = weakref.WeakKeyDictionary()
         self._half_by_half: weakref.WeakKeyDictionary[MicroBatch, HalfByHalf] = weakref.WeakKeyDictionary()
-        self._leaving: deque[tuple[Copy, list[weakref.ref[Parcel]]]] = deque()
+        self._leaving: deque[Sent] = deque()
         """Copies whose originals may still be here."""
         self._ready: list[_Departure] = []
 
     @property
     def chunks(self) -> Container[int]:
-        """Those of which anything goes to the host."""
+        """The chunks of which anything goes to the host."""
         return self._policies
 
     def lock_ahead(self) -> None:
@@ -135,8 +132,8 @@ class Offloader:
             self._fetch_coming(ledger)
 
     def forward_ends(self, micro_batch: MicroBatch | None, output: Any) -> None:
-        if micro_batch is not None and micro_batch in self._shipments:
-            self.depart(self._shipments[micro_batch], output)
+        if micro_batch is not None and micro_batch in self._groups:
+            self.depart(self._groups[micro_batch], output)
         elif micro_batch is not None and micro_batch in self._half_by_half:
             self._half_by_half[micro_batch].forward_ends()
 
@@ -165,58 +162,58 @@ class Offloader:
         self.settle()
         self.pass_begins()
         if micro_batch is not None:
-            self.fetch(self._shipments.get(micro_batch))
+            self.fetch(self._groups.get(micro_batch))
         self._fetch_coming(ledger)
 
-    def shipment_of(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> Shipment | None:
+    def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
         """Where saved tensors of a half that is called with these go; None where nothing of it goes to the host."""
         policy = self._policies.get(micro_batch.chunk)
         if policy is None:
             return None
         at_once = ledger.own_backward_follows(micro_batch)
         if at_once:  # [6]
-            shipment = None if policy.pace_bytes is None else self._going(micro_batch).half_begins(key)
+            group = None if policy.pace_bytes is None else self._going(micro_batch).half_begins(key)
         else:
-            shipment = self._shipment(micro_batch)
-        if shipment is not None:
-            first = at_once and shipment.half == 1  # what the chunk was given: Megatron holds it until its forward is over
+            group = self._group(micro_batch)
+        if group is not None:
+            first = at_once and group.half == 1  # what the chunk was given: Megatron holds it until its forward is over
             for index, tensor in enumerate(tensors_in(arguments)):
                 if index > 0 or tensor.is_leaf or first:  # masks and tables, which layers share; what the stage received
-                    shipment.leave([tensor])
-        return shipment
+                    group.leave([tensor])
+        return group
 
-    def _shipment(self, micro_batch: MicroBatch) -> Shipment | None:
-        """That of a micro-batch that goes when its forward is over; None where all that may go is there."""
+    def _group(self, micro_batch: MicroBatch) -> OffloadGroup | None:
+        """The group of a micro-batch that goes when its forward is over; None where it already has all that the plan sends."""
         self.settle()
-        if micro_batch not in self._shipments:
-            self._shipments[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
-        shipment = self._shipments[micro_batch]
-        shipment.half += 1
-        return None if shipment.full else shipment
+        if micro_batch not in self._groups:
+            self._groups[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
+        group = self._groups[micro_batch]
+        group.half += 1
+        return None if group.full else group
 
     def _going(self, micro_batch: MicroBatch) -> HalfByHalf:
         if micro_batch not in self._half_by_half:
             chunk = micro_batch.chunk
-            shipment = self.open(micro_batch.number, chunk)
-            self._half_by_half[micro_batch] = HalfByHalf(shipment, lambda half: self._pool(chunk, half), self.out)
+            group = self.open(micro_batch.number, chunk)
+            self._half_by_half[micro_batch] = HalfByHalf(group, lambda half: self._pool(chunk, half), self.out)
         return self._half_by_half[micro_batch]
 
     def _fetch_coming(self, ledger: Ledger) -> None:
         """Start bringing back what the next backwards need, as far ahead as the plan says."""
         for ahead in range(self._furthest):
             micro_batch = ledger.coming(ahead)
-            shipment = self._shipments.get(micro_batch) if micro_batch is not None else None
-            if shipment is not None and ahead < shipment.policy.prefetch:
-                self.fetch(shipment)
+            group = self._groups.get(micro_batch) if micro_batch is not None else None
+            if group is not None and ahead < group.policy.prefetch:
+                self.fetch(group)
 
-    # --- shipments, out and back ---------------------------------------------------------------------------------------
+    # --- groups, out and back ---------------------------------------------------------------------------------------
 
-    def open(self, micro_batch: int, chunk: int) -> Shipment:
+    def open(self, micro_batch: int, chunk: int) -> OffloadGroup:
         """A forward of a chunk that has a policy begins."""
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         owner, lasting = Owner(self._where[chunk], micro_batch), self._lasting_of[chunk]
-        return Shipment(owner, self._policies[chunk], self._pool(chunk), self._device.where, self.back, lasting)
+        return OffloadGroup(owner, self._policies[chunk], self._pool(chunk), self._device.where, self.back, lasting)
 
     def _pool(self, chunk: int, half: int = 0) -> HostPool:
         if (chunk, half) not in self._pools:
@@ -228,53 +225,34 @@ class Offloader:
     def settle(self) -> None:
         """Let go of what was copied, where the copies are over. One that failed stays, for `depart` to wait for: when it failed
         must not decide where the error shows (rule R1)."""
-        while self._leaving and self._leaving[0][0].done and self._leaving[0][0].error is None:
-            for parcel in self._leave():
-                parcel.settle()
+        while self._leaving and self._leaving[0].copy.done and self._leaving[0].copy.error is None:
+            for storage in self._leaving.popleft().alive():
+                storage.settle()
         self.out.settle()
         self.back.settle()
 
-    def depart(self, shipment: Shipment, outputs: Any) -> None:
-        """Its forward is over. Originals of the shipment before are let go now at the latest: there are never those of three."""
+    def depart(self, group: OffloadGroup, outputs: Any) -> None:
+        """Its forward is over. Originals of the group before are let go now at the latest: there are never those of three."""
         while self._leaving:
-            for parcel in self._leave():
-                parcel.release(self.out)
-        chosen = [(weakref.ref(parcel), size) for parcel, size in shipment.chosen(outputs)]
-        self._ready.append(_Departure(shipment, chosen))
-        if not shipment.policy.avoids_messages:
+            for storage in self._leaving.popleft().alive():
+                storage.release(self.out)
+        self._ready.append(_Departure(group, [(weakref.ref(storage), size) for storage, size in group.chosen(outputs)]))
+        if not group.policy.avoids_messages:
             self.pass_begins()
-
-    def _leave(self) -> Iterator[Parcel]:
-        """The parcels of the copy that was started first, which is over or is waited for."""
-        _, parcels = self._leaving.popleft()
-        yield from (parcel for known in parcels if (parcel := known()) is not None)
 
     def pass_begins(self) -> None:
         """The exchange behind a forward is over: what waited for that leaves now."""
-        for shipment, chosen in self._ready:
-            self._send(shipment, [(parcel, size) for known, size in chosen if (parcel := known()) is not None])
+        for group, chosen in self._ready:
+            alive = [(storage, size) for known, size in chosen if (storage := known()) is not None]
+            self._leaving += send(group, alive, group.pool, self.out)  # [2]
+            group.out |= bool(alive)
         self._ready.clear()
 
-    def _send(self, shipment: Shipment, chosen: list[tuple[Parcel, int]]) -> None:
-        try:
-            blocks = shipment.pool.lend([size for _, size in chosen])
-            departing = [(parcel, size, block) for (parcel, size), block in zip(chosen, blocks, strict=True)]
-            for _, of_half in groupby(departing, key=lambda one: one[0].half):
-                together = list(of_half)
-                self._leaving.append((send(together, self.out), [weakref.ref(parcel) for parcel, *_ in together]))  # [2]
-                shipment.out = True
-        except OffloadError:
-            raise
-        except Exception as error:
-            raise failed("offload", shipment.owner, sum(size for _, size in chosen), error) from error
-
-    def fetch(self, shipment: Shipment | None) -> None:
+    def fetch(self, group: OffloadGroup | None) -> None:
         """Its backward comes soon, or now. A second call does nothing."""
-        if shipment is not None and shipment.out:
-            shipment.out = False
-            on_host = [parcel for parcel in reversed(list(shipment.parcels())) if parcel.on_host]
-            for _, of_half in groupby(on_host, key=lambda parcel: parcel.half):
-                fetch(list(of_half))  # [3]
+        if group is not None and group.out:
+            group.out = False
+            fetch(group.storages())  # [3]
 
     # --- what it did, and its end --------------------------------------------------------------------------------------
 

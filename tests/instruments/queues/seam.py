@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, CpuEvent, ThreadStream
+from megatron_lynx.runtime.device import CallingThread, CpuDevice, CpuEvent, ThreadStream
 from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.log import COMPUTE, Event, Log
 

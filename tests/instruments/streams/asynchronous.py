@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lynx.runtime.device import Device, Event, Stream
-from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, ThreadStream
+from megatron_lynx.runtime.device import CallingThread, CpuDevice, Device, Event, Stream, ThreadStream
 from megatron_lynx.testbed.posted import asked_at
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.move import Move, poison

@@ -1,19 +1,30 @@
-"""A site as the recorder and the replayer see it: one call of one submodule, and what of it can be made alone."""
+"""A site as the recorder and the replayer see it: one call of one submodule, and the shortcut through a half that sites are.
+
+A shortcut is a replay that runs the half's first sites, one after another, and not the code around them:
+
+    half(hidden, ...) ──> norm(hidden) ──> linear_qkv(normed) ──> ...       let go: what the norm saved, and linear_qkv's input
+                            └ step 0: handed what the half was                └ step 1: handed what step 0 returned
+
+The code between a half's sites is Python that runs again in every replay, up to the last site of which anything was let go. Where
+nothing in between was let go, and each of these sites is handed one of the half's own arguments or what one before it returned,
+as it is, they can be called without that code. A half's first call learns whether that is so; each later one looks again, by the
+identity of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.context import SiteState
+from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.saved import detached, tensors_in
+from megatron_lynx.runtime.surroundings import SiteState
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class FirstPart:
     node: str
     """The name of the node."""
     slots: Callable[[Any], tuple[int, ...]]
-    """Where among what such a node saves the tensors of `run` are."""
+    """The places of the tensors that `run` makes among those that such a node saves."""
 
     def saved(self, nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """The same tensors as `run` makes, from the nodes of a call of the whole site."""
@@ -101,6 +112,55 @@ class SiteCall:
         return nullcontext() if self.site.state is None else self.site.state.as_captured(captured)
 
     def without_graph(self) -> SiteCall:
-        """The same call on arguments that do not lead back."""
+        """The same call on arguments that have no graph behind them."""
         kwargs = map_nest(Tensor, detached, self.kwargs) if self.kwargs else self.kwargs
         return SiteCall(self.site, map_nest(Tensor, detached, self.args), kwargs)
+
+
+class ShortcutStep(NamedTuple):
+    """One site of a shortcut."""
+
+    site: Site
+    segment: int
+    source: int
+    """Which of the values at hand when it is called it is handed: first the half's arguments, then what each step returned."""
+
+
+class ShortcutFinder:
+    """Follows the first sites of one call of a half, for as long as steps of a shortcut can lead there."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], most: int | None = None) -> None:
+        """`most`: how many steps are wanted, where that is known."""
+        self._values = [*args, *kwargs.values()]
+        self._steps: list[ShortcutStep] = []
+        self._left = most
+
+    def called(self, call: SiteCall, segment: int) -> None:
+        """A site is called."""
+        if self._left == 0:
+            return
+        given = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+        for source, value in enumerate(self._values):
+            if value is given and given is not None:
+                self._steps.append(ShortcutStep(call.site, segment, source))
+                self._left = None if self._left is None else self._left - 1
+                break
+        else:
+            self._left = 0
+        if self._left == 0:
+            self._values.clear()  # nobody is kept longer for it
+
+    def returned(self, outputs: Any) -> None:
+        """What that site returned."""
+        if self._left != 0:
+            self._values.append(first_in(Tensor, outputs))
+
+    def steps(self, lets_go: Collection[int]) -> tuple[ShortcutStep, ...]:
+        """The steps that reach all segments in which anything was let go; none where only the half's code reaches them."""
+        wanted, found = set(lets_go), []
+        for step in self._steps:
+            if not wanted:
+                break
+            found.append(step)
+            wanted.difference_update(range(step.segment - step.site.segments + 1, step.segment + 1))
+        return () if wanted else tuple(found)

@@ -1,12 +1,23 @@
-"""A CUDA device: torch's events, and streams that are nobody else's. No other file of the runtime names `torch.cuda`.
+"""A CUDA device: torch's events, and streams that are nobody else's. Only `device` and this file name `torch.cuda`.
 
 The host waits in `synchronize` and `within`, and nowhere else. Memory that is no longer to be page-locked may still be read by a
 copy: it is unlocked when the device has passed what it was given before, which is looked at whenever more memory is locked or
 unlocked.
+
+Why streams of its own:
+
+    a stream of torch's    one of 32 of a pool, in turns: the 33rd that anybody asks for is the first again
+    NCCL's groups          take theirs from the same pool, one for each communicator
+    a copy on an alias     stands behind a receive that nobody has answered yet, and with it what waits for the copy
+
+So the driver is asked for one, on the device's primary context, which is torch's. Not CUDA's runtime: a torch may have it linked
+in, where nobody else finds it, and torch's binding (`cudart().cudaStreamCreate`) makes streams that wait for the default stream,
+where torch computes. A stream lives as long as the process: torch's allocator and events may refer to it at any time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
@@ -19,10 +30,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.device.device import Device, Event, Stream
-from megatron_lynx.runtime.device.own_stream import new_stream
+from megatron_lynx.runtime.device import Device, Event, Stream
 
 log = logging.getLogger(__name__)
+
+DRIVER = "libcuda.so.1"
+NON_BLOCKING = 1
+"""`CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that one for it."""
 
 LOOK_EVERY_S = 0.001
 """How often the host looks where it waits for a time only."""
@@ -30,7 +44,7 @@ LOOK_EVERY_S = 0.001
 
 @final
 class CudaEvent(Event):
-    """One of torch's, recorded on a stream."""
+    """An event of torch's, recorded on a stream."""
 
     def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
@@ -56,7 +70,7 @@ class CudaEvent(Event):
 
 @final
 class CudaStream(Stream):
-    """One of torch's. Work is issued at once, by the calling thread, while this is its current stream."""
+    """A stream of torch's. Work is issued at once, by the calling thread, while this is its current stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -85,9 +99,9 @@ class CudaDevice(Device):
     def __init__(self, where: torch.device) -> None:
         self.where = where
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """By name, all that were ever made."""
+        """All streams that were ever made, by name."""
         self._behind: list[tuple[Callable[[], object], list[CudaEvent]]] = []
-        """What is to be done when these events are reached."""
+        """Functions to be called, each when its events are reached."""
 
     @property
     def current(self) -> Stream:
@@ -179,3 +193,26 @@ def _processors_near(where: torch.device) -> set[int]:
     spans = [part.split("-") for part in listed.read_text().strip().split(",") if part]
     near = {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
     return near & os.sched_getaffinity(0)
+
+
+def new_stream(device: int, driver: Any = None) -> int:
+    """The handle of a new stream of a device, by CUDA's number. `driver`: its library, for tests.
+
+    Raises `OSError` where there is no driver, and `RuntimeError` with CUDA's status where it makes none.
+    """
+    library = driver or ctypes.CDLL(DRIVER)
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    _call(library, "cuInit", 0)
+    _call(library, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _call(library, "cuCtxPushCurrent_v2", context)
+    try:
+        _call(library, "cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
+    finally:
+        _call(library, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    assert stream.value, "a status of success, and no stream"
+    return stream.value
+
+
+def _call(library: Any, name: str, *arguments: Any) -> None:
+    if (status := getattr(library, name)(*arguments)) != 0:
+        raise RuntimeError(f"{name} returned {status}")

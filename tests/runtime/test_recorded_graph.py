@@ -1,4 +1,4 @@
-"""Later calls of a half follow what its first one taught, and a recipe that is out of date costs memory, never a bit."""
+"""Later calls of a half follow the graph that its first one recorded; one that is out of date costs memory, never a bit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.lesson import Lesson
-from megatron_lynx.runtime.recipe import MOST_SIGNATURES, HalfRecipe, Recipes
+from megatron_lynx.runtime.recorded_graph import MOST_SIGNATURES, FirstCall, RecordedGraph, RecordedGraphs
+from megatron_lynx.runtime.site import SiteCall
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])
@@ -44,16 +44,16 @@ class Run:
 
 
 @pytest.fixture
-def lessons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sites from which anything was learnt, in order."""
+def read_sites(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sites whose graphs were read, in order."""
     names: list[str] = []
-    learn = Lesson.recipe
+    read = FirstCall.read
 
-    def recipe(self: Lesson, outputs: Any) -> Any:
-        names.append(self.call.site.name)
-        return learn(self, outputs)
+    def reading(self: FirstCall, call: SiteCall, *others: Any) -> None:
+        names.append(call.site.name)
+        read(self, call, *others)
 
-    monkeypatch.setattr(Lesson, "recipe", recipe)
+    monkeypatch.setattr(FirstCall, "read", reading)
     return names
 
 
@@ -65,12 +65,12 @@ def alike(ours: Run, stock: Run, *calls: dict[str, Any]) -> None:
 SITES = [NORM, FC1, FC2]
 
 
-def test_only_the_first_call_teaches(lessons: list[str]) -> None:
+def test_only_the_first_call_records_a_graph(read_sites: list[str]) -> None:
     alike(Run(Engine()), Run(None), {}, {}, {})
-    assert lessons == SITES
+    assert read_sites == SITES
 
 
-def test_later_calls_let_go_what_the_first_one_did(lessons: list[str]) -> None:
+def test_later_calls_let_go_what_the_first_one_did(read_sites: list[str]) -> None:
     engine = Engine()
     run, bytes_ = Run(engine), []
     for _ in range(3):
@@ -79,28 +79,28 @@ def test_later_calls_let_go_what_the_first_one_did(lessons: list[str]) -> None:
     assert bytes_[0] == bytes_[1] == bytes_[2] > 0
 
 
-def test_another_length_is_learnt_by_itself(lessons: list[str]) -> None:
+def test_another_length_has_a_graph_of_its_own(read_sites: list[str]) -> None:
     alike(Run(Engine()), Run(None), {}, {"rows": 5}, {}, {"rows": 5})
-    assert lessons == 2 * SITES
+    assert read_sites == 2 * SITES
 
 
 def test_lengths_do_not_pile_up() -> None:
-    recipes = Recipes()
+    graphs = RecordedGraphs()
     for length in range(3 * MOST_SIGNATURES):
-        recipes.put("a half", (length,), HalfRecipe())
-    assert sum(recipes.find("a half", (length,)) is not None for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
+        graphs.put("a half", (length,), RecordedGraph())
+    assert sum(graphs.find("a half", (length,)) is not None for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
 
 
-def test_an_evaluation_in_between_changes_nothing(lessons: list[str]) -> None:
+def test_an_evaluation_in_between_changes_nothing(read_sites: list[str]) -> None:
     ours, stock = Run(Engine()), Run(None)
     alike(ours, stock, {})
     with torch.no_grad():
         ours._forward(torch.randn(7, WIDTH))
     alike(ours, stock, {})
-    assert lessons == SITES
+    assert read_sites == SITES
 
 
-def test_autocast_that_is_switched_on_and_off_again(lessons: list[str]) -> None:
+def test_autocast_that_is_switched_on_and_off_again(read_sites: list[str]) -> None:
     """The nodes of its linears are others then, and what they save is cast."""
     ours, stock = Run(Engine()), Run(None)
     for run in (ours, stock):
@@ -141,7 +141,7 @@ def _together(items: frozenset[str]) -> str:
 @pytest.mark.parametrize("change", [cast, swap, plain, drop, another_norm])
 @pytest.mark.parametrize("replay", [REPLAYED, frozenset([NORM]), frozenset([ACTIVATION]), frozenset([RESIDUAL])], ids=_together)
 def test_a_half_that_becomes_another_one(change: Callable[[TinyHalf], None], replay: frozenset[str]) -> None:
-    """Between two calls. The call that notices keeps more; the one behind it teaches anew."""
+    """Between two calls. The call that notices keeps more; the one behind it records anew."""
     engine = Engine()
     ours, stock = Run(engine, replay), Run(None, replay)
     alike(ours, stock, {}, {})
@@ -158,7 +158,7 @@ def test_a_half_that_becomes_another_one(change: Callable[[TinyHalf], None], rep
     assert again == fresh.engine.take_counts().let_go_bytes, "what a half lets go that was so from the beginning"
 
 
-def test_a_call_that_fails_while_it_teaches_teaches_nothing(lessons: list[str]) -> None:
+def test_a_first_call_that_fails_records_nothing(read_sites: list[str]) -> None:
     engine = Engine()
     ours, stock = Run(engine), Run(None)
     usual = ours.half.fc2.forward
@@ -170,6 +170,6 @@ def test_a_call_that_fails_while_it_teaches_teaches_nothing(lessons: list[str]) 
     with pytest.raises(ValueError, match="in the middle"):
         ours()
     ours.half.fc2.forward = usual  # type: ignore[method-assign]
-    lessons.clear()
+    read_sites.clear()
     alike(ours, stock, {}, {})
-    assert lessons == SITES
+    assert read_sites == SITES
