@@ -332,6 +332,6 @@ def _over_budget(job: Job, answer: StageAnswer, simulation: Simulation) -> bool:
     budget_bytes, held_bytes = layers_budget_bytes(job, answer.stage), simulation.memory(answer.stage).peak_bytes
     if budget_bytes is None:
         return False
-    if bounded_by_device(job) and device_memory(job, answer, held_bytes).total > job.memory_budget_bytes:
+    if bounded_by_device(job) and memory_in(job, answer, simulation, defers=False).total > job.memory_budget_bytes:
         return True
     return held_bytes > budget_bytes

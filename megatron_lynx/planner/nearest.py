@@ -29,7 +29,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.writing import device_memory
+from megatron_lynx.planner.writing import memory_in
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
 from megatron_lynx.rehearsal import rehearse
@@ -160,4 +160,4 @@ def with_load(job: Job, load: float) -> Job:
 
 
 def _held_bytes(job: Job, answer: StageAnswer, simulation: Simulation) -> int:
-    return device_memory(job, answer, simulation.memory(answer.stage).peak_bytes).total
+    return memory_in(job, answer, simulation, defers=False).total

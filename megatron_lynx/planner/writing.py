@@ -120,9 +120,12 @@ def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
 
 
 def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> Parts:
-    """The same in a rehearsal. `defers`: whether weight gradients are deferred in it."""
+    """The same in a rehearsal. `defers`: whether weight gradients are deferred in it.
+
+    What is held before a backward is looked up where these, or copies that come back while it runs, make its peak a later one.
+    """
     held_bytes = simulation.memory(answer.stage).peak_bytes
-    if not defers:
+    if not defers and answer.within is None:
         return device_parts(job, answer, held_bytes)
     before, behind = simulation.before_backward_bytes, simulation.behind_backward_bytes
     return device_parts(job, answer, held_bytes, before(answer.stage, job.chunks - 1), behind(answer.stage, 0))

@@ -31,7 +31,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, least_memory
-from megatron_lynx.planner.writing import device_memory, written
+from megatron_lynx.planner.writing import memory_in, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
@@ -172,8 +172,7 @@ def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAn
 
     def rehearsed_s(microbatches: int) -> float:
         simulation = rehearse(_shorter(plan, microbatches), profile)
-        peaks = [simulation.memory(answer.stage).peak_bytes for answer in answers]
-        held.extend(device_memory(job, answer, peak).total for answer, peak in zip(answers, peaks, strict=True))
+        held.extend(memory_in(job, answer, simulation, defers=False).total for answer in answers)
         return simulation.step_s
 
     return _Rehearsed(answers, in_steady_state(rehearsed_s, job.microbatches, job.parallel.pipeline), max(held))

@@ -12,6 +12,7 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, decide, uniform_plan
+from megatron_lynx.planner.writing import parts_in
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.host_bound import host_of_stage
@@ -53,6 +54,16 @@ def test_what_copies_hide_need_not_be_replayed(share: float) -> None:
     assert offloading.simulation.exposed_replay_s(0) < replaying.simulation.exposed_replay_s(0)
     assert offloading.simulation.exposed_copy_s(0) < 0.001 * offloading.simulation.step_s
     assert offloading.simulation.copies(0)
+
+
+def test_what_comes_back_while_backward_runs_is_not_there_at_the_loss() -> None:
+    """It was counted at the loss, too, where a last stage is often at its fullest: larger shares seemed not to fit."""
+    decision = decided(job_of(0.4))
+    (answer,), simulation = decision.stages, decision.simulation
+    at_loss = simulation.before_backward_bytes(0, 0)
+    assert at_loss < 0.97 * simulation.memory(0).peak_bytes
+    parts = parts_in(decision.job, answer, simulation, defers=False)
+    assert parts.beside_states["loss"]["activations"] == at_loss
 
 
 def test_nothing_leaves_where_all_fits_or_nobody_asks() -> None:
