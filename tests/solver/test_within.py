@@ -58,10 +58,10 @@ def test_what_copies_hide_need_not_be_replayed(share: float) -> None:
 
 def test_what_comes_back_while_backward_runs_is_not_there_at_the_loss() -> None:
     """It was counted at the loss, too, where a last stage is often at its fullest: larger shares seemed not to fit."""
-    decision = decided(job_of(0.4))
+    decision = decided(job_of(0.4, tensor=4, sequence_parallel=True))
     (answer,), simulation = decision.stages, decision.simulation
-    at_loss = simulation.before_backward_bytes(0, 0)
-    assert at_loss < 0.97 * simulation.memory(0).peak_bytes
+    at_loss, peak_bytes = simulation.before_backward_bytes(0, 0), simulation.memory(0).peak_bytes
+    assert at_loss <= answer.layers_peak_bytes < peak_bytes
     parts = parts_in(decision.job, answer, simulation, defers=False)
     assert parts.beside_states["loss"]["activations"] == at_loss
 
