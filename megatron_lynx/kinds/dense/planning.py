@@ -131,6 +131,8 @@ class DenseMlp(Planning):
         ffn, made = rows * shape.ffn, rows * shape.fc1_width
         yield from row_parallel(shape, self.section, ffn)
         between = made + ffn if shape.activation_apart else 0
+        if shape.eager and shape.model.activation == "gelu":  # its tanh and its polynomial are blocks of their own
+            between += 2 * ffn
         yield Step(ACTIVATION, made + between, ffn + between)
         yield from column_parallel(shape, self.section, made)
 
