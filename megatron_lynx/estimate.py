@@ -267,7 +267,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
 
 
 def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
-    adam = None if costs is None or costs.host_time is None else costs.host_time.adam
+    adam = None if costs is None else costs.host_adam
     return OnHost.of(job, adam, priced=costs is not None)
 
 

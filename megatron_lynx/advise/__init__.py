@@ -1,12 +1,10 @@
 """Says on one screen what a launch takes today, what a plan would change, and what the memory that is left would buy.
 
-launch.py       what was asked about
-today.py        the launch as it is written, priced;  rows.py: one way to run it, in seconds and bytes
-answer.py       all of it: today, the plan at the device's budget and at today's bytes, neighbours
+today.py        the launch as it is written, priced; a row: one way to run it, in seconds and bytes
+answer.py       all of it: today, the plan at the device's budget and at today's bytes, neighbours; where no plan fits: what would
 neighbours.py   layouts one step away: micro-batch, tensor, context, pipeline, chunks, experts' groups
 flags.py        which flags of the launch such a layout changes
-would_fit.py    where no plan fits: what would, nearest first
-verdict.py      one sentence;  screen.py: the screen;  figures.py: for programs
+verdict.py      one sentence;  screen.py: the screen, and the same for programs
 """
 
 from megatron_lynx.advise.answer import Answer, answered

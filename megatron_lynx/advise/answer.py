@@ -26,6 +26,7 @@ from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.decision import plannable
+from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, with_changes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -103,7 +104,7 @@ def answered(
         return Answer(job, reading, launch, error=error, refused=error.problems)
     plan = row_of(made, costs, "plan")
     within = _within_today(job, costs, launch, plan)
-    on_host = OnHost.of(made.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
+    on_host = OnHost.of(made.job, costs.host_adam, priced=True)
     return Answer(job, reading, launch, plan, within, found, near, decision=made, on_host=on_host)
 
 
@@ -138,9 +139,6 @@ def _or_none(made: Callable[[], Row]) -> Row | None:
 
 TIMES_AS_MANY = (2, 4, 8)
 
-QUARTERS = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the optimizer that are tried."""
-
 OF_THE_HOST = ("offload_ratio",)
 
 
@@ -163,14 +161,13 @@ def _optimizer(job: Job, costs: Profile) -> str | None:
     if job.optimizer.offload != 0:
         return None
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
-    for share in QUARTERS:
+    for share in QUARTERS[1:]:
         asked = with_changes(job, [*aware, ("optimizer.offload", share)])
         if asked is not None and plannable(asked, costs):
-            flags = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
-            adam = None if costs.host_time is None else costs.host_time.adam
-            on_host = OnHost.of(asked, adam, priced=adam is not None)
+            words = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
+            on_host = OnHost.of(asked, costs.host_adam, priced=costs.host_adam is not None)
             assert on_host is not None, "a share of the optimizer is there"
-            return f"{on_host.in_words}: {flags} {share:g}"
+            return f"{on_host.in_words}: {words} {share:g}"
     return None
 
 

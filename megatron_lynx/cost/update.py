@@ -72,9 +72,8 @@ def update_s(job: Job, profile: Profile) -> float:
         behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
     sharers = layout.context * job.replicas
     one = bucket_parameters(job, stage, most, sharers)
-    adam = None if profile.host_time is None else profile.host_time.adam
     seconds = _updated(job, most.others, sharers, layout.tensor, one).exposed_s(job, behind)
-    seconds += host_seconds(job, owned_parameters(job, most), adam).total_s
+    seconds += host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s
     if most.experts:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
         own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert, one)

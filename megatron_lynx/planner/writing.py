@@ -80,9 +80,9 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
-    """Everything that a device of a stage holds at its fullest, by name; `device_parts` says of what."""
-    return device_parts(job, answer, held_bytes).fullest
+def device_memory(job: Job, answer: StageAnswer) -> StageMemory:
+    """Everything that a device of a stage holds at its fullest, by name, as the solver counts it: nothing is rehearsed."""
+    return device_parts(job, answer).fullest
 
 
 def device_parts(

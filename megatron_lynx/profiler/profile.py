@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.host_time import HostTime, Implementation
+from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.model import Fusion
@@ -308,6 +308,11 @@ class Profile(Part):
         (left, left_s), (right, right_s) = points[max(above, 1) - 1], points[max(above, 1)]
         slope = (right_s - left_s) / (right - left)
         return max(points[0][1], left_s + slope * (size_bytes - left)) if above else points[0][1]
+
+    @property
+    def host_adam(self) -> HostAdam | None:
+        """How fast the host's CPU steps an optimizer, where that is known."""
+        return None if self.host_time is None else self.host_time.adam
 
     @property
     def digest(self) -> str:
