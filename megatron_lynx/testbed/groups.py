@@ -10,6 +10,8 @@ The same processes may go from job to job, as long as each has as many ranks.
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import os
 import random
 
@@ -44,6 +46,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
             create_gloo_process_groups=dist.get_backend() != "fake",
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
+    _forget_what_routers_logged()
     seed_random_numbers(seed)
 
 
@@ -74,6 +77,15 @@ def _has_layout_of(job: Job) -> bool:
     )
     layout = job.parallel
     return sizes == (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size)
+
+
+def _forget_what_routers_logged() -> None:
+    """Megatron sums auxiliary losses in one global table, with as many rows as the first model that logs has layers: the next
+    model may have more."""
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None:  # since 0.18
+        importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
+    else:
+        importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker().clear()
 
 
 def _drop_groups() -> None:

@@ -113,3 +113,11 @@ def test_ddp_gives_the_gradients_of_plain_training(pool_of):
     norms = [key for key in plain.gradients[0] if "layernorm" in key]
     assert len(norms) == 18
     assert all(torch.equal(plain.gradients[0][key], other.gradients[0][key]) for key in norms)
+
+
+def test_experts_train_behind_those_of_a_smaller_model(pool_of):
+    """Megatron's table of auxiliary losses has as many rows as the first model that ranks train has layers."""
+    experts = {"count": 4, "per_token": 2, "ffn": 32}
+    for layers in (2, 4):
+        [[run]] = pool_of(1).run(on_ranks.train, tiny_job("llama", layers=layers, experts=experts), [{}])
+        assert all(loss.isfinite() for loss in run.losses)
