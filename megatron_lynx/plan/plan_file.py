@@ -109,7 +109,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:
-    lines = _flow(rule, "keep", "replay", "windows", "gather")
+    lines = _flow(rule, "checkpoint", "keep", "replay", "windows", "gather")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
         lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
     if deferred := rule.get("weight_gradients"):
