@@ -74,8 +74,9 @@ class PlannedHalf:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input of its replay is gathered, once: then its backward does not gather it again."""
-        return self.section.column_parallel in self.replay and not self.feeds
+        """Whether the input of its replay is gathered once, and held: then its backward does not gather it again. That of a
+        checkpoint is gathered as in a forward, into the buffer that all layers share."""
+        return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property
     def ahead(self) -> int:
