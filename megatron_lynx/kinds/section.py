@@ -250,7 +250,7 @@ class Section:
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
 
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
-        """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so that its last
+        """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last
         linear runs, with its reduction, and rows of experts travel back. A router decides once."""
         return tuple(item.name for item in self.items if item.role != "router" and (whole or not item.ends_values))
 

@@ -115,7 +115,7 @@ class Gather(Part):
 
 
 class CheckpointGroups(Part):
-    """Layers that are checkpointed several at a time, counted from the first layer of their rule; the last group may be smaller."""
+    """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
     layers: int = Field(ge=2)
     """How many layers keep one input, that of the first of them."""
@@ -177,7 +177,9 @@ class Rule(Part):
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if self.checkpoints(half):
                 given = [key for key, place in (("windows", window), ("gather", gather)) if place is not None]
-                problems += [f"{key}.{half} is given, but {self._said}: it runs again when backward needs it" for key in given]
+                problems += [
+                    f"{key}.{half} is given, but {self.checkpoint_said}: it runs again when backward needs it" for key in given
+                ]
                 continue
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
@@ -193,10 +195,20 @@ class Rule(Part):
         return self
 
     @property
-    def _said(self) -> str:
+    def checkpoint_said(self) -> str:
         """As the file says it."""
-        groups = isinstance(self.checkpoint, CheckpointGroups)
-        return f"checkpoint is {{layers: {self.checkpoint.layers}}}" if groups else f"checkpoint is {self.checkpoint}"  # type: ignore[union-attr]
+        if isinstance(self.checkpoint, CheckpointGroups):
+            return f"checkpoint is {{layers: {self.checkpoint.layers}}}"
+        return f"checkpoint is {self.checkpoint}"
+
+    def kept_input(self, half: Half) -> str:
+        """Of a checkpointed half: what it keeps, in words."""
+        first = HALVES[0]
+        if isinstance(self.checkpoint, CheckpointGroups):
+            return f"the input of every {self.checkpoint.layers} layers" if half == first else f"nothing: {first} makes its input"
+        if self.checkpoint == "layer":
+            return "the layer's input" if half == first else f"nothing: {first} makes its input"
+        return "its input"
 
     def _unlisted(self) -> Iterator[str]:
         """Items that the rule lists twice, or should list and does not."""
@@ -204,7 +216,8 @@ class Rule(Part):
         for half in filter(self.checkpoints, HALVES):
             named = [item for item in names_in(half) if item in listed]
             if named:
-                yield f"{', '.join(named)}: listed, but {self._said}: all of the {half} half runs again, so list none of it"
+                again = f"all of the {half} half runs again, so list none of it"
+                yield f"{', '.join(named)}: listed, but {self.checkpoint_said}: {again}"
         yield from (f"{item} is listed twice" for item in all_items() if listed.count(item) > 1)
         for half in HALVES:
             section = self.filling(half)

@@ -79,8 +79,8 @@ class HalfPass(NamedTuple):
     gathered: Window | None = None
     """In a backward: behind which window its input was gathered ahead of time; None where it was not."""
     first: tuple[Replay, ...] = ()
-    """In a backward: halves before this one that run again whole, in the order of a forward, right before its own replay: what the
-    last of them returns is its input. What they make for their own backwards is held from here on."""
+    """In a backward: halves before this one that run again whole, in the order of a forward, right before its own replay: what
+    the last of them returns is its input. What they make for their own backwards is held from here on."""
 
 
 @dataclass(frozen=True)
