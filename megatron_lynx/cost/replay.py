@@ -61,7 +61,7 @@ class Replay:
 def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str], *, whole: bool = False) -> Replay:
     """What follows from replaying exactly these items of a section. `whole`: whether the replay runs to the half's end. [7]"""
     order, code, ends = section.names, section.code, section.ends
-    if any(section.of_name[item].role == "dispatch" for item in replay):
+    if any(item.role == "dispatch" and item.name in replay for item in section.items):
         ends = tuple(item for item in ends if section.of_name[item].role != "router")  # [7]
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
