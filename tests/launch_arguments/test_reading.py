@@ -176,11 +176,12 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
         ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
-        ("--optimizer sgd", "only Adam"),
+        ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
+        ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--position-embedding-type relative", "--position-embedding-type: found relative"),
         ("--use-dist-ckpt --enable-msc --disable-msc --hybrid-attention-ratio 0.1 --mtp-detach-heads", "no one release"),
-        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "Megatron refuses both"),
+        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "also --global-batch-size 32, needed one of them"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None:
@@ -366,6 +367,24 @@ def test_an_optimizer_on_the_host_is_read() -> None:
 def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
+
+
+def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
+    """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
+    words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
+    reading = read_launch(words, gpus=8)
+    assert reading.problems == ()
+    assert reading.job_data["batch"]["global"] == 32
+    arguments = reading.changed({}).arguments
+    assert arguments[-4:] == ("--step-batch-size-schedule", "0:8 2.4B:16 12B:32", "--seed", "1")
+
+
+@pytest.mark.parametrize(("said", "states"), [("sgd", 1), ("sgd --sgd-momentum 0", 0), ("ademamix", 3), ("adam", 2)])
+def test_optimizers_are_read_by_the_numbers_that_they_remember(said: str, states: int) -> None:
+    """AdEMAMix is a fork's; four bytes each beside the main parameter."""
+    reading = read(f"{SMALL} --optimizer {said}")
+    assert reading.problems == ()
+    assert reading.job_data["optimizer"].get("states", 2) == states
 
 
 def test_the_job_of_a_launch() -> None:
