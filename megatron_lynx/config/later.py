@@ -35,7 +35,7 @@ LATER: dict[str, dict[str, Any]] = {
         "context_levels": None,
     },
     "budget": {"expandable_segments": True},
-    "optimizer": {"offload": 0.0, "overlap_copies": False},
+    "optimizer": {"states": 2, "offload": 0.0, "overlap_copies": False},
 }
 """Fields by their part."""
 
@@ -56,6 +56,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
     off["model"]["fusions"] = True  # what a measured profile knows better
     if (experts := getattr(parts["model"], "experts", None)) is not None:
         off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
+    if (latent := getattr(parts["model"], "latent", None)) is not None and not latent.fused_rotary:
+        off["model"]["latent"] = {"fused_rotary"}
     if overlap == Overlap():
         off["overlap"] = True
     else:

@@ -64,6 +64,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
     if (sizes := model.latent_attention) is not None:
         queries = f"queries compressed to {sizes.q_rank}, " if sizes.compressed else ""
         heads = f"heads of {sizes.head_size} + {sizes.rope_size} rotary, values of {sizes.value_head_size}"
+        heads += ", turned in place" if sizes.fused_rotary else ""
         yield Text(f"latent attention: {queries}keys and values to {sizes.kv_rank}; {heads}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))

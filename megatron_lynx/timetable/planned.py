@@ -60,6 +60,10 @@ class PlannedHalf:
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each: the
     first that comes takes the oldest one."""
+    checkpoint: bool = False
+    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
+    feeds: bool = False
+    """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
 
     @property
     def half(self) -> Half:
