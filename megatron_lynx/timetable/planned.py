@@ -53,10 +53,6 @@ class PlannedHalf:
     """The items that run again, in the order in which the layer runs them."""
     steady: Place = ON_DEMAND_PLACE
     cooldown: Place = ON_DEMAND_PLACE
-    checkpoint: bool = False
-    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
-    feeds: bool = False
-    """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each: the
     first that comes takes the oldest one."""
@@ -78,8 +74,8 @@ class PlannedHalf:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input of its replay is gathered once, and held: then its backward does not gather it again. That of a
-        checkpoint is gathered as in a forward, into the buffer that all layers share."""
+        """Whether the input of its replay is gathered, once: then its backward does not gather it again. A checkpoint gathers it
+        as a forward does, into memory that others use: kept, it would be the largest block of all that it makes."""
         return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property

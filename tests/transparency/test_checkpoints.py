@@ -40,15 +40,14 @@ def test_every_bit(pool_of: Pools, layout: str, like: Any) -> None:
 
 AGAIN = {
     "TP2": ({"allreduce_": 1}, {"allreduce_": 2}),
-    "TP2+SP": ({"_allgather_base_": 1, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 2}),
+    "TP2+SP": ({"_allgather_base_": 2, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 2}),
 }
 """By layout: the collectives that a layer and micro-batch has more than without recomputation, ours and stock's."""
 
 
 @pytest.mark.parametrize("layout", AGAIN)
 def test_what_nobody_needs_is_not_communicated_again(pool_of: Pools, layout: str) -> None:
-    """The attention half's output is reduced again, because the MLP half reads it; the MLP half's is not, and what is gathered
-    for its replay serves its backward, too."""
+    """The attention half's output is reduced again, because the MLP half reads it; the MLP half's is not."""
     job, (more, more_of_stock) = tiny_job("gpt", **LAYOUTS[layout]), AGAIN[layout]
     [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(counted=True))[0]
     full = {**FULL, "recompute_num_layers": 1}
