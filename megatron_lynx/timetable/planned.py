@@ -74,8 +74,9 @@ class PlannedHalf:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input of its replay is gathered, once: then its backward does not gather it again."""
-        return self.section.column_parallel in self.replay and not self.feeds
+        """Whether the input of its replay is gathered, once: then its backward does not gather it again. A checkpoint gathers it
+        as a forward does, into memory that others use: kept, it would be the largest block of all that it makes."""
+        return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property
     def ahead(self) -> int:

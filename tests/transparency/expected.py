@@ -51,10 +51,6 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             result.replayed += len(half.first)
             if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
                 result.replayed += half.on_demand is not None
-                gathers = half.on_demand is not None and any(
-                    section.half == name and section.gathered for section in plan.model.sections_of(layer)
-                )
-                result.gathered += plan.parallel.sequence_parallel and gathers
                 continue
             if not lets_go(job, entry, layer, name):
                 continue

@@ -17,9 +17,11 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.transparency.checkpoints import FULL, checkpointed
 from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import LAYOUTS, checked
+from tests.transparency.test_experts import STATEFUL, job_of
 from tests.transparency.trials import Trial, stock_seen
 
 Pools = Callable[[int], RankPool]
@@ -38,17 +40,37 @@ def test_every_bit(pool_of: Pools, layout: str, like: Any) -> None:
     checked(pool_of, job, candidates, Trial(canaries=layout == "one rank"))
 
 
+EXPERTS = {
+    "one rank": Trial(model=STATEFUL, counted=True),
+    "EP2": Trial(model=STATEFUL, counted=True),
+    "TP2+SP, EP2, every second layer": Trial(counted=True),
+    "PP2xVPP2, EP2": Trial(),
+}
+
+
+@pytest.mark.parametrize("layout", ["one rank", "EP2", "TP2+SP, EP2, every second layer", *long("PP2xVPP2, EP2")])
+def test_tokens_travel_again_as_the_router_decided(pool_of: Pools, layout: str) -> None:
+    """Rows are brought to their experts again, and back only where the next layer's input is made of them."""
+    job, trial = job_of(layout), EXPERTS[layout]
+    trial.training = {"ddp": True, "optimizer": "megatron"}
+    candidates = [kept_but_for(job, one) for one in ("layer", "mlp", {"layers": 2})]
+    for outcomes in checked(pool_of, job, candidates, trial):
+        layers, groups = (Counter(outcomes[at].planned.collectives) - Counter(outcomes[0].stock.collectives) for at in (0, 2))
+        if layout == "EP2":
+            passes = job.model.layers * job.microbatches
+            assert (layers["c10d::alltoall_base_"], groups["c10d::alltoall_base_"]) == (2 * passes, 2 * passes + passes // 2)
+
+
 AGAIN = {
     "TP2": ({"allreduce_": 1}, {"allreduce_": 2}),
-    "TP2+SP": ({"_allgather_base_": 1, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 2}),
+    "TP2+SP": ({"_allgather_base_": 2, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 2}),
 }
 """By layout: the collectives that a layer and micro-batch has more than without recomputation, ours and stock's."""
 
 
 @pytest.mark.parametrize("layout", AGAIN)
 def test_what_nobody_needs_is_not_communicated_again(pool_of: Pools, layout: str) -> None:
-    """The attention half's output is reduced again, because the MLP half reads it; the MLP half's is not, and what is gathered
-    for its replay serves its backward, too."""
+    """The attention half's output is reduced again, because the MLP half reads it; the MLP half's is not."""
     job, (more, more_of_stock) = tiny_job("gpt", **LAYOUTS[layout]), AGAIN[layout]
     [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(counted=True))[0]
     full = {**FULL, "recompute_num_layers": 1}
