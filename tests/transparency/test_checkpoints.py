@@ -17,9 +17,11 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.transparency.checkpoints import FULL, checkpointed
 from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import LAYOUTS, checked
+from tests.transparency.test_experts import STATEFUL, job_of
 from tests.transparency.trials import Trial, stock_seen
 
 Pools = Callable[[int], RankPool]
@@ -36,6 +38,27 @@ def test_every_bit(pool_of: Pools, layout: str, like: Any) -> None:
     candidates = [kept_but_for(job, one) for one in ("layer", "halves", "attention", "mlp", {"layers": 2}, {"layers": 3})]
     candidates.append(kept_but_for(job, "layer", (2, 3)))
     checked(pool_of, job, candidates, Trial(canaries=layout == "one rank"))
+
+
+EXPERTS = {
+    "one rank": Trial(model=STATEFUL, counted=True),
+    "EP2": Trial(model=STATEFUL, counted=True),
+    "TP2+SP, EP2, every second layer": Trial(counted=True),
+    "PP2xVPP2, EP2": Trial(),
+}
+
+
+@pytest.mark.parametrize("layout", ["one rank", "EP2", "TP2+SP, EP2, every second layer", *long("PP2xVPP2, EP2")])
+def test_tokens_travel_again_as_the_router_decided(pool_of: Pools, layout: str) -> None:
+    """Rows are brought to their experts again, and back only where the next layer's input is made of them."""
+    job, trial = job_of(layout), EXPERTS[layout]
+    trial.training = {"ddp": True, "optimizer": "megatron"}
+    candidates = [kept_but_for(job, one) for one in ("layer", "mlp", {"layers": 2})]
+    for outcomes in checked(pool_of, job, candidates, trial):
+        layers, groups = (Counter(outcomes[at].planned.collectives) - Counter(outcomes[0].stock.collectives) for at in (0, 2))
+        if layout == "EP2":
+            passes = job.model.layers * job.microbatches
+            assert (layers["c10d::alltoall_base_"], groups["c10d::alltoall_base_"]) == (2 * passes, 2 * passes + passes // 2)
 
 
 AGAIN = {
