@@ -51,8 +51,8 @@ def test_an_estimate_of_a_launch_as_json() -> None:
         (("jobs/demo", "jobs/demo"), "a second job"),
         (("jobs/demo", "--gpus", 8), "with a job file, its own figure counts"),
         (
-            ("--cluster", "a100-80g", "--", "--num-layers", "8", "--multi-latent-attention"),
-            "with --multi-latent-attention under a plan",
+            ("--cluster", "a100-80g", "--", "--num-layers", "8", "--multi-latent-attention", "--mla-down-proj-fusion"),
+            "one linear does what two items stand for",
         ),
         (("--cluster", "a100", "--", "--num-layers", "8"), "--cluster: found no file"),
     ],

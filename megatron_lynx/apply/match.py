@@ -50,12 +50,13 @@ def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     config = run.config
+    latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
     live = {
         "layers": config.num_layers,
         "hidden": config.hidden_size,
         "ffn": config.ffn_hidden_size,
         "heads": config.num_attention_heads,
-        "kv_groups": config.num_query_groups,
+        "kv_groups": config.num_attention_heads if latent else config.num_query_groups,
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "fp8": recipe_of(config) if config.fp8 else None,
         "fp8_parameters": bool(config.fp8 and getattr(config, "fp8_param", False)),

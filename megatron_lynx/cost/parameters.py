@@ -7,6 +7,7 @@
     held in FP8 (--fp8-param-gather)  1         as above           a linear's weight; its bytes by columns come on top
     precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
                                                              less where these are held in less
+other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
 on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
 fp16 weights are counted as bf16 ones. Their loss scale is one number.
@@ -48,7 +49,7 @@ class BytesEach:
     gradient: int
     main_parameter: int
     moments: int
-    """Both moments of Adam."""
+    """What else is remembered of it: both moments of Adam."""
     gradient_copy: int
     """The copy in fp32 that is made for the update."""
     state_copies: int = 0
@@ -71,7 +72,7 @@ class BytesEach:
 
 def bytes_each(job: Job) -> BytesEach:
     asked, half = job.optimizer, job.model.dtype != "fp32"
-    moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
+    moments = FP32_BYTES * asked.states
     gradient = TYPE_BYTES[asked.gradients]
     main, copy, states = (4 if half else 0), (0 if gradient == 4 else 4), 0
     if asked.offloaded:
@@ -82,6 +83,7 @@ def bytes_each(job: Job) -> BytesEach:
         states = 4 * sum(each != "fp32" for each in (asked.first_moment, asked.second_moment))
     elif asked.precision_aware:
         main, copy = TYPE_BYTES[asked.main_parameters], 0
+        moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
         held = (asked.first_moment, asked.second_moment, asked.main_parameters)
         states = 4 * sum(each not in ("fp32", "remainder") for each in held)
     return BytesEach(job.model.element_bytes, gradient, main, moments, copy, states)

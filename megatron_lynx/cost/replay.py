@@ -85,7 +85,9 @@ def sensible_choices(
         chosen
         for size in range(len(replayable) + 1)
         for chosen in combinations(replayable, size)
-        if replay_of(section, tensors, chosen).runs == chosen and not (te and section.norms_apart(chosen))
+        if not section.torn(chosen)
+        and replay_of(section, tensors, chosen).runs == chosen
+        and not (te and section.norms_apart(chosen))
     )
     yield from _worth_it(section, tensors, tuple(found)) if section.two_paths else found
 

@@ -18,7 +18,7 @@ from megatron_lynx.profiler.shape import LayerShape
 FACES: dict[str, type[Planning]] = {
     ATTENTION.name: DenseAttention,
     MLP.name: DenseMlp,
-    LATENT[True, True].name: LatentAttention,
+    LATENT[True, True, False].name: LatentAttention,
     EXPERTS.name: MixtureOfExperts,
 }
 """By the name of the sections of a kind."""

@@ -173,6 +173,8 @@ class Section:
     two_paths: bool = False
     """Whether items alternate between two paths, of queries and of keys with values, say: what one returned, a later one than the
     next may read."""
+    in_place: tuple[str, ...] = ()
+    """A linear, and the code behind it that overwrites what it returned. Empty: nothing does."""
     profiled: str = ""
     """The key of a profile that has its figures, where that is not the half's: some layers have this section then, and others the
     half's usual one. A plan's rules need not name its items: what they do not name is kept."""
@@ -249,11 +251,29 @@ class Section:
         """The items that a plan may replay."""
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
 
+    def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
+        """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last
+        linear runs, with its reduction, and rows of experts travel back. A router decides once."""
+        return tuple(item.name for item in self.items if item.role != "router" and (whole or not item.ends_values))
+
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
         and values, which a replay must not do again (rule R2). Nor is the residual stream gathered for several linears."""
         kept = {*(self.exchanging if context > 1 else ()), *(self.gathering_rows if sequence_parallel else ())}
+        if kept.intersection(self.in_place):
+            kept.update(self._over_in_place)
         return tuple(item for item in self.replayable if item not in kept)
+
+    @cached_property
+    def _over_in_place(self) -> tuple[str, ...]:
+        """The linear whose output is overwritten, and all from the code on that overwrites it: no replay may run that code on
+        what was kept of the output."""
+        return (self.in_place[0], *self.names[self.index(self.in_place[1]) :]) if self.in_place else ()
+
+    def torn(self, replay: Collection[str]) -> tuple[str, ...]:
+        """What would have to be replayed as well, so that nothing is overwritten twice."""
+        over = any(item in replay for item in self._over_in_place)
+        return tuple(item for item in self.in_place if over and item not in replay)
 
     @cached_property
     def gathering_rows(self) -> tuple[str, ...]:

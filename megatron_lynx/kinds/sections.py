@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED
-from megatron_lynx.kinds.latent.section import LATENT
+from megatron_lynx.kinds.latent.section import LATENT, latent_section
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.section import HALVES, Half, Section
 
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 def _latent(facts: Facts) -> Section | None:
-    return None if facts.latent is None else LATENT[facts.latent.compressed, facts.te]
+    return None if facts.latent is None else latent_section(facts.latent, te=facts.te)
 
 
 def _experts(facts: Facts) -> Section | None:
@@ -68,7 +68,7 @@ def _experts(facts: Facts) -> Section | None:
 KINDS: list[Kind] = [
     Kind((ATTENTION,), lambda _: ATTENTION),
     Kind((MLP,), lambda _: MLP),
-    Kind((LATENT[True, False], LATENT[False, False]), _latent),
+    Kind((LATENT[True, False, False], LATENT[False, False, False]), _latent),
     Kind((EXPERTS_WITH_SHARED,), _experts),
 ]
 """The usual content of each half first: it answers to all facts."""

@@ -66,10 +66,10 @@ READ = names_in(
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size ddp_num_buckets
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -155,7 +155,6 @@ REFUSED = {
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
-    "optimizer": "only Adam is modelled",
     "freeze_all_layers": "layers without gradients save nothing",
     "perform_rl_step": "reinforcement learning is not modelled",
     "sft": "packed sequences are not modelled",
@@ -183,7 +182,7 @@ NOT_UNDER_PLANS = {
 }
 """Flags that matter neither to activations nor to their seconds, but beside which no plan can be installed, and why."""
 
-ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
+ALLOWED = {"cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
 
 EXPERTS_OWN = ("moe_", "expert_")
@@ -274,7 +273,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         use_mamba_mem_eff_path fp4_param_gather mrope_section
-        max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
+        max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
         pin_cpu_params use_torch_optimizer_for_cpu_offload
         """

@@ -54,7 +54,9 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     hidden, heads = given["hidden_size"], given["num_attention_heads"]
     if (ffn := ffn_of(given)) is not None:
         yield Fact("model.ffn", *ffn)
-    if given["group_query_attention"]:
+    if given[LATENT] and heads:
+        yield Fact("model.kv_groups", heads, "heads: latent attention has keys for every head")
+    elif given["group_query_attention"]:
         yield Fact("model.kv_groups", given["num_query_groups"], given.origin("num_query_groups", "group_query_attention"))
     elif heads:
         yield Fact("model.kv_groups", heads, "heads: no --group-query-attention")
@@ -193,16 +195,12 @@ SIZES = {
     "value_head_size": "v_head_dim",
 }
 BESIDE = {
-    "group_query_attention": "no --group-query-attention: latent attention has keys for every head",
     "tp_comm_overlap": "no --tp-comm-overlap: userbuffers are not shown with latent attention",
 }
 
 
-def latent_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Nothing without latent attention. What it cannot have beside it is added to `problems`.
-
-    `planning`: for a plan, under which rotary parts may not be turned in place.
-    """
+def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing without latent attention. What it cannot have beside it is added to `problems`."""
     if not given[LATENT]:
         return
     if given["q_lora_rank"] is not None:
@@ -212,9 +210,12 @@ def latent_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     for flag, needed in BESIDE.items():
         if given[flag]:
             problems.append(Problem(given.origin(flag), str(given[flag]), needed))
-    if planning and given["apply_rope_fusion"]:
-        todo = "the fused kernel overwrites what a linear returned, which a replay may need"
-        problems.append(Problem("--no-rope-fusion", "not given", "given, with --multi-latent-attention under a plan", todo))
+    positions = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
+    if given["apply_rope_fusion"] and positions == "rope":  # Megatron fuses no others
+        yield Fact("model.latent.fused_rotary", True, given.origin("apply_rope_fusion"))
+        if given["rope_type"] == "rope":
+            needed = "--rope-type yarn, or --no-rope-fusion: Megatron fuses no other with latent attention"
+            problems.append(Problem(given.origin("rope_type"), "rope", needed))
 
 
 WANTS_LOGITS = {"use_mup": "it scales logits", "config_logger_dir": "it writes logits to files"}

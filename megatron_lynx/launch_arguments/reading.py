@@ -86,6 +86,8 @@ class Reading:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
         `setting`: flags with their words, in place of what the launch says."""
         names = {*(REPLACED if self.today.flags else ()), *without}
+        if self.given["step_batch_size_schedule"] is not None:
+            names.add("global_batch_size")  # the two are refused together
         table, releases = self.given.table, self.given.releases
         return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 
@@ -118,7 +120,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
-    facts += [*context_facts(given, problems), *latent_facts(given, problems, planning=planning)]
+    facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems)

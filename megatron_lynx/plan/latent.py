@@ -1,6 +1,7 @@
 """Checks of plans for latent attention: whether rules speak of the attention that the model has, and of what may run again.
 
 up-projections       replayed anywhere: what they gather (sequence parallelism) is small, and kept for their replay
+fused rotary kernel  turns queries in place: replayed together with the linear that made them, or not at all
 linears that gather  the residual stream, with sequence parallelism: kept. Those are Megatron's own down-projections, and
                      `linear_q_proj` where queries are not compressed
 """
@@ -30,11 +31,17 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """What a rule wrongly asks of an attention half, in words, with what to do."""
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
+    if rule.checkpoints(half):
+        return
     found = rule.filling(half).names
     if found != section.names:
         needed = f"{', '.join(section.names)}, as model.latent_attention says"
         yield f"found items {', '.join(found)} of the {half} half, needed {needed}"
         return
+    if torn := section.torn(rule.replay):
+        linear, code = section.in_place
+        why = f"the fused rotary kernel overwrites what {linear} returned, and what runs again behind it would do so twice"
+        yield f"{', '.join(torn)} is kept, needed replayed, or all of {linear}, {code} and what comes behind kept: {why}"
     if plan.parallel.sequence_parallel:
         for linear in section.gathering_rows:
             if linear in rule.replay:

@@ -199,6 +199,11 @@ def plannable(job: Job, profile: Profile) -> bool:
     return True
 
 
+def fitting(stages: Stages) -> Decision:
+    """The decision for a job whose partition is known, before waits are filled with weight gradients. Raises `Infeasible`."""
+    return _fitting(stages.job, stages)[0]
+
+
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     """What every stage holds with everything replayed and offloaded that can be, whether it fits or not."""
     stages = Stages(job, profile)

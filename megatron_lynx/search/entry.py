@@ -30,7 +30,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import decide, least_memory
+from megatron_lynx.planner import fitting, least_memory
 from megatron_lynx.planner.writing import memory_in, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -133,7 +133,7 @@ class AllStages(Entry):
         answers, pipeline_s, memory_bytes = min(self._rehearsed(), key=self._order)
         if memory_bytes > self.job.memory_budget_bytes:
             try:
-                decision = decide(self.job, self.cost.profile)
+                decision = fitting(self.stages)
             except Infeasible:
                 return _excess(self.job, self.stages)
             answers, pipeline_s = decision.stages, decision.simulation.step_s

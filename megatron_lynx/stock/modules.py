@@ -59,7 +59,11 @@ RECOMPUTED = (
     RecomputeModule("moe_act", discards_output=True, experts=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
     RecomputeModule("shared_experts", experts=SHARED_EXPERTS),
     RecomputeModule(
-        "mla_up_proj", (LATENT[True, True],), ("up_projection", "query_projection", "code"), discards_output=True, needs="latent"
+        "mla_up_proj",
+        (LATENT[True, True, False],),
+        ("up_projection", "query_projection", "code"),
+        discards_output=True,
+        needs="latent",
     ),
     RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
 )

@@ -113,8 +113,8 @@ def latent_fields(job: Job) -> dict[str, Any]:
         "qk_pos_emb_head_dim": sizes.rope_size,
         "v_head_dim": sizes.value_head_size,
         "kv_channels": sizes.value_head_size,
-        "rope_type": "rope",
-        "apply_rope_fusion": False,
+        "rope_type": "yarn" if sizes.fused_rotary else "rope",  # Megatron fuses no other
+        "apply_rope_fusion": sizes.fused_rotary,
     }
 
 

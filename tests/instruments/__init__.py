@@ -4,8 +4,9 @@
     queues                replays together what all ranks gave their streams, with one hardware queue or several: who would hang
     transformer_engine    its own Python on a CPU, a stand-in in plain torch for its compiled extension
     apex_norms            the same for the compiled parts of Apex's LayerNorms
+    latent_rotary         the same for Megatron's kernels on triton that turn rotary parts of latent attention
 
-They are no part of the wheel. The testbed's ranks take the two stand-ins where TESTBED_STAND_INS names this package:
+They are no part of the wheel. The testbed's ranks take the three stand-ins where TESTBED_STAND_INS names this package:
 `tests/conftest.py` does, and scripts and benchmarks that run such layers without a GPU do with `offer()`.
 """
 
@@ -26,9 +27,11 @@ def offer() -> None:
 def stand_in() -> StandIn:
     """Answer for the compiled parts that this machine lacks, until the returned handle is removed."""
     from tests.instruments.apex_norms import stand_in_for_apex_norms
+    from tests.instruments.latent_rotary import stand_in_for_latent_rotary
     from tests.instruments.transformer_engine import stand_in_for_transformer_engine
 
     undo = ExitStack()
     undo.enter_context(stand_in_for_transformer_engine())
     undo.enter_context(stand_in_for_apex_norms())
+    undo.enter_context(stand_in_for_latent_rotary())
     return StandIn(undo)

@@ -157,8 +157,11 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         (f"--num-experts 8 --moe-layer-freq {'(' * 3000}[1]{')' * 3000}", "3000 brackets in each other (at most 50)"),
         (f"--num-experts 8 --moe-layer-freq {'[1]+' * 5000}[1]", "characters (at most 10000)"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
-        ("--multi-latent-attention", "--no-rope-fusion: found not given, needed given"),
-        ("--multi-latent-attention --no-rope-fusion --group-query-attention --num-query-groups 2", "keys for every head"),
+        (
+            "--multi-latent-attention --position-embedding-type rope --rope-type rope",
+            "--rope-type: found rope, needed --rope-type",
+        ),
+        ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
         ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
@@ -173,11 +176,12 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
         ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
-        ("--optimizer sgd", "only Adam"),
+        ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
+        ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--position-embedding-type relative", "--position-embedding-type: found relative"),
         ("--use-dist-ckpt --enable-msc --disable-msc --hybrid-attention-ratio 0.1 --mtp-detach-heads", "no one release"),
-        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "Megatron refuses both"),
+        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "also --global-batch-size 32, needed one of them"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None:
@@ -221,6 +225,17 @@ def test_layers_of_experts(flags: str, layers: object) -> None:
     assert "model.experts.count" not in facts(f"{SMALL} --moe-layer-freq 2")
 
 
+def test_latent_attention() -> None:
+    """Its rotary kernel is fused unless a flag, or another kind of positions, switches that off. It has keys for every head, so
+    groups of them mean nothing."""
+    flags = "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope"
+    for more, fused in (("", True), ("--no-rope-fusion", False), ("--no-rope-fusion --rope-type rope", False)):
+        found = facts(f"{SMALL} {flags} {more} --group-query-attention --num-query-groups 2")
+        assert found["model.latent.kv_rank"] == 64
+        assert found.get("model.latent.fused_rotary", False) is fused
+        assert found["model.kv_groups"] == found["model.heads"]
+
+
 def test_what_experts_may_have_beside_them() -> None:
     """A launch with experts was told that they are "a feature that is not switched on"."""
     reading = read(f"{SMALL} --num-experts 8 --moe-per-layer-logging --moe-deepep-num-sms 24")
@@ -255,14 +270,14 @@ def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
 
 
 def test_everything_wrong_is_said_at_once() -> None:
-    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --num-layer 3 --multi-latent-attention", gpus=None)
+    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --num-layer 3 --mla-down-proj-fusion", gpus=None)
     for part in (
         "--num-layers: found x, needed a whole number",
         "--hidden-size: found nothing",
         "--seq-length: found $SEQ, needed a whole number; let the shell fill its variables in",
         "'stray'",
         "--num-layer: found unknown, needed a flag of Megatron 0.16 to 0.19; did you mean --num-layers?",
-        "--multi-latent-attention",
+        "--mla-down-proj-fusion",
         "--micro-batch-size",
         "--vocab-size",
         "no number of processes",
@@ -352,6 +367,24 @@ def test_an_optimizer_on_the_host_is_read() -> None:
 def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
+
+
+def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
+    """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
+    words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
+    reading = read_launch(words, gpus=8)
+    assert reading.problems == ()
+    assert reading.job_data["batch"]["global"] == 32
+    arguments = reading.changed({}).arguments
+    assert arguments[-4:] == ("--step-batch-size-schedule", "0:8 2.4B:16 12B:32", "--seed", "1")
+
+
+@pytest.mark.parametrize(("said", "states"), [("sgd", 1), ("sgd --sgd-momentum 0", 0), ("ademamix", 3), ("adam", 2)])
+def test_optimizers_are_read_by_the_numbers_that_they_remember(said: str, states: int) -> None:
+    """AdEMAMix is a fork's; four bytes each beside the main parameter."""
+    reading = read(f"{SMALL} --optimizer {said}")
+    assert reading.problems == ()
+    assert reading.job_data["optimizer"].get("states", 2) == states
 
 
 def test_the_job_of_a_launch() -> None:

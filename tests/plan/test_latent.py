@@ -16,8 +16,8 @@ SIZES = {"q_rank": 48, "kv_rank": 32, "head_size": 16, "rope_size": 8, "value_he
 
 
 def plan_data(*, compressed: bool = True, te: bool = False, replay: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
-    items = (*LATENT[compressed, te].names, *MLP.names)
-    sizes = {name: size for name, size in SIZES.items() if compressed or name != "q_rank"}
+    items = (*LATENT[compressed, te, False].names, *MLP.names)
+    sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if compressed or name != "q_rank"}
     facts = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_groups": 4, "seq": 32, "latent_attention": sizes}
     rule = {"layers": "1-2", "keep": [item for item in items if item not in replay], "replay": list(replay)}
     return {
@@ -44,9 +44,9 @@ def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, 
     (tmp_path / "plan.yaml").write_text(text)
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert dump_plan(load_plan(tmp_path / "plan.yaml")) == text
-    assert " ".join(LATENT[compressed, False].names) in text.split("version")[0]
+    assert " ".join(LATENT[compressed, False, False].names) in text.split("version")[0]
     assert plan.stages[0].rules[0].replays("attention") == replay
-    assert plan.model.halves["attention"] is LATENT[compressed, False]
+    assert plan.model.halves["attention"] is LATENT[compressed, False, False]
 
 
 def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
@@ -59,6 +59,35 @@ def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
     mixed = plan_data()
     mixed["stages"][0]["rules"][0]["keep"].append("linear_qkv")
     assert "linear_qkv is no item of a layer that has linear_q_down_proj" in problems(mixed)
+
+
+@pytest.mark.parametrize(
+    ("replay", "missing"),
+    [
+        (("rotary",), "linear_q_up_proj"),
+        (("q_layernorm", "linear_q_up_proj"), "rotary"),
+        (("core_attention",), "linear_q_up_proj, rotary"),
+        (("linear_kv_up_proj", "attention_bda"), "linear_q_up_proj, rotary"),
+    ],
+)
+def test_what_a_fused_kernel_turns_in_place_is_not_turned_twice(replay: tuple[str, ...], missing: str) -> None:
+    """All that runs the kernel again runs the linear again, whose output it overwrites."""
+    data = plan_data(replay=replay)
+    validated(Plan, data, "plan.yaml")
+    data["model"]["latent_attention"]["fused_rotary"] = True
+    assert f"{missing} is kept, needed replayed" in problems(data)
+    [rule] = data["stages"][0]["rules"]
+    rule["replay"] += missing.split(", ")
+    rule["keep"] = [item for item in rule["keep"] if item not in rule["replay"]]
+    validated(Plan, data, "plan.yaml")
+
+
+def test_where_a_linear_is_kept_what_its_output_is_turned_in_is_kept() -> None:
+    """Uncompressed queries read the residual stream, which nobody gathers twice."""
+    section = LATENT[False, True, True]
+    assert {"linear_q_proj", "rotary", "core_attention"} <= set(section.replayable_among(1))
+    assert section.replayable_among(1, sequence_parallel=True)[-1] == "linear_kv_up_proj"
+    assert "core_attention" in LATENT[False, True, False].replayable_among(1, sequence_parallel=True)
 
 
 def test_what_gathers_the_residual_stream_is_kept() -> None:

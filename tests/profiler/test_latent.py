@@ -34,6 +34,10 @@ JOBS = {
     "local in bf16": tiny_job("gpt", latent=SIZES, dtype="bf16", micro=1),
     "Transformer Engine's": tiny_job("gpt", latent=SIZES, **TE),
     "Transformer Engine's, normed": tiny_job("gpt", latent=SIZES, qk_norm=True, **TE),
+    "Transformer Engine's, fused": tiny_job("gpt", latent=SIZES | {"fused_rotary": True}, qk_norm=True, **TE),
+    "Transformer Engine's, queries as they are, fused": tiny_job(
+        "llama", kv_groups=4, latent=DIRECT | {"fused_rotary": True}, **TE
+    ),
     "Transformer Engine's, RMSNorm in bf16": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True, dtype="bf16", **TE),
     "Transformer Engine's, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, **TE),
 }

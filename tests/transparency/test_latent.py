@@ -38,6 +38,7 @@ Pools = Callable[[int], RankPool]
 
 SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
 DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}
+FUSED = SIZES | {"fused_rotary": True}
 TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence_parallel": True}
 PP2 = {"pipeline": 2, "microbatches": 4, "layers": 4}
@@ -55,6 +56,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"latent": SIZES, **PP2, **TE},
     "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
     "CP2, a ring": {"latent": SIZES, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
+    "one rank, fused": {"latent": FUSED, "qk_norm": True, **TE},
+    "TP2+SP, fused": {"latent": FUSED, "qk_norm": True, **SP2, **TE},
+    "TP2+SP, queries as they are, fused": {"latent": DIRECT | {"fused_rotary": True}, **SP2, **TE},
+    "PP2xVPP2, fused": {"latent": FUSED, "layers_per_chunk": 1, **PP2, **TE},
+    "CP2, a ring, fused": {"latent": FUSED, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
     "CP2, traded, local": {"latent": SIZES, "qk_norm": True, "context": 2, "context_exchange": "a2a"},
     "CP2xTP2+SP, gathered": {"latent": DIRECT, "context": 2, "context_exchange": "all_gather", **SP2, **TE},
 }
@@ -98,25 +104,45 @@ def latent_plan(job: Job, replay: Collection[str], window: Any = "on_demand") ->
     return Plan.model_validate(data)
 
 
+def together(job: Job, items: Collection[str]) -> list[str]:
+    """Those of these items that may be replayed in this layout, with what has to be replayed beside them: a linear whose output
+    is turned in place, its norm, and the code that turns it. The MLP's are left as they are."""
+    section, everything = job.model.halves["attention"], all_of(job)
+    torn = section.torn([item for item in items if item in everything])
+    beside = {*items, *torn, *(INNER_NORMS[:1] if "linear_q_up_proj" in torn and job.model.qk_norm else ())}
+    return [*(item for item in everything if item in beside), *(item for item in items if item in MLP.names)]
+
+
 def candidates(job: Job) -> list[Plan]:
-    everything = all_of(job)
+    everything, heads = all_of(job), together(job, HEADS)
     plans = [
         latent_plan(job, everything),
-        latent_plan(job, HEADS),
-        latent_plan(job, ["input_layernorm", *(item for item in everything if item == "core_attention"), *MLP.replayable[:1]]),
+        latent_plan(job, heads),
+        latent_plan(job, together(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]])),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
-        latent_plan(job, INNER_NORMS if job.model.qk_norm else ["input_layernorm", "rotary"]),
+        latent_plan(job, INNER_NORMS if job.model.qk_norm else together(job, ["input_layernorm", "rotary"])),
     ]
     if job.parallel.tensor > 1:
         last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
-        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, HEADS)]
-        plans += [latent_plan(job, everything, f"bwd.mlp.0 until rotary then bwd.mlp.{last}")] if last else []
+        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
+        stop = "rotary" if "rotary" in everything else "linear_q_proj"
+        plans += [latent_plan(job, everything, f"bwd.mlp.0 until {stop} then bwd.mlp.{last}")] if last else []
         plans += [uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
     return plans
 
 
 CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
-LONG = (*CUT, "one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
+TURNED = ("TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
+LONG = (
+    *CUT,
+    *TURNED,
+    "one rank, queries as they are",
+    "TP2",
+    "TP2, local",
+    "TP2+SP, queries as they are",
+    "TP2+SP, local",
+    "PP2",
+)
 """Layouts of which the others show, one by one, what each combines."""
 
 
@@ -231,8 +257,7 @@ def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:
 
 
 def test_what_does_not_go_with_latent_attention_is_named() -> None:
-    """The fused rotary kernel turns in place what a kept linear returned: a replay would turn it twice."""
-    wrong = ("cache_mla_latents", "apply_rope_fusion", "mla_down_proj_fusion", "qk_clip", "tp_comm_overlap")
+    wrong = ("cache_mla_latents", "mla_down_proj_fusion", "qk_clip", "tp_comm_overlap")
     config = SimpleNamespace(num_moe_experts=None, fp8=None, multi_latent_attention=True, **dict.fromkeys(wrong, True))
     assert [problem.where for problem in refused_features(config, te=False)] == [f"config.{name}" for name in wrong]
     config.multi_latent_attention = False

@@ -10,7 +10,8 @@ Letters as in `profiler.shape`; q and k: what queries, and keys with values, are
     linear_kv_up_proj      k          a (d + v) / t            all
     rotary                 both       queries and keys of a (d + r) / t, values of a v / t: three blocks of their own
 
-`linear_proj` reads a v / t columns. Sine and cosine are kept for queries and for keys: the rotary embedding is not fused.
+`linear_proj` reads a v / t columns. Sine and cosine are kept for queries and for keys. Fused, they are one buffer for all layers,
+and queries are turned in the block in which `linear_q_up_proj` made them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class LatentAttention(Planning):
         if item.role == "inner_norm":
             one = element * latent_rows(shape) * _rank(sizes, item) * shape.model.qk_norm
             return one_kernel(2 * one, 3 * one)
+        if sizes.fused_rotary:  # of queries the rotary part alone
+            columns = heads * (2 * sizes.rope_size + sizes.kv_head_size + sizes.query_head_size + sizes.value_head_size)
+            one = element * shape.tokens * (columns + sizes.rope_size)
+            return one_kernel(one, one)
         taken = heads * (sizes.query_head_size + sizes.kv_head_size)
         made = heads * (2 * sizes.query_head_size + sizes.value_head_size)
         both = element * shape.tokens * (taken + made)
@@ -110,14 +115,19 @@ class LatentAttention(Planning):
             yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        one, linears = shape.tokens * shape.model.element_bytes, self.linears(shape)
-        for item in self._with_role(*HEADS):
-            yield SavedTensor(bytes=one * linears[item.name].made, made_by=item.name, saved_by=(), output=True)
-        given = self.attention(shape)
+        """A fused kernel turns queries where they are, and its tables are one buffer for all layers."""
+        one, linears, given = shape.tokens * shape.model.element_bytes, self.linears(shape), self.attention(shape)
         if shape.parallel.context > 1 and not shape.eager:
-            yield from kept_beside_exchange(shape.parallel, given, ROTARY)
+            query, *others = kept_beside_exchange(shape.parallel, given, ROTARY)
         else:
-            yield from (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in given[:3])
+            query, *others = (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in given[:3])
+        turned = self.section.in_place[0] if self.section.in_place and query.made_by == ROTARY else ""
+        for item in self._with_role(*HEADS):
+            readers = query.saved_by if item.name == turned else ()
+            yield SavedTensor(bytes=one * linears[item.name].made, made_by=item.name, saved_by=readers, output=True)
+        yield from (others if turned else (query, *others))
+        if self.section.in_place:
+            return
         table = shape.model.seq // shape.parallel.context * sizes_of(shape.model).rope_size * shape.model.element_bytes
         yield from (SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4))
 
@@ -149,8 +159,9 @@ class LatentAttention(Planning):
         yield from row_parallel(shape, self.section, given.value)
         yield from core(shape, given.query, (given.query + given.value) // 2)
         heads, down = self._with_role(*HEADS), self._with_role(*DOWN)
-        made = sum(shape.tokens * element * linears[item.name].made for item in heads)
-        yield Step(ROTARY, made, given.query + given.key + given.value)
+        made = {item.name: shape.tokens * element * linears[item.name].made for item in heads}
+        turned = made.get(self.section.in_place[0], 0) if self.section.in_place else 0  # gradients of queries are, where they are
+        yield Step(ROTARY, sum(made.values()) - turned, given.query + given.key + given.value - turned)
         for item in (*reversed(heads), *reversed(down)):
             linear = linears[item.name]
             kept_anyway = shape.model.uses_te and shape.device == "cuda"

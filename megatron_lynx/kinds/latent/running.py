@@ -24,9 +24,10 @@ ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAtten
 
 _COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
 
+ANY = LATENT[True, True, False]
+
 OFF = {
     "cache_mla_latents": "--cache-mla-latents: it is for inference, and takes a linear apart",
-    "apply_rope_fusion": "it with --no-rope-fusion: the fused kernel overwrites what a linear returned, which a replay may need",
     "mla_down_proj_fusion": "--mla-down-proj-fusion: one linear does what two items stand for",
     "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
     "fp8": "--fp8-format: not shown with latent attention",
@@ -38,7 +39,7 @@ OFF = {
 class HeldLatentAttention(Running):
     """Megatron's `MLASelfAttention`."""
 
-    half, name = LATENT[True, True].half, LATENT[True, True].name
+    half, name = ANY.half, ANY.name
     recorded, recorded_as = "latent", "latent attention does"
     listed_as = "latents"
     relies_on = ("transformer.multi_latent_attention",)
@@ -56,7 +57,8 @@ class HeldLatentAttention(Running):
         if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != ATTENTION_CLASS:
             return None
         te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
-        return LATENT[module_at(layer, Q_DOWN.path) is not None, te]
+        config: Any = layer.config
+        return LATENT[module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion)]
 
     def refused_settings(self, config: Any) -> Iterator[Problem]:
         if getattr(config, "multi_latent_attention", False):
@@ -83,4 +85,5 @@ def sizes_in(config: Any) -> LatentSizes:
         head_size=config.qk_head_dim,
         rope_size=config.qk_pos_emb_head_dim,
         value_head_size=config.v_head_dim,
+        fused_rotary=bool(config.apply_rope_fusion),
     )

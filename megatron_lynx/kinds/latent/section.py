@@ -16,15 +16,19 @@ What ranks of a tensor-parallel group exchange, and when, is the same in all rel
     both                 up-projections gather their input (sequence parallelism); backward reduces the gradient of each
 
 Nothing that runs between two sites may communicate in a replay: what was gathered there is kept for it (`apply.hooks.latents`).
+
+With the fused rotary kernel queries are turned in place, in what the linear that made them returned: queries are that block. A
+replay that ran `rotary` on a block that was kept would turn it twice, so the two are kept together or replayed together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
+from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.section import Collective, Item, Pass, Section
 
 Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
@@ -66,20 +70,30 @@ def _backward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Ite
         yield Collective(kind, "input_gradient", item.name, beside="wgrad", of=item.name)
 
 
-def _section(compressed: bool, te: bool) -> Section:
+def _section(compressed: bool, te: bool, fused: bool) -> Section:
     whole = (_NORM, Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_UP, KV_UP)
     order = whole if compressed else (_NORM, KV_DOWN, KV_NORM, Q_PROJ, KV_UP)
     collectives: dict[tuple[Pass, bool], tuple[Collective, ...]] = {}
     for sliced in (False, True):
         collectives["fwd", sliced] = tuple(_forward(order, te, sliced))
         collectives["bwd", sliced] = tuple(_backward(order, te, sliced))
-    return Section("latent", ATTENTION.half, ATTENTION.method, (*order, *_BEHIND), collectives, fuses_norm=False, two_paths=True)
+    turned = ((Q_UP if compressed else Q_PROJ).name, ROTARY) if fused else ()
+    items = (*order, *_BEHIND)
+    return Section(
+        "latent", ATTENTION.half, ATTENTION.method, items, collectives, fuses_norm=False, two_paths=True, in_place=turned
+    )
 
 
-LATENT: Mapping[tuple[bool, bool], Section] = {
-    (compressed, te): _section(compressed, te) for compressed in (True, False) for te in (False, True)
+LATENT: Mapping[tuple[bool, bool, bool], Section] = {
+    (compressed, te, fused): _section(compressed, te, fused) for compressed, te, fused in product((True, False), repeat=3)
 }
-"""By whether queries are compressed, and whether the layers are Transformer Engine's."""
+"""By whether queries are compressed, whether the layers are Transformer Engine's, and whether a fused kernel turns queries."""
+
+
+def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
+    """That of a model with these sizes."""
+    return LATENT[sizes.compressed, te, sizes.fused_rotary]
+
 
 LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
 """The items that only latent attention has."""

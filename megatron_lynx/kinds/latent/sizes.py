@@ -26,6 +26,8 @@ class LatentSizes(Part):
     """Width of the rotary part of a head's query, and of the one key that all heads share (`qk_pos_emb_head_dim`)."""
     value_head_size: int = Field(ge=1)
     """Width of a head's value (`v_head_dim`)."""
+    fused_rotary: bool = False
+    """Whether one kernel turns the rotary parts of queries in place, and another puts keys together (`apply_rope_fusion`)."""
 
     @property
     def compressed(self) -> bool:
