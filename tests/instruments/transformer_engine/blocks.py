@@ -117,7 +117,7 @@ def built(tensor: torch.Tensor, quantizer: Any, made: dict[str, torch.Tensor]) -
     module, name = OF_TENSORS[type(quantizer).__name__]
     full = getattr(__import__(f"transformer_engine.pytorch.tensor.{module}", fromlist=[name]), name)
     storage = full.__mro__[1]
-    fields = {f"{way}_{part}": None for way in ("rowwise", "columnwise") for part in ("data", "scale_inv")} | made
+    fields: dict[str, Any] = {f"{way}_{part}": None for way in ("rowwise", "columnwise") for part in ("data", "scale_inv")} | made
     fields |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "fake_dtype": tensor.dtype}
     fields |= {"is_2D_scaled": getattr(quantizer, "block_scaling_dim", 1) == 2, "with_gemm_swizzled_scales": False}
     ready = Float8BlockScaleTensorFormat.COMPACT if travels(quantizer) else Float8BlockScaleTensorFormat.GEMM_READY
@@ -147,7 +147,8 @@ def numbers_in_blocks(tensor: Any, columns: bool) -> torch.Tensor:
     flat = values.reshape(-1, values.shape[-1])
     m, k = flat.shape
     inverses = inverses[: -(-m // cut.down), : -(-k // cut.across)]
-    return (flat * cut.spread(inverses, m, k)).view(values.shape)
+    numbers: torch.Tensor = (flat * cut.spread(inverses, m, k)).view(values.shape)
+    return numbers
 
 
 def cut_of(quantizer: Any, columns: bool) -> Cut:
