@@ -92,7 +92,7 @@ class Chunks:
         last = self._problem(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None or not last.layers:
             return self._with_last(stage, in_flight, budget_bytes, solver)
-        least, most_bytes = least_memory(last), keep_all(last).peak_bytes
+        least, most_bytes = least_memory(replace(last, in_flight=1)), keep_all(last).peak_bytes
         enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         found, error = list[_SharedOut](), None
