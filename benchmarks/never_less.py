@@ -3,8 +3,8 @@
 python -m benchmarks.never_less                              bundled jobs: `docs/when_not.md` has the table
 python -m benchmarks.never_less --launches FOLDER            launches that recompute today, each at its own bytes
 
-Simulated, without the optimizer's update. A job with experts gets what its routers keep beside that: they decide once, where stock's
-full recomputation has them decide again. Launches whose dispatcher is `flex` are read as all-to-all.
+Simulated, without the optimizer's update. A job with experts gets what its routers keep beside that: they decide once, where
+stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as all-to-all.
 """
 
 from __future__ import annotations
