@@ -474,13 +474,15 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     job = job_of(read(f"{SMALL} {fp8}"), "h100-80g")
     assert (job.model.fp8.format, job.model.fp8_recipe) == ("e4m3", "delayed")
     assert facts(f"{SMALL} {fp8} --fp8-recipe tensorwise")["model.fp8.recipe"] == "tensorwise"
+    assert not job.model.fp8_parameters
+    assert facts(f"{SMALL} {fp8} --fp8-param-gather --use-distributed-optimizer")["model.fp8.parameters"] is True
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fp8-param-gather", "--fp8-param-gather: found given, needed a launch without it, or without --fp8-format"),
+        ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
         ("--first-last-layers-bf16", "layers that differ"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),
