@@ -386,6 +386,20 @@ def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
 DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
 
 
+def test_what_slime_sets_itself_is_read() -> None:
+    """Of a launch that packs tokens: two context-parallel ranks have one sequence of both. What is said counts."""
+    flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096 --lr 1e-4"
+    flags += " --context-parallel-size 2 --use-precision-aware-optimizer --use-tp-pp-dp-mapping --global-batch-size 64"
+    reading = read(flags)
+    assert reading.problems == ()
+    data = reading.job_data
+    assert (data["model"]["seq"], data["model"]["dtype"], data["batch"]) == (8192, "bf16", {"micro": 1, "global": 64})
+    assert data["parallel"]["distributed_optimizer"] is True
+    assert read(f"{flags} --micro-batch-size 2").job_data["batch"]["micro"] == 2
+    assert read(f"{flags} --seq-length 512 --micro-batch-size 1").job_data["model"]["seq"] == 512
+    assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
+
+
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
     """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
     words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
