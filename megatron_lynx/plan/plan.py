@@ -57,7 +57,10 @@ class Plan(PlanContents):
     @property
     def digest(self) -> str:
         """SHA-256 of what it says, whatever its file looks like."""
-        later: dict[str, Any] = {"model": {"kinds"}} if not self.model.kinds else {}  # what plans could not always say
+        model: dict[str, Any] = {name: True for name in ("kinds", "mtp", "fp8_parameters") if not getattr(self.model, name)}
+        if self.model.latent_attention is not None and not self.model.latent_attention.fused_rotary:
+            model["latent_attention"] = {"fused_rotary"}
+        later: dict[str, Any] = {"model": model}  # what plans could not always say
         if not any(rule.checkpoint for stage in self.stages for rule in stage.rules):
             later["stages"] = {"__all__": {"rules": {"__all__": {"checkpoint"}}}}
         return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()
