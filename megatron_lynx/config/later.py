@@ -40,7 +40,7 @@ LATER: dict[str, dict[str, Any]] = {
 """Fields by their part."""
 
 
-IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
+IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False, "dispatcher": "alltoall"}
 """The same of `model.experts`."""
 
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")

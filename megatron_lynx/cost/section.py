@@ -65,7 +65,7 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
         )
         for stop in section.stops
     }
-    exchanging = section.exchanges and profile.shape.expert > 1
+    exchanging = section.exchanges_in_windows and profile.shape.expert > 1
     memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
     if kept := kept_gathers_bytes(profile, section, replay, profile.message_bytes):
         memory = dataclasses.replace(memory, resident=memory.resident + kept)

@@ -55,8 +55,9 @@ class Plan(PlanContents):
     @property
     def digest(self) -> str:
         """SHA-256 of what it says, whatever its file looks like."""
-        later = {"model": {"kinds"}} if not self.model.kinds else None  # what plans could not always say
-        return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()
+        fields = type(self.model).model_fields
+        later = {name for name in ("kinds", "moe_dispatcher") if getattr(self.model, name) == fields[name].default}
+        return hashlib.sha256(self.model_dump_json(exclude={"model": later}).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
