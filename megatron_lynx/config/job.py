@@ -10,7 +10,14 @@ from pydantic import Field, model_validator
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator, communicators
 from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
-from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
+from megatron_lynx.config.fit import (
+    expert_problems,
+    fp8_parameter_problems,
+    fp8_problems,
+    layer_problems,
+    needs_flushes,
+    size_problems,
+)
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -116,6 +123,7 @@ class Job(Part):
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += self._head_problems()
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
+        problems += fp8_parameter_problems(model, parallel, self.optimizer)
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:

@@ -1,4 +1,4 @@
-"""The types in which gradients and Adam's state are held, beside the weights (their type is the model's)."""
+"""The types in which gradients and the optimizer's state are held, beside the weights (their type is the model's)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.validation import Part
 
+ADAMS = 2
+"""States of Adam: its two moments."""
+
 Moment = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 class Optimizer(Part):
-    """Adam, as Megatron holds it. `cost.parameters` says how many bytes follow from it."""
+    """Adam, as Megatron holds it, or what remembers more or fewer numbers. `cost.parameters` says how many bytes follow."""
 
     gradients: Literal["fp32", "bf16"] = "fp32"
     """The type in which gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
+    states: int = Field(default=2, ge=0, le=8)
+    """Numbers that are remembered of each parameter, beside what is stepped: two moments of Adam, one of SGD with momentum and of
+    Lion, three of AdEMAMix."""
     precision_aware: bool = False
     """Transformer Engine's Adam reads gradients as they are, and holds main parameters and moments itself."""
     main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"
@@ -37,6 +43,8 @@ class Optimizer(Part):
         if smaller and not self.precision_aware:
             found = ", ".join(f"{name} {value}" for name, value in smaller.items())
             raise ValueError(f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false")
+        if self.precision_aware and self.states != ADAMS:
+            raise ValueError(f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam")
         if self.offload != 0 and not self.precision_aware:
             found = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
             raise ValueError(f"{found}, found false, as Megatron refuses it")

@@ -4,8 +4,10 @@
     fp32                              4         4       8    two moments
     bf16, gradients in fp32           2         4      12    main parameter, two moments
     bf16, gradients in bf16           2         2      12    the same; and in updates 4 for the gradient in fp32
+    held in FP8 (--fp8-param-gather)  1         as above           a linear's weight; its bytes by columns come on top
     precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
                                                              less where these are held in less
+other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
 on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
 fp16 weights are counted as bf16 ones. Their loss scale is one number.
@@ -47,7 +49,7 @@ class BytesEach:
     gradient: int
     main_parameter: int
     moments: int
-    """Both moments of Adam."""
+    """What else is remembered of it: both moments of Adam."""
     gradient_copy: int
     """The copy in fp32 that is made for the update."""
     state_copies: int = 0
@@ -70,14 +72,18 @@ class BytesEach:
 
 def bytes_each(job: Job) -> BytesEach:
     asked, half = job.optimizer, job.model.dtype != "fp32"
-    moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
+    moments = FP32_BYTES * asked.states
     gradient = TYPE_BYTES[asked.gradients]
     main, copy, states = (4 if half else 0), (0 if gradient == 4 else 4), 0
     if asked.offloaded:
         stays = 1 - asked.offloaded
         return BytesEach(job.model.element_bytes, gradient, FP32_BYTES, MOMENTS_BYTES, 0, lasting_copy=copy, stays=stays)
-    if asked.precision_aware:
+    if asked.precision_aware and job.model.fp8_recipe not in (None, "delayed") and asked.main_parameters != "fp16":
+        # Then main parameters are Megatron's own, in fp32, and so are copies of gradients (`OptimizerConfig.__post_init__`).
+        states = 4 * sum(each != "fp32" for each in (asked.first_moment, asked.second_moment))
+    elif asked.precision_aware:
         main, copy = TYPE_BYTES[asked.main_parameters], 0
+        moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
         held = (asked.first_moment, asked.second_moment, asked.main_parameters)
         states = 4 * sum(each not in ("fp32", "remainder") for each in held)
     return BytesEach(job.model.element_bytes, gradient, main, moments, copy, states)
@@ -143,19 +149,26 @@ def passed_weights(model: Model, *, experts: bool = False) -> int:
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
-    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch."""
+    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
+    weights that are held in FP8 themselves: their bytes by columns, and scales."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
     shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
     linears = (linear for section in model.halves.values() for linear in planning_of(section).linears(shape).values())
     return job.layers_on(stage) * sum(
-        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes) for linear in linears
+        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters) for linear in linears
     )
 
 
-def parameter_bytes(job: Job, count: int) -> int:
-    return count * bytes_each(job).weight
+def held_in_fp8(job: Job, parameters: Parameters) -> int:
+    """How many of these parameters are themselves held in FP8, and gathered so: the weights of layers' linears."""
+    return parameters.matrices if job.model.fp8_parameters else 0
+
+
+def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
+    """Of so many numbers. `in_fp8`: how many of them are held in FP8."""
+    return (count - in_fp8) * bytes_each(job).weight + in_fp8 * TYPE_BYTES["fp8"]
 
 
 def gradient_bytes(job: Job, count: int) -> int:

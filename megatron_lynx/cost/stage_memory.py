@@ -15,7 +15,7 @@
     in_hand                                gradients on their way through a layer, the head or the embedding; rows of tokens on
                                            their way to experts and back, and what dispatchers remember of their last call
     update_copies                          copies in fp32 that an update makes
-    fp8_weights                            with FP8: copies of the linears' weights
+    fp8_weights                            with FP8: copies of the linears' weights, or what they hold by columns
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
 
@@ -55,6 +55,7 @@ from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     fp8_copies_bytes,
     gradient_bytes,
+    held_in_fp8,
     optimizer_bytes,
     parameter_bytes,
     reduced_bytes,
@@ -191,7 +192,7 @@ class _States:
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters)
-    weights, gradients = parameter_bytes(job, held), gradient_bytes(job, held)
+    weights, gradients = parameter_bytes(job, held, held_in_fp8(job, parameters)), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,

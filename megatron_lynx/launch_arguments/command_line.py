@@ -120,6 +120,10 @@ def _whole(text: str) -> int | None:
 
 OURS = "--lynx-"
 
+BY_STEPS = "--step-batch-size-schedule"
+"""One word with blanks, which scripts lose their quotes of."""
+PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -149,6 +153,9 @@ def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) 
         following = [] if equals else _up_to_next_flag(rest)
         taken = tuple(following[: _takes(option, len(following), table, releases)])
         del rest[: len(taken)]
+        if option == BY_STEPS:
+            while rest and PAIR.fullmatch(rest[0]):
+                taken = (" ".join((*taken, rest.pop(0))),)
         yield Piece(option, (value,) if equals else taken, (word, *taken))
 
 

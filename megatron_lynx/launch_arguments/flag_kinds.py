@@ -69,7 +69,7 @@ READ = names_in(
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -155,7 +155,6 @@ REFUSED = {
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
-    "optimizer": "only Adam is modelled",
     "freeze_all_layers": "layers without gradients save nothing",
     "perform_rl_step": "reinforcement learning is not modelled",
     "sft": "packed sequences are not modelled",
@@ -183,7 +182,7 @@ NOT_UNDER_PLANS = {
 }
 """Flags that matter neither to activations nor to their seconds, but beside which no plan can be installed, and why."""
 
-ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
+ALLOWED = {"cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
 
 EXPERTS_OWN = ("moe_", "expert_")

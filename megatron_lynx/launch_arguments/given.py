@@ -36,6 +36,9 @@ AT_LEAST_ONE = frozenset(
 )
 """Sizes and divisors, which must not be 0."""
 
+OPEN = frozenset({"optimizer"})
+"""Flags of which more words are known to those who read them than Megatron's choices."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -154,6 +157,8 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown:
         kind = kind_of(flag)
         if kind is not None and kind.name == "no matter" and not todo:
             unknown.append(f"{option} {word}")
+        elif flag.sets in OPEN:
+            pass  # whoever reads it knows more words
         elif kind is None or kind.name != "refused":  # else it is refused with the reason, whatever its value
             problems.append(Problem(option, word, f"one of {', '.join(map(str, flag.choices))}", todo))
     return word

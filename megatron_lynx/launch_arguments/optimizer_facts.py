@@ -1,7 +1,10 @@
-"""The types of gradients and of Adam's state in a launch: what `validate_args` and `OptimizerConfig` make of its flags.
+"""The types of gradients and of the optimizer's state in a launch: what `validate_args` and `OptimizerConfig` make of its flags.
 
 --bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32
+
+--optimizer muon                as Adam, which embeddings and norms have; its matrices remember one number less. What its products
+                                take in an update is not priced
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
 
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
+STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3, **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), 2)}
+"""Numbers in fp32 that optimizers remember of each parameter, forks' among them. SOAP's preconditioners are whole matrices."""
+
 
 def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """Facts about the optimizer. What Megatron itself would refuse is added to `problems`."""
     yield _gradients(given, problems)
+    yield from _states(given, problems)
     types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
     if not given[AWARE]:
         if given[ON_HOST]:
@@ -43,6 +50,20 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("optimizer.main_parameters", "remainder", f"{given.origin(AWARE)}: fp32, less what the bf16 weights have")
     else:
         yield Fact("optimizer.main_parameters", types["main_params_dtype"], given.origin("main_params_dtype"))
+
+
+def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    name, origin = str(given["optimizer"]), given.origin("optimizer")
+    if name not in STATES:
+        problems.append(Problem(origin, name, f"one of {', '.join(STATES)}", "what others remember is not known"))
+        return
+    states = 0 if name == "sgd" and not given["sgd_momentum"] else STATES[name]
+    if name == "adam":
+        return
+    about = ", its products in an update not priced" if "muon" in name else ""
+    yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32{about}")
+    if given[AWARE]:
+        problems.append(Problem(given.origin(AWARE), "given", f"--optimizer adam beside it, found {name}"))
 
 
 def _gradients(given: Given, problems: list[Problem]) -> Fact:

@@ -141,11 +141,16 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
 
 
 def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """`0:16 2.4B:320`: from 2.4e9 samples or tokens on, 320."""
-    origin, text = given.origin("step_batch_size_schedule"), str(given["step_batch_size_schedule"])
-    if given["global_batch_size"] is not None:
-        problems.append(Problem(origin, "also --global-batch-size", "one of them: Megatron refuses both"))
+    """`0:16 2.4B:320`: from 2.4e9 samples or tokens on, 320. Beside it Megatron takes no --global-batch-size: one that says the
+    same as its end is passed over, and left out of the launch under a plan."""
+    origin, text, stated = (
+        given.origin("step_batch_size_schedule"),
+        str(given["step_batch_size_schedule"]),
+        given["global_batch_size"],
+    )
     last = text.split()[-1].rpartition(":")[2] if text.split() else ""
+    if stated is not None and str(stated) != last:
+        problems.append(Problem(origin, f"also --global-batch-size {stated}", "one of them: Megatron refuses both"))
     if last.isdecimal():
         yield Fact("batch.global", int(last), f"{origin}: its end")
     else:

@@ -86,6 +86,8 @@ class Reading:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
         `setting`: flags with their words, in place of what the launch says."""
         names = {*(REPLACED if self.today.flags else ()), *without}
+        if self.given["step_batch_size_schedule"] is not None:
+            names.add("global_batch_size")  # the two are refused together
         table, releases = self.given.table, self.given.releases
         return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 

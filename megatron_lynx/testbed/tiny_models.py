@@ -88,7 +88,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if model.cross_entropy != "unfused":
         fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
-        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe}
+        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe, "fp8_param": model.fp8.parameters}
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group

@@ -10,6 +10,7 @@ from textwrap import indent
 import pytest
 
 from megatron_lynx.config import Job, load_job
+from megatron_lynx.config.later import left_out
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -278,6 +279,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
         .replace(',"expandable_segments":true', "")
         .replace(',"offload":0.0,"overlap_copies":false', "")
+        .replace('"states":2,', "")
         .replace(',"head":null', "")
         .replace(f',"learned":{job.learned.model_dump_json()}', "")
     )
@@ -285,6 +287,15 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
     changed = ("model.qk_norm", "model.deterministic", "overlap.gradients", "parallel.scattered_messages")
     for changes in ({"model.fp8": {}}, *({place: True} for place in changed)):
         assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest
+
+
+def test_latent_attention_without_its_fused_kernel_is_the_job_that_it_was() -> None:
+    sizes, told = {"kv_rank": 512, "head_size": 128, "rope_size": 64, "value_head_size": 128}, []
+    for fused in (False, True):
+        job = load_job("jobs/llama-7b-h800-80g", {"model.kv_groups": 32, "model.latent": {**sizes, "fused_rotary": fused}})
+        parts = {"model": job.model, "parallel": job.parallel, "budget": job.budget, "optimizer": job.optimizer}
+        told.append(left_out(parts, job.overlap, job.cluster, fp8=False)["model"].get("latent"))
+    assert told == [{"fused_rotary"}, None]
 
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn": 128, "layers": ["2-3", 4]}

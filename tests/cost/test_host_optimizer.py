@@ -10,6 +10,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from pydantic import ValidationError
 
 from megatron_lynx.config.host_time import HostAdam
+from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.cost.host_optimizer import (
     PAGEABLE,
     HostSeconds,
@@ -109,6 +110,14 @@ def bytes_of(optimizer: HybridDeviceOptimizer, device: bool) -> dict[str, int]:
             found["moments"] += inner.state[parameter]["exp_avg"].nbytes + inner.state[parameter]["exp_avg_sq"].nbytes
             found["gradients"] += 0 if parameter.grad is None else parameter.grad.nbytes
     return found
+
+
+def test_what_an_optimizer_remembers_is_four_bytes_a_number() -> None:
+    """Beside four for the main parameter, where weights are in 16 bits."""
+    usual = offloading(0.0)
+    for states, found in ((0, 4), (1, 8), (2, 12), (3, 16)):
+        plain = Optimizer(states=states)
+        assert bytes_each(usual.model_copy(update={"optimizer": plain})).optimizer == found
 
 
 @pytest.mark.usefixtures("without_cuda")

@@ -179,11 +179,12 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
         ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
-        ("--optimizer sgd", "only Adam"),
+        ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
+        ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--position-embedding-type relative", "--position-embedding-type: found relative"),
         ("--use-dist-ckpt --enable-msc --disable-msc --hybrid-attention-ratio 0.1 --mtp-detach-heads", "no one release"),
-        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "Megatron refuses both"),
+        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "also --global-batch-size 32, needed one of them"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None:
@@ -386,6 +387,24 @@ def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
 
 
+def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
+    """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
+    words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
+    reading = read_launch(words, gpus=8)
+    assert reading.problems == ()
+    assert reading.job_data["batch"]["global"] == 32
+    arguments = reading.changed({}).arguments
+    assert arguments[-4:] == ("--step-batch-size-schedule", "0:8 2.4B:16 12B:32", "--seed", "1")
+
+
+@pytest.mark.parametrize(("said", "states"), [("sgd", 1), ("sgd --sgd-momentum 0", 0), ("ademamix", 3), ("adam", 2)])
+def test_optimizers_are_read_by_the_numbers_that_they_remember(said: str, states: int) -> None:
+    """AdEMAMix is a fork's; four bytes each beside the main parameter."""
+    reading = read(f"{SMALL} --optimizer {said}")
+    assert reading.problems == ()
+    assert reading.job_data["optimizer"].get("states", 2) == states
+
+
 def test_the_job_of_a_launch() -> None:
     launch = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SMALL} --tensor-model-parallel-size 2 --global-batch-size 64"
     job = job_of(read(launch, gpus=None), "a100-80g")
@@ -456,13 +475,15 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     job = job_of(read(f"{SMALL} {fp8}"), "h100-80g")
     assert (job.model.fp8.format, job.model.fp8_recipe) == ("e4m3", "delayed")
     assert facts(f"{SMALL} {fp8} --fp8-recipe tensorwise")["model.fp8.recipe"] == "tensorwise"
+    assert not job.model.fp8_parameters
+    assert facts(f"{SMALL} {fp8} --fp8-param-gather --use-distributed-optimizer")["model.fp8.parameters"] is True
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fp8-param-gather", "--fp8-param-gather: found given, needed a launch without it, or without --fp8-format"),
+        ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
         ("--first-last-layers-bf16", "layers that differ"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),

@@ -11,8 +11,8 @@ rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
                  the loss in fp32
-    dispatch     the map (a byte each) and the probabilities of all experts; `permute` keeps where each row came from (int64),
-                 which `combine` reads as well. It hands on R rows, and the probability of each
+    dispatch     the router's map (a byte each) and probabilities of all experts; `permute` keeps where each row came from
+                 (int64), which `combine` reads as well. It hands on R rows, and the probability of each
     experts      what comes out of the first GEMM, and what goes into the second one:
                  fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
                            fused: f + f + f
@@ -86,7 +86,7 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
     fused = experts.dispatcher != "alltoall"
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
-    yield SavedTensor(bytes=kept, made_by=DISPATCH, saved_by=(DISPATCH,))
+    yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
     yield SavedTensor(bytes=sorted_by, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
     yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
     of_row = FP32_BYTES if fused else element
@@ -114,7 +114,7 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 def remembered_bytes(shape: LayerShape) -> int:
     """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
     probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
-    return sum(block.bytes for block in _dispatch(shape) if not block.output)
+    return sum(block.bytes for block in _dispatch(shape) if DISPATCH in block.saved_by)
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
