@@ -12,6 +12,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
+from tests.transparency.checkpoints import checkpointed
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, exchanging, trial_of, window_names
@@ -66,6 +67,14 @@ def test_every_bit(pool_of: Pools, layout: str, dispatcher: str) -> None:
     for outcomes in checked(pool_of, job, candidates, trial_of()):
         for outcome in outcomes:
             assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+def test_tokens_travel_again_in_a_checkpoint(pool_of: Pools, dispatcher: str) -> None:
+    """As the router decided, and the dispatcher is then as its forward left it."""
+    job = job_of("EP2", dispatcher)
+    kept = plan_for(job, lambda layer: ())
+    checked(pool_of, job, [checkpointed(kept, one) for one in ("layer", "mlp")], trial_of(steps=3))
 
 
 def test_a_plan_for_another_dispatcher_is_refused(pool_of: Pools) -> None:
