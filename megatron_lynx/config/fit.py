@@ -142,6 +142,8 @@ def needs_flushes(model: Model) -> list[str]:
         reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
     if model.experts is not None:
         reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
+    if model.mtp:
+        reasons.append("model.mtp: its embedding is a second copy, which was not tried with schedule double_buffered")
     return reasons
 
 

@@ -138,6 +138,8 @@ class Job(Part):
         rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
         if rows % pieces:
             problems.append(f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})")
+        if self.model.mtp:
+            problems.append(f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows")
         if self.schedule == "double_buffered":
             problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
         return problems
@@ -233,7 +235,7 @@ class Job(Part):
     def communicators(self) -> tuple[Communicator, ...]:
         """What NCCL connects of this layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
-        tied, experts = self.model.tied_embeddings, self.model.experts is not None
+        tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts is not None
         return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
 
     @property

@@ -26,6 +26,7 @@ LATER: dict[str, dict[str, Any]] = {
         "deterministic": False,
         "glu_offset": True,
         "kinds": (),
+        "mtp": 0,
     },
     "parallel": {
         "expert": 1,

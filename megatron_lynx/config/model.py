@@ -93,6 +93,10 @@ class Model(Part):
     experts: Experts | None = None
     """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
 
+    mtp: int = Field(default=0, ge=0, le=64)
+    """Layers of multi-token prediction (`--mtp-num-layers`): behind the last layer and like it, on the last stage, each with a
+    projection, norms and a loss of its own. No plan treats them: they keep everything."""
+
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 

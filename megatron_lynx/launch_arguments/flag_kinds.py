@@ -70,7 +70,7 @@ READ = names_in(
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    mtp_num_layers optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -89,7 +89,8 @@ _SHARDED = "sharded parameters are not modelled"
 REFUSED = {
     "cache_mla_latents": "it is for inference",
     "mla_down_proj_fusion": "one linear does what two items stand for",
-    "mtp_num_layers": "multi-token prediction has layers outside those that are planned",
+    "mtp_use_repeated_layer": "one layer that is called several times",
+    "mtp_hybrid_override_pattern": _OTHER_LAYERS,
     "experimental_attention_variant": "its projections are no sites",
     "linear_attention_freq": "linear attention is not modelled",
     "attention_output_gate": _MORE_SAVED,
@@ -152,7 +153,6 @@ REFUSED = {
     "fake_process_group": "nothing is communicated, so there are no windows",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
-    "use_tp_pp_dp_mapping": "links are priced for Megatron's usual order of ranks",
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
@@ -162,7 +162,6 @@ REFUSED = {
     "dataloader_inter_document_masking": "packed sequences are not modelled",
     "logits_load_dir": "distillation's second loss is not counted",
     "modelopt_enabled": "what ModelOpt puts into layers is not modelled",
-    "enable_gpt_oss": "that model's layers are not modelled",
     "export_kd_teacher_load": "a second model beside the first is not counted",
     "use_checkpoint_args": "arguments that only a checkpoint knows: write them out",
     "use_mp_args_from_checkpoint_args": "arguments that only a checkpoint knows: write them out",
@@ -219,6 +218,7 @@ PRICED_AS = {
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
     "pin_cpu_grads": "gradients in pinned memory, which copies are faster to",
+    "use_tp_pp_dp_mapping": "links in the usual order of ranks: messages between stages are no slower, sums over replicas may be",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }

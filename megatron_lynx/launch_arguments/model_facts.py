@@ -111,6 +111,8 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _activation(given, problems)
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
+    if given["mtp_num_layers"]:
+        yield Fact("model.mtp", given["mtp_num_layers"], given.origin("mtp_num_layers"))
     if given["qk_layernorm"]:
         yield Fact("model.qk_norm", True, given.origin("qk_layernorm"))
     yield from _fusions(given)

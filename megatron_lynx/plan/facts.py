@@ -46,6 +46,8 @@ class ModelFacts(Part):
 
     latent_attention: LatentSizes | None = None
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+    mtp: int = Field(default=0, ge=0, le=64)
+    """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 

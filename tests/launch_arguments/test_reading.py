@@ -28,6 +28,9 @@ SMALL = (
 )
 
 
+MTP = "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --pipeline-model-parallel-layout"
+
+
 def read(text: str, **options: Any) -> Reading:
     return read_launch(shlex.split(text), **{"gpus": 8, **options})
 
@@ -161,6 +164,9 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--multi-latent-attention --position-embedding-type rope --rope-type rope",
             "--rope-type: found rope, needed --rope-type",
         ),
+        ("--mtp-num-layers 1 --mtp-use-repeated-layer", "one layer that is called several times"),
+        (f"{MTP} Ettt|tttttL", "0 times m in 'Ettt|tttttL': needed 1, as --mtp-num-layers says"),
+        (f"{MTP} Etttm|tttttL", "before its last stage: needed all beside L"),
         ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
         ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
@@ -367,6 +373,31 @@ def test_an_optimizer_on_the_host_is_read() -> None:
 def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
+
+
+def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
+    """DeepSeek-V3's, whose last stage has no other layer; a plan writes what it read."""
+    said = facts(f"{SMALL.replace('layers 8', 'layers 61')} --mtp-num-layers 1 {DEEPSEEK}", gpus=8)
+    counts = said["parallel.partition"]
+    assert (said["model.mtp"], len(counts), counts[0], counts[-2:], sum(counts)) == (1, 32, 2, [2, 0], 61)
+    assert layers_of_layout(layout_text(counts, 1), 1) == tuple(counts)
+
+
+DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
+
+
+def test_what_slime_sets_itself_is_read() -> None:
+    """Of a launch that packs tokens: two context-parallel ranks have one sequence of both. What is said counts."""
+    flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096 --lr 1e-4"
+    flags += " --context-parallel-size 2 --use-precision-aware-optimizer --use-tp-pp-dp-mapping --global-batch-size 64"
+    reading = read(flags)
+    assert reading.problems == ()
+    data = reading.job_data
+    assert (data["model"]["seq"], data["model"]["dtype"], data["batch"]) == (8192, "bf16", {"micro": 1, "global": 64})
+    assert data["parallel"]["distributed_optimizer"] is True
+    assert read(f"{flags} --micro-batch-size 2").job_data["batch"]["micro"] == 2
+    assert read(f"{flags} --seq-length 512 --micro-batch-size 1").job_data["model"]["seq"] == 512
+    assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
 
 
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
