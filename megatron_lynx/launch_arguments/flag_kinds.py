@@ -193,7 +193,7 @@ USERBUFFERS_OWN = "tp_comm_"
 
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 
-_DISPATCH = "the all-to-all dispatcher. Leave room for buffers of its own"
+_DISPATCH = "exchanges in which a token travels once to each rank of its experts. Leave room for the backend's own buffers"
 
 _FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
 

@@ -216,7 +216,7 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Fused dispatchers are priced as Megatron's own."""
+    """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
 

@@ -147,7 +147,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
-        ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
+        (
+            "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
+            "found ncclep, needed deepep or hybridep",
+        ),
         ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
         ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
         ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
@@ -240,6 +243,21 @@ def test_latent_attention() -> None:
         assert found["model.latent.kv_rank"] == 64
         assert found.get("model.latent.fused_rotary", False) is fused
         assert found["model.kv_groups"] == found["model.heads"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("--moe-token-dispatcher-type alltoall", None),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", None),
+        ("--moe-token-dispatcher-type flex", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+    ],
+)
+def test_who_brings_tokens_to_experts(flags: str, dispatcher: str | None) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --expert-model-parallel-size 2 {flags}")
+    assert found.get("model.experts.dispatcher") == dispatcher
 
 
 def test_what_experts_may_have_beside_them() -> None:
