@@ -27,6 +27,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.measure.samples import measurement, setting
+from tests.nursery import process as nursery
 from tests.plan.test_plan_file import small_plan
 
 
@@ -172,9 +173,7 @@ def test_a_plan_of_another_schedule_is_refused_before_anything_is_measured(tmp_p
 
 def test_hooks_are_as_recorded() -> None:
     """In a process of its own: Megatron is imported as a user's machine has it, without the stand-in."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_lynx.cli", "hooks", "--json"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = nursery.run("megatron_lynx.cli", "hooks", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["hooks"]
     hooks = {"halves", "sites", "collectives", "random_state", "steps", "receives", "double_buffered", "experts", "latents"}

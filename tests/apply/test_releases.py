@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from megatron_lynx.apply.releases.release import GONE, Release
 
 from ..long import long
+from ..nursery import process as nursery
 from ..te_releases import folder_of, python_path
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +57,9 @@ def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
 
 def drafted(folders: list[Path], *words: str) -> str:
     """What the script prints where these folders come first on the import path."""
-    command = [sys.executable, str(ROOT / "scripts/record_release.py"), *words]
-    env = {"PYTHONPATH": python_path(*folders, ROOT)}
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    done = nursery.run("scripts.record_release", *words, environment={"PYTHONPATH": python_path(*folders, ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def without_source(text: str) -> str:

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +64,26 @@ class Process:
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
     """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
     return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a process, as `subprocess.CompletedProcess` has it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120) -> Ended:
+    """`python -u -m MODULE ARGUMENTS`, until it ends."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = _start(module, arguments, environment or os.environ, {1: out.fileno(), 2: err.fileno()})
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        return Ended(status, *(said.read() for said in (out, err) if said.seek(0) == 0))
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
