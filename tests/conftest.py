@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "long: combinations of what other tests hold one by one (`make long`); not in `make test`")
     config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage, those that tests ask for too, need not look at it any more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

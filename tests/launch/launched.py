@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 4": {"pipeline": 4, "microbatches": 4},
     "pipeline 2, two chunks on each stage": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "context 2 x pipeline 2": {"context": 2, "context_exchange": "all_gather", "pipeline": 2, "microbatches": 4},
+    "tensor 2, sequence parallel": {"tensor": 2, "sequence_parallel": True, "microbatches": 4},
     "tensor 2 x pipeline 2, sequence parallel": FOUR_RANKS,
     "tensor 2 x pipeline 2, sequence parallel, two chunks on each stage": {**FOUR_RANKS, "layers_per_chunk": 1},
 }

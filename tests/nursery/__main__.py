@@ -1,4 +1,7 @@
-"""The nursery's own process: `python -m tests.nursery FILE`, where FILE is the number of the socket that it is asked at."""
+"""The nursery's own process: `python -m tests.nursery FILE [megatron]`; it is asked at the socket that has this number.
+
+With `megatron` it is a process of another nursery, and imports what ranks with its environment import, too.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,25 @@ def import_ahead() -> None:
     assert not {"megatron", "transformer_engine", "apex"} & sys.modules.keys(), "a process has releases of its own"
     gc.collect()
     gc.freeze()
+
+
+def import_megatron() -> None:
+    """That of this process's import path, as a rank has it. One that cannot be imported is for the ranks to tell."""
+    from megatron_lynx.testbed.rank_process import stand_in
+
+    stand_in()
+    with suppress(Exception):
+        for module in OF_RANKS:
+            import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process that is forked has no other threads"
+    gc.collect()
+    gc.freeze()
+
+
+OF_RANKS = (
+    *("megatron_lynx.testbed.groups", "megatron_lynx.testbed.tiny_models", "megatron_lynx.testbed.training"),
+    *("megatron_lynx.apply", "tests.transparency.trials"),
+)
 
 
 def serve(listener: socket.socket) -> Request:
@@ -99,7 +121,10 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
-    import_ahead()
+    if sys.argv[2:] == ["megatron"]:
+        import_megatron()
+    else:
+        import_ahead()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         request = serve(listener)
     run_anew(request.module)

@@ -34,9 +34,9 @@ AT_BEGIN = dict(os.environ)
 class Process:
     """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
 
-    def __init__(self, request: Request, files: Sequence[int]) -> None:
+    def __init__(self, request: Request, files: Sequence[int], nursery: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address()[0])
+        self._socket.connect(nursery)
         request.send(self._socket, files)
         self.pid = receive_number(self._socket)
         self.returncode: int | None = None
@@ -95,20 +95,42 @@ def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Pop
         return as_ever(pool, rank, pipe)
     if not PINNED:
         environment.pop("LYNX_CORE", None)
-    environment["LYNX_PARENT"] = str(address()[1])
-    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
+    nursery = address() if "LYNX_COMPILER" in environment else with_megatron(environment)
+    environment["LYNX_PARENT"] = str(nursery[1])
+    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe}, nursery[0])
 
 
-as_ever = RankPool.process
-
-
-def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
+def _start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int], nursery: str | None = None
+) -> Process:
     """`files`: open files of this process by the number that they get."""
-    address()
+    nursery = nursery or address()[0]
     with open(os.devnull) as nothing:
         files = {0: nothing.fileno(), **files}
         environment = {**environment, ADDRESS: os.environ[ADDRESS]}
-        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()))
+        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()), nursery)
+
+
+OF_ONE_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "MASTER_ADDR", "PYTEST_CURRENT_TEST", ADDRESS}
+"""Variables that are no matter when Megatron is imported."""
+
+
+def with_megatron(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The address of a nursery that was started with this environment, and has imported its Megatron."""
+    common = ((name, value) for name, value in environment.items() if name not in OF_ONE_RANK)
+    name, process = _with_megatron(tuple(sorted(common)))
+    return name, process.pid
+
+
+@cache
+def _with_megatron(environment: tuple[tuple[str, str], ...]) -> tuple[str, Process]:
+    """It ends with the session: then nobody waits for it any more."""
+    name = f"\0lynx-nursery-{os.urandom(8).hex()}"
+    with listening(name) as listener:
+        file = listener.fileno()
+        parent = {"LYNX_PARENT": str(address()[1])}
+        process = _start("tests.nursery", [str(file), "megatron"], dict(environment) | parent, {1: 1, 2: 2, file: file})
+    return name, process
 
 
 as_ever = RankPool.process
@@ -118,9 +140,7 @@ as_ever = RankPool.process
 def begin() -> subprocess.Popen[bytes]:
     """The nursery of this session, which ends with it. Where it is reached goes into the environment."""
     name = f"lynx-nursery-{os.urandom(8).hex()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(64)
+    with listening(f"\0{name}") as listener:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.nursery", str(listener.fileno())],
             cwd=ROOT,
@@ -130,6 +150,13 @@ def begin() -> subprocess.Popen[bytes]:
         )
     os.environ[ADDRESS] = f"{name}:{process.pid}"
     return process
+
+
+def listening(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(64)
+    return listener
 
 
 def address() -> tuple[str, int]:
