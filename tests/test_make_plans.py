@@ -37,6 +37,7 @@ def test_every_plan_has_a_job_and_the_catalogue_is_covered() -> None:
 
 
 @pytest.mark.parametrize("path", in_turns())
+@pytest.mark.slow
 def test_a_plan_is_current_and_explained(path: Path, tmp_path: Path) -> None:
     job, note = JOBS[path]
     (tmp_path / path.name).write_text(plan_text(job, note))

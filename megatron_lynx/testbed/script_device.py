@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stay
+from megatron_lynx.testbed.cpu_device import OneGenerator, stand_in_for_cuda, stay
 from megatron_lynx.testbed.device_memory import limit_memory
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry
@@ -39,15 +39,18 @@ CAPABILITY = (8, 0)
 def stand_in_for_gpu_machine() -> StandIn:
     """Let this process run Megatron's training scripts without a GPU, until the returned handle is removed.
 
+    Of a second call while one is active only the limit of memory is new.
+
     Raises:
         ConfigError: this machine has a working GPU, which is then the one to use; or a limit of memory that does not read.
     """
     undo = ExitStack()
-    undo.enter_context(stand_in_for_cuda())
-    answer_which_device(undo)
-    undo.enter_context(stand_in_for_missing_modules(apex=True))
-    build_nothing(undo)
-    fork_children(undo)
+    if not isinstance(torch.cuda.default_generators, OneGenerator):
+        undo.enter_context(stand_in_for_cuda())
+        answer_which_device(undo)
+        undo.enter_context(stand_in_for_missing_modules(apex=True))
+        build_nothing(undo)
+        fork_children(undo)
     limit_memory(undo)
     return StandIn(undo)
 

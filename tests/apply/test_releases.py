@@ -30,11 +30,13 @@ def test_the_next_release_is_this_one_but_for_what_is_said():
 
 
 @pytest.mark.parametrize(("core", "te"), [*long(("0.17", "2.14"), ("0.18", "2.20")), ("0.19", "2.17")])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_of_megatron_core(core, te):
     folders = [folder_of("MEGATRON_CORE", core, "megatron/core"), folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")]
     assert without_source(drafted(folders)) in without_source(CORE.read_text())
 
 
+@pytest.mark.slow
 def test_the_script_says_what_it_could_not_read():
     """Nothing about a table would mean that it is as in the release before."""
     draft = drafted([])
@@ -44,12 +46,14 @@ def test_the_script_says_what_it_could_not_read():
 
 
 @pytest.mark.parametrize("core", [*long("0.17", "0.18"), "0.19"])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_for_training_without_flushes(core):
     draft = drafted([folder_of("MEGATRON_CORE", core, "megatron/core")], "double_buffered")
     assert without_source(draft) in without_source(WITHOUT_FLUSHES.read_text())
 
 
 @pytest.mark.parametrize("te", [*long("2.14", "2.17"), "2.20"])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
     draft = drafted([folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")], "transformer_engine")
     assert without_source(draft) in without_source(TE.read_text())

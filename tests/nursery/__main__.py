@@ -1,6 +1,7 @@
-"""The nursery's own process: `python -m tests.nursery FILE [megatron]`; it is asked at the socket that has this number.
+"""The nursery's own process: `python -m tests.nursery FILE [WHAT]`; it is asked at the socket that has this number.
 
-With `megatron` it is a process of another nursery, and imports what ranks with its environment import, too.
+With WHAT it is a process of another nursery, and imports what ranks (`megatron`), or launches (`training`), with its environment
+import, too.
 """
 
 from __future__ import annotations
@@ -32,23 +33,30 @@ def import_ahead() -> None:
     gc.freeze()
 
 
-def import_megatron() -> None:
-    """That of this process's import path, as a rank has it. One that cannot be imported is for the ranks to tell."""
-    from megatron_lynx.testbed.rank_process import stand_in
+def import_megatron(what: str) -> None:
+    """That of this process's import path, as ranks or launches have it. One that cannot be imported is for them to tell."""
+    if what == "megatron":
+        from megatron_lynx.testbed.rank_process import stand_in
+    else:
+        from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine as stand_in
 
     stand_in()
     with suppress(Exception):
-        for module in OF_RANKS:
+        for module in MODULES[what]:
             import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a process that is forked has no other threads"
     gc.collect()
     gc.freeze()
 
 
-OF_RANKS = (
-    *("megatron_lynx.testbed.groups", "megatron_lynx.testbed.tiny_models", "megatron_lynx.testbed.training"),
-    *("megatron_lynx.apply", "tests.transparency.trials"),
-)
+MODULES = {
+    "megatron": (
+        *("megatron_lynx.testbed.groups", "megatron_lynx.testbed.tiny_models", "megatron_lynx.testbed.training"),
+        *("megatron_lynx.apply", "tests.transparency.trials"),
+    ),
+    "training": ("megatron.training.training", "megatron_lynx.launch.script", "megatron_lynx.apply"),
+}
+"""What ranks import, and what launches do."""
 
 
 def serve(listener: socket.socket) -> Request:
@@ -121,8 +129,8 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
-    if sys.argv[2:] == ["megatron"]:
-        import_megatron()
+    if what := sys.argv[2:]:
+        import_megatron(*what)
     else:
         import_ahead()
     with socket.socket(fileno=int(sys.argv[1])) as listener:

@@ -21,6 +21,9 @@ from tests.nursery.request import Request, receive_number
 ADDRESS = "TESTS_NURSERY"
 """The environment variable that names the socket of the nursery, and its process."""
 
+OF_LAUNCHES = "TESTS_NURSERY_OF_LAUNCHES"
+"""The one that names the nursery that has imported the `megatron.training` of a launch."""
+
 ROOT = Path(__file__).parents[2]
 
 PINNED = False
@@ -61,9 +64,15 @@ class Process:
         return self.returncode
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
+def start(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: int | None = None,
+    nursery: str | None = None,
+) -> Process:
     """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
-    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
+    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output}, nursery)
 
 
 @dataclass(frozen=True)
@@ -115,21 +124,21 @@ OF_ONE_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "
 """Variables that are no matter when Megatron is imported."""
 
 
-def with_megatron(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The address of a nursery that was started with this environment, and has imported its Megatron."""
+def with_megatron(environment: Mapping[str, str], what: str = "megatron") -> tuple[str, int]:
+    """The address of a nursery that was started with this environment, and has imported its Megatron; or its `training`."""
     common = ((name, value) for name, value in environment.items() if name not in OF_ONE_RANK)
-    name, process = _with_megatron(tuple(sorted(common)))
+    name, process = _with_megatron(tuple(sorted(common)), what)
     return name, process.pid
 
 
 @cache
-def _with_megatron(environment: tuple[tuple[str, str], ...]) -> tuple[str, Process]:
+def _with_megatron(environment: tuple[tuple[str, str], ...], what: str) -> tuple[str, Process]:
     """It ends with the session: then nobody waits for it any more."""
     name = f"\0lynx-nursery-{os.urandom(8).hex()}"
     with listening(name) as listener:
         file = listener.fileno()
         parent = {"LYNX_PARENT": str(address()[1])}
-        process = _start("tests.nursery", [str(file), "megatron"], dict(environment) | parent, {1: 1, 2: 2, file: file})
+        process = _start("tests.nursery", [str(file), what], dict(environment) | parent, {1: 1, 2: 2, file: file})
     return name, process
 
 
