@@ -13,15 +13,19 @@ from dataclasses import replace
 from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.cost.replay import Checkpoint, replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule, with_replays
@@ -35,15 +39,18 @@ from megatron_lynx.simulator.treated import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
-def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
+def rehearse(
+    plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False, job: Job | None = None
+) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
+    `job`: the plan's. It says what layers have in hand, so that less is counted of those that are checkpointed (`cost.in_hand`).
     Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    prices = Prices(profile)
+    prices = Prices(profile, 0 if job is None else less_in_hand_bytes(LayerShape.of(job)))
     chunks = [
         _passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
         for stage in range(plan.parallel.pipeline)
@@ -130,7 +137,7 @@ def _passes(
         profile,
         message_bytes,
         embedding=embedding_of(profile, message_bytes) if first else None,
-        head=head_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
+        head=last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
         reduced_in_backward=reduced_in_backward,
     )
@@ -154,15 +161,16 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
     """How much of each half can go to the host, in forward order: not what the chunk was given, which Megatron holds until its
-    forward is over, and what experts keep only where the plan says so."""
+    forward is over, what experts keep only where the plan says so, and nothing of a checkpoint."""
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        if section.in_some_layers and (stage.offload is None or not stage.offload.experts):
+        rule, unasked = stage.rule_for(layer), section.in_some_layers and (stage.offload is None or not stage.offload.experts)
+        if unasked or rule.checkpoints(section.half):
             yield 0
             continue
         costs = profile.of(section)
-        replay = replay_of(section, costs.tensors, stage.rule_for(layer).replays(section.half))
+        replay = replay_of(section, costs.tensors, rule.replays(section.half))
         yield movable_bytes(costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
 
 
@@ -212,17 +220,26 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
     """The halves of a stage's entry, in forward order, with their prices."""
-    for half in planned:
-        price = prices.of(half.section, half.replay)
+    for half, checkpoint in with_checkpoints(planned):
+        price = prices.of(half.section, half.replay, checkpoint)
         yield Treated(
             half,
             price.memory,
             replay_s=price.replay_s,
+            communicates_s=price.communicates_s,
             stops=price.stops,
             gathers_s=_gathers_s(half, prices),
             host=prices.host(half.section, half.replay, offloads=stage.offload is not None, deferred=len(half.deferred)),
             deferred={linear: prices.weight_gradient(half.section, linear) for linear in half.deferred},
         )
+
+
+def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:
+    """Halves in forward order, each with what it is as a checkpoint, if it is one."""
+    fed = False
+    for half in planned:
+        yield half, Checkpoint(half.feeds, fed) if half.checkpoint else None
+        fed = half.feeds
 
 
 def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:

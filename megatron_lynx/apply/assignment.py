@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.apply.site import may_draw_in
+from megatron_lynx.apply.site import marked_in, may_draw_in
 from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.policy import ChunkPolicy, DeferralPolicy, HalfPolicy
+from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
 from megatron_lynx.schedule.one_stage import passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
@@ -24,14 +26,18 @@ def policies(
     plan: Plan, stage: Stage, timetable: Timetable, gather: Callable[[Any], Any], modules: Mapping[int, Module]
 ) -> dict[int, dict[Half, HalfPolicy]]:
     """The policy of every half of a chunk, by layer number. `modules`: the layers that Megatron built."""
-    planned = {half.key: half for half in timetable.chunks[stage.chunk]}
-    return {
-        layer: {
-            section.half: _policy(plan, stage, planned[layer, section.half], section, gather, modules[layer])
-            for section in sections_in(modules[layer])
+    halves = timetable.chunks[stage.chunk]
+    planned = {half.key: half for half in halves}
+    fed_by = {half.key: before.key for before, half in pairwise(halves) if before.feeds}
+    found: dict[int, dict[Half, HalfPolicy]] = {}
+    for layer in stage.layers:
+        sections = {section.half: section for section in sections_in(modules[layer])}
+        made = {
+            half: _policy(plan, stage, planned[layer, half], section, gather, modules[layer])
+            for half, section in sections.items()
         }
-        for layer in stage.layers
-    }
+        found[layer] = {half: replace(policy, fed_by=fed_by.get(policy.key)) for half, policy in made.items()}
+    return found
 
 
 def _policy(
@@ -39,8 +45,11 @@ def _policy(
 ) -> HalfPolicy:
     """`section`: as the module has it."""
     replayed = frozenset(planned.replay)
+    if planned.checkpoint:
+        replayed |= {GATHERED.name}
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
-    gathers = plan.parallel.sequence_parallel and section.gathered in replayed
+    gathers = plan.parallel.sequence_parallel and planned.gathers
+    kept = plan.parallel.sequence_parallel and not planned.checkpoint
     offloads = stage.offload is not None and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=planned.layer,
@@ -48,11 +57,14 @@ def _policy(
         replay=replayed,
         gather_site=section.gathered if gathers else None,
         gather=gather if gathers else None,
-        keeps_gathered=replayed.intersection(section.gathering_latents if plan.parallel.sequence_parallel else ()),
+        keeps_gathered=replayed.intersection(section.gathering_latents if kept else ()),
         chunk=stage.chunk,
         may_draw=may_draw_in(section, module, replayed),
         stays=not offloads,
         ahead=planned.ahead,
+        checkpoint=planned.checkpoint,
+        feeds=planned.feeds,
+        marked=marked_in(section, module) if planned.checkpoint else (),
         hooks=hooks,
     )
 

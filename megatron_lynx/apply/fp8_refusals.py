@@ -11,7 +11,6 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 
 OFF = {
-    "fp8_param": "--fp8-param-gather: weights kept in FP8 are no parameters of their own memory",
     "fp8_dot_product_attention": "--fp8-dot-product-attention: the attention's scales are not put back",
     "fp8_multi_head_attention": "--fp8-multi-head-attention: outputs of linears in FP8 are not held",
     "fp8_quantizer_factory": "--fp8-quantizer-factory: its quantizers are not known",

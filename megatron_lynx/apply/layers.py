@@ -15,7 +15,7 @@ from megatron_lynx.kinds.held import Classes
 from megatron_lynx.kinds.running import classes_of, sections_in
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_TE_FLAGS = ("return_layernorm_output", "primary_weights_in_fp8", "fsdp_group")
+_TE_FLAGS = ("return_layernorm_output", "fsdp_group")
 """Attributes of its linears that must be off: they hand on or hold what no item names."""
 
 _OWNS_USERBUFFER = (

@@ -17,6 +17,7 @@ from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
+from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.stage_order import OrderOfStep
 from megatron_lynx.schedule.one_stage import most_on_host
 from megatron_lynx.schedule.schedule import Action
@@ -56,7 +57,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
         device=device,
         limit=limit,
         where=f"stage {run.stage}",
-        lasting=lambda chunk: (*run.chunks[chunk].parameters(), *run.chunks[chunk].buffers()),
+        lasting=lambda chunk: memory_of((*run.chunks[chunk].parameters(), *run.chunks[chunk].buffers())),
     )
 
 

@@ -83,6 +83,12 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
         yield attrgetter(behind)(expert)
 
 
+def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
+    """The sites of a half that are no modules: their methods hand one another what they know of a call as attributes."""
+    owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
+    return tuple(owners.values())
+
+
 def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:
     """For calls of this half of this layer, of which these items are replayed."""
     cores = [place for place in places_of(section, layer) if place.item.role == "core"]

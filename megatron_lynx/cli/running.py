@@ -98,7 +98,8 @@ def _compare_simulated(
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
     if (learned := made.provenance.learned) is not None:
         job = job.model_copy(update={"learned": learned})
-    parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
+    parted = partitioned_as(job, made)
+    simulation = rehearse(made, costs, reduced_in_backward=job.overlap.gradients, job=parted)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)
     rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes, today=today)

@@ -12,6 +12,7 @@ from math import gcd
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.model import Model
+from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
 
 ROWS, COLUMNS = 8, 16
@@ -86,6 +87,16 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 
 
+def fp8_parameter_problems(model: Model, parallel: Parallel, optimizer: Optimizer) -> Iterator[str]:
+    """What weights that are held in FP8 cannot go with: Megatron stops at these (`validate_args`)."""
+    if model.fp8 is None or not model.fp8.parameters:
+        return
+    if not parallel.distributed_optimizer:
+        yield "model.fp8.parameters needs parallel.distributed_optimizer: true, found false"
+    if optimizer.offload and model.fp8.recipe != "delayed":
+        yield f"model.fp8.parameters with optimizer.offload needs model.fp8.recipe delayed, found {model.fp8.recipe}"
+
+
 def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster) -> list[str]:
     """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
     if model.fp8 is None:
@@ -128,6 +139,8 @@ def needs_flushes(model: Model) -> list[str]:
         reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
     if model.experts is not None:
         reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
+    if model.mtp:
+        reasons.append("model.mtp: its embedding is a second copy, which was not tried with schedule double_buffered")
     return reasons
 
 

@@ -10,7 +10,14 @@ from pydantic import Field, model_validator
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator, communicators
 from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
-from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
+from megatron_lynx.config.fit import (
+    expert_problems,
+    fp8_parameter_problems,
+    fp8_problems,
+    layer_problems,
+    needs_flushes,
+    size_problems,
+)
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -116,6 +123,7 @@ class Job(Part):
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += self._head_problems()
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
+        problems += fp8_parameter_problems(model, parallel, self.optimizer)
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
@@ -129,6 +137,8 @@ class Job(Part):
         rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
         if rows % pieces:
             problems.append(f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})")
+        if self.model.mtp:
+            problems.append(f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows")
         if self.schedule == "double_buffered":
             problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
         return problems
@@ -218,7 +228,7 @@ class Job(Part):
     def communicators(self) -> tuple[Communicator, ...]:
         """What NCCL connects of this layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
-        tied, experts = self.model.tied_embeddings, self.model.experts is not None
+        tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts is not None
         return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
 
     @property

@@ -26,6 +26,7 @@ LATER: dict[str, dict[str, Any]] = {
         "deterministic": False,
         "glu_offset": True,
         "kinds": (),
+        "mtp": 0,
     },
     "parallel": {
         "expert": 1,
@@ -39,6 +40,9 @@ LATER: dict[str, dict[str, Any]] = {
 }
 """Fields by their part."""
 
+
+IN_FP8: dict[str, Any] = {"parameters": False}
+"""The same of `model.fp8`."""
 
 IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
 """The same of `model.experts`."""
@@ -56,6 +60,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
     off["model"]["fusions"] = True  # what a measured profile knows better
     if (experts := getattr(parts["model"], "experts", None)) is not None:
         off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
+    if (asked := getattr(parts["model"], "fp8", None)) is not None:
+        off["model"]["fp8"] = {name for name, value in IN_FP8.items() if getattr(asked, name) == value}
     if (latent := getattr(parts["model"], "latent", None)) is not None and not latent.fused_rotary:
         off["model"]["latent"] = {"fused_rotary"}
     if overlap == Overlap():

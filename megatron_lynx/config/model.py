@@ -23,11 +23,14 @@ local layers' scores (`--no-masked-softmax-fusion`)."""
 
 
 class Fp8(Part):
-    """Megatron's `--fp8-format` and `--fp8-recipe`. Weights themselves stay in the model's type."""
+    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`."""
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: E4M3, but gradients in E5M2."""
     recipe: Recipe = "delayed"
+    parameters: bool = False
+    """Whether the linears' weights themselves are held in FP8 (`--fp8-param-gather`), and gathered so by the distributed
+    optimizer. Otherwise they stay in the model's type, and have copies in FP8."""
 
 
 class Model(Part):
@@ -89,6 +92,10 @@ class Model(Part):
     `qk_norm` is of what was compressed. None: the usual attention."""
     experts: Experts | None = None
     """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
+
+    mtp: int = Field(default=0, ge=0, le=64)
+    """Layers of multi-token prediction (`--mtp-num-layers`): behind the last layer and like it, on the last stage, each with a
+    projection, norms and a loss of its own. No plan treats them: they keep everything."""
 
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
@@ -177,6 +184,11 @@ class Model(Part):
     @property
     def fp8_recipe(self) -> Recipe | None:
         return None if self.fp8 is None else self.fp8.recipe
+
+    @property
+    def fp8_parameters(self) -> bool:
+        """Whether the linears' weights are held in FP8."""
+        return self.fp8 is not None and self.fp8.parameters
 
     @property
     def expert_layers(self) -> frozenset[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from math import ceil, lcm
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.parameters import Parameters, parameter_tensors
+from megatron_lynx.cost.parameters import Parameters, held_in_fp8, parameter_tensors
 from megatron_lynx.kinds.experts.planning import expert_sharers
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
@@ -55,11 +55,13 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
 
 
 def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
-    """Parameters, and the ranks that share them: experts that are shared out among ranks have buffers of their own."""
-    sharers = job.parallel.context * job.replicas
+    """Parameters, and the ranks that share them: experts that are shared out among ranks have buffers of their own, and so have
+    weights that are held in FP8."""
+    sharers, in_fp8 = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
+    held = [(in_fp8, sharers)] if in_fp8 else []
     if not parameters.experts or job.parallel.expert == 1:
-        return [(parameters.total, sharers)]
-    return [(parameters.others, sharers), (parameters.experts, expert_sharers(job))]
+        return [*held, (parameters.total - in_fp8, sharers)]
+    return [*held, (parameters.others - in_fp8, sharers), (parameters.experts, expert_sharers(job))]
 
 
 def _buckets(job: Job, stage: int, parameters: Parameters, count: int, sharers: int) -> int:

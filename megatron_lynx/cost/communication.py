@@ -24,6 +24,7 @@ from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.experts.section import SHARED_LINEARS
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
@@ -51,6 +52,24 @@ def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Colle
     if section.exchanges:
         return section.exchanges_of[passing] if profile.shape.expert > 1 else ()
     return section.collectives(passing, profile.shape.sequence_parallel) if profile.shape.tensor > 1 else ()
+
+
+def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
+    """Seconds in which these items of a checkpoint wait for other ranks when they run again, as they did in the forward."""
+    waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
+    total_s = sum(wait_s for each, wait_s in zip(waited, seconds, strict=True) if _carries_for(section, each) in runs)
+    if section.exchanges and profile.experts is not None:
+        of_roles = [section.of_name[item].role for item in runs]
+        cut, collectives = of_roles.count("dispatch") + of_roles.count("combine"), len({*SHARED_LINEARS}.intersection(runs))
+        total_s += cut * profile.experts.cut_s + collectives * profile.experts.collective_s
+    return total_s
+
+
+def _carries_for(section: Section, waited: Collective | Exchange) -> str:
+    """The item that a wait of a forward is for: whose input is gathered, or whose output is reduced or exchanged."""
+    if isinstance(waited, Collective):
+        return waited.of or (section.column_parallel if waited.carries == "input" else section.row_parallel)
+    return section.item(waited.behind).name
 
 
 def _exchanged_s(profile: Profile, exchange: Exchange) -> float:

@@ -42,6 +42,12 @@ def half_in_hand_bytes(shape: LayerShape) -> int:
     return max(_most(shape, planning_of(section).backward(shape), _freed(shape, section)) for section in sections)
 
 
+def less_in_hand_bytes(shape: LayerShape) -> int:
+    """How much less than `half_in_hand_bytes`, which is counted beside all layers, is in hand in the MLP half of a checkpointed
+    layer, all of which is there: only when that is let go of comes the attention half."""
+    return half_in_hand_bytes(shape) - layer_in_hand_bytes(shape)
+
+
 def kept_blocks_bytes(shape: LayerShape) -> int:
     """The blocks that Transformer Engine keeps in place of the gradients of a layer's weights."""
     if not shape.model.uses_te or shape.device == "cpu":

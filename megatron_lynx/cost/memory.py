@@ -24,6 +24,13 @@ once: only one micro-batch's backward comes next.
 
 A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes. Of that, blocks
 large enough can go to the host (`smallest_offloaded_bytes`).
+
+A layer that is checkpointed keeps one input. Its MLP half gets its own from the attention half, which runs again when the MLP
+half's backward begins, so that all of the layer is there at once:
+
+    layer 1              mlp(1) [A] [B]                      attention(1) [A] [B]
+    of mlp(1)     0      input and all that it saves         over
+    of attention(1) input  the same, `ahead`                 whole
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.replay import Replay
+from megatron_lynx.cost.replay import Checkpoint, Replay
 from megatron_lynx.profiler.profile import HalfProfile
 from megatron_lynx.units import MIB
 
@@ -85,16 +92,32 @@ BEGINS = COLUMNS.index("begins")
 
 
 def half_memory(
-    section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, exchanging: bool = False
+    section: Section,
+    profile: HalfProfile,
+    replay: Replay,
+    *,
+    gathered_bytes: int = 0,
+    exchanging: bool = False,
+    checkpoint: Checkpoint | None = None,
+    less_in_hand_bytes: int = 0,
 ) -> HalfMemory:
     """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once. `exchanging`: whether
-    its windows are exchanges of tokens."""
+    its windows are exchanges of tokens. `checkpoint`: of one that keeps its input at most. What that keeps does not go to the
+    host; where the half behind it needs what it returns, it runs again when that one does. `less_in_hand_bytes`: what is counted
+    beside the layers (`cost.in_hand`), and not there while the MLP half of a whole layer runs backward: so much less is counted
+    of that half."""
     resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
+    feeds, fed = checkpoint or (False, False)
+    if fed:
+        resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes - less_in_hand_bytes
+    behind = _argument_bytes(section, profile) + gathered_bytes - (less_in_hand_bytes if fed else 0)
+    movable = movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
-        tail=_argument_bytes(section, profile) + gathered_bytes if section.has_windows or exchanging else resident + regenerated,
-        movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
+        tail=behind if section.has_windows or exchanging else resident + regenerated,
+        ahead=(regenerated, regenerated, 0, 0) if feeds else (0, 0, 0, 0),
+        movable=movable,
     )
 
 

@@ -4,6 +4,7 @@
     fp32                              4         4       8    two moments
     bf16, gradients in fp32           2         4      12    main parameter, two moments
     bf16, gradients in bf16           2         2      12    the same; and in updates 4 for the gradient in fp32
+    held in FP8 (--fp8-param-gather)  1         as above           a linear's weight; its bytes by columns come on top
     precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
                                                              less where these are held in less
 other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
@@ -29,6 +30,7 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.prediction import NORMS, projection_weights
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters
 from megatron_lynx.kinds.planning import planning_of
@@ -77,7 +79,10 @@ def bytes_each(job: Job) -> BytesEach:
     if asked.offloaded:
         stays = 1 - asked.offloaded
         return BytesEach(job.model.element_bytes, gradient, FP32_BYTES, MOMENTS_BYTES, 0, lasting_copy=copy, stays=stays)
-    if asked.precision_aware:
+    if asked.precision_aware and job.model.fp8_recipe not in (None, "delayed") and asked.main_parameters != "fp16":
+        # Then main parameters are Megatron's own, in fp32, and so are copies of gradients (`OptimizerConfig.__post_init__`).
+        states = 4 * sum(each != "fp32" for each in (asked.first_moment, asked.second_moment))
+    elif asked.precision_aware:
         main, copy = TYPE_BYTES[asked.main_parameters], 0
         moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
         held = (asked.first_moment, asked.second_moment, asked.main_parameters)
@@ -115,26 +120,35 @@ class Parameters:
 def stage_parameters(job: Job, stage: int) -> Parameters:
     """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
     model, tensor, halves = job.model, job.parallel.tensor, halves_on(job, stage)
-    first, last = stage == 0, stage == job.parallel.pipeline - 1
+    last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
     usual = (planning_of(section).parameters(model, job.parallel) for section in model.halves.values())
     return Parameters(
-        matrices=sum(count * half.cut for half, count in halves) // tensor + sum(count * half.whole for half, count in halves),
-        vectors=sum(count * half.vectors for half, count in halves) + last * model.norm_parameters(),
-        embedding=first * (words + positions),
-        head=last * (0 if first and model.tied_embeddings else words),
+        matrices=sum(count * half.cut for half, count in halves) // tensor
+        + sum(count * half.whole for half, count in halves)
+        + last * model.mtp * projection_weights(model) // tensor,
+        vectors=sum(count * half.vectors for half, count in halves) + last * (1 + NORMS * model.mtp) * model.norm_parameters(),
+        embedding=embeds * (words + positions),
+        head=last * (0 if stage == 0 and model.tied_embeddings else words),
         experts=sum(count * half.apart for half, count in halves),
-        largest=max(max(half.largest for half in usual) // tensor, words if first or last else 0),
+        largest=max(max(half.largest for half in usual) // tensor, words if embeds or last else 0),
     )
 
 
+def embeds_on(job: Job, stage: int) -> bool:
+    """Whether a stage has the embedding: the first, and the one that predicts more tokens."""
+    return stage == 0 or (job.model.mtp > 0 and stage == job.parallel.pipeline - 1)
+
+
 def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
-    """The halves of a stage's layers, of every kind, and how many there are."""
+    """The halves of a stage's layers, of every kind, and how many there are; those of layers that predict more tokens, too."""
     mixtures, counts = job.experts_on(stage), Counter[Section]()
     for experts, layers in ((False, job.layers_on(stage) - mixtures), (True, mixtures)):
         if layers:
             counts.update(dict.fromkeys(job.model.kind_sections(experts=experts), layers))
+    if job.model.mtp and stage == job.parallel.pipeline - 1:
+        counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
     return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counts.items()]
 
 
@@ -145,19 +159,27 @@ def passed_weights(model: Model, *, experts: bool = False) -> int:
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
-    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch."""
+    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
+    weights that are held in FP8 themselves: their bytes by columns, and scales."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
     shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
     linears = (linear for section in model.halves.values() for linear in planning_of(section).linears(shape).values())
-    return job.layers_on(stage) * sum(
-        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes) for linear in linears
+    layers = job.layers_on(stage) + (job.model.mtp if stage == job.parallel.pipeline - 1 else 0)
+    return layers * sum(
+        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters) for linear in linears
     )
 
 
-def parameter_bytes(job: Job, count: int) -> int:
-    return count * bytes_each(job).weight
+def held_in_fp8(job: Job, parameters: Parameters) -> int:
+    """How many of these parameters are themselves held in FP8, and gathered so: the weights of layers' linears."""
+    return parameters.matrices if job.model.fp8_parameters else 0
+
+
+def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
+    """Of so many numbers. `in_fp8`: how many of them are held in FP8."""
+    return (count - in_fp8) * bytes_each(job).weight + in_fp8 * TYPE_BYTES["fp8"]
 
 
 def gradient_bytes(job: Job, count: int) -> int:
@@ -225,9 +247,10 @@ class ParameterTensors(NamedTuple):
 def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
     """Those of the layers; at the ends embeddings, the last norm, and the head if it is not the embedding itself."""
     model, halves = job.model, halves_on(job, stage)
-    first, last = stage == 0, stage == job.parallel.pipeline - 1
-    norms = last + sum(count * half.norms for half, count in halves)
-    ends = first * (2 if model.position == "learned" else 1) + last * (not (first and model.tied_embeddings))
+    last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
+    norms = last * (1 + NORMS * model.mtp) + sum(count * half.norms for half, count in halves)
+    ends = embeds * (2 if model.position == "learned" else 1) + last * (not (stage == 0 and model.tied_embeddings))
+    ends += last * model.mtp  # projections
     biases = sum(count * half.biased for half, count in halves) if model.bias else 0
     weights = ends + sum(count * half.weights for half, count in halves)
     return ParameterTensors(weights=weights, vectors=norms * (2 if model.norm == "layernorm" else 1) + biases)

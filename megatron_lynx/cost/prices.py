@@ -13,6 +13,7 @@ from functools import cached_property
 from megatron_lynx.anatomy import Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
 from megatron_lynx.profiler.profile import Profile
@@ -23,17 +24,19 @@ class Prices:
     """The prices of halves from one profile."""
 
     profile: Profile
-    _sections: dict[tuple[Section, Collection[str]], PricedSection] = field(default_factory=dict)
+    less_in_hand_bytes: int = 0
+    """In layers that are checkpointed (`cost.in_hand`); 0 where the job is not known."""
+    _sections: dict[tuple[Section, Collection[str], Checkpoint | None], PricedSection] = field(default_factory=dict)
     _hosts: dict[tuple[Section, Collection[str], bool, int], HostSeconds] = field(default_factory=dict)
     _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
     _windows: dict[tuple[Pass, Section, Collection[str]], tuple[float, ...]] = field(default_factory=dict)
     _weight_gradients: dict[tuple[Section, str], WeightGradient] = field(default_factory=dict)
 
-    def of(self, section: Section, replay: Collection[str]) -> PricedSection:
+    def of(self, section: Section, replay: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
         """A half in which these items, in their order, are replayed."""
-        key = section, replay
+        key = section, replay, checkpoint
         if key not in self._sections:
-            self._sections[key] = priced(self.profile, section, replay)
+            self._sections[key] = priced(self.profile, section, replay, checkpoint, self.less_in_hand_bytes)
         return self._sections[key]
 
     def host(self, section: Section, replay: Collection[str], *, offloads: bool, deferred: int) -> HostSeconds:

@@ -11,6 +11,8 @@
  [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads those of `Section.ends`
  [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
  [6] where a replay stops, what the sites that it ran returned is remembered, and so held, until it goes on
+ [7] a checkpointed half runs again up to what its backward reads first, dispatch of tokens included, which reads what the router
+     decided; or to its end, where the half behind it needs what it returns
 These are the rules of `runtime.record`, for sizes instead of tensors.
 """
 
@@ -19,9 +21,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.profiler.profile import SavedTensor
+
+
+class Checkpoint(NamedTuple):
+    """A half that keeps at most its input: everything inside runs again when backward enters it, what communicates included."""
+
+    feeds: bool = False
+    """Whether it runs again to its end, because the half behind it keeps no input."""
+    fed: bool = False
+    """Whether it keeps no input, and gets it from the half before."""
+
+    def items(self, section: Section) -> tuple[str, ...]:
+        """What runs again."""
+        return section.run_again(whole=self.feeds)
 
 
 @dataclass(frozen=True)
@@ -42,12 +58,15 @@ class Replay:
         return sum(tensor.bytes for tensor in self.stays)
 
 
-def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
-    """What follows from replaying exactly these items of a section."""
+def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str], *, whole: bool = False) -> Replay:
+    """What follows from replaying exactly these items of a section. `whole`: whether the replay runs to the half's end. [7]"""
     order, code, ends = section.names, section.code, section.ends
+    if any(item.role == "dispatch" and item.name in replay for item in section.items):
+        ends = tuple(item for item in ends if section.of_name[item].role != "router")  # [7]
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
+    last = len(order) - 1 if whole else last
     passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
     runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)

@@ -22,9 +22,9 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gather_once_s, kept_gathers_bytes
+from megatron_lynx.cost.communication import again_s, gather_once_s, kept_gathers_bytes
 from megatron_lynx.cost.memory import HalfMemory, half_memory
-from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.cost.replay import Checkpoint, replay_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -47,32 +47,53 @@ class PricedSection:
     """Forward seconds of everything that the replay runs, code on the way included."""
     flops: int = 0
     """What the replayed items compute again."""
+    communicates_s: float = 0.0
+    """What a checkpoint's collectives and exchanges take as they run again, exposed as in a forward."""
     gathered_bytes: int = 0
     """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """By item before which the replay can stop: how far it is then."""
 
 
-def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
-    """What it costs to replay these items of the section."""
+def priced(
+    profile: Profile,
+    section: Section,
+    replay: Collection[str],
+    checkpoint: Checkpoint | None = None,
+    less_in_hand_bytes: int = 0,
+) -> PricedSection:
+    """What it costs to replay these items of the section. `checkpoint`: of one that keeps its input at most, whose items these
+    are. `less_in_hand_bytes`: as `cost.memory.half_memory` has it."""
     costs = profile.of(section)
-    replayed = replay_of(section, costs.tensors, replay)
-    gathered_bytes = profile.gathered_input(profile.message_bytes) if gathers(profile, section, replay) else 0
+    feeds = checkpoint is not None and checkpoint.feeds
+    replayed = replay_of(section, costs.tensors, replay, whole=feeds)
+    once = gathers(profile, section, replay) and checkpoint is None
+    gathered_bytes = profile.gathered_input(profile.message_bytes) if once else 0
     stops = {
         stop: Stop(
             sum(costs.items[item].forward_s for item in replayed.runs if section.index(item) < section.index(stop)),
             replayed.there_bytes[stop] + gathered_bytes,
         )
-        for stop in section.stops
+        for stop in (section.stops if checkpoint is None else ())
     }
     exchanging = section.exchanges and profile.shape.expert > 1
-    memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
-    if kept := kept_gathers_bytes(profile, section, replay, profile.message_bytes):
+    memory = half_memory(
+        section,
+        costs,
+        replayed,
+        gathered_bytes=gathered_bytes,
+        exchanging=exchanging,
+        checkpoint=checkpoint,
+        less_in_hand_bytes=less_in_hand_bytes,
+    )
+    kept = kept_gathers_bytes(profile, section, replay, profile.message_bytes) if checkpoint is None else 0
+    if kept:
         memory = dataclasses.replace(memory, resident=memory.resident + kept)
     return PricedSection(
         memory,
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
+        0.0 if checkpoint is None else again_s(profile, section, replayed.runs),
         gathered_bytes,
         stops,
     )

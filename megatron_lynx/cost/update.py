@@ -22,7 +22,14 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.fixed import fixed_s
 from megatron_lynx.cost.host_optimizer import host_seconds
-from megatron_lynx.cost.parameters import FP32_BYTES, bytes_each, owned_parameters, stage_parameters
+from megatron_lynx.cost.parameters import (
+    FP32_BYTES,
+    bytes_each,
+    held_in_fp8,
+    owned_parameters,
+    parameter_bytes,
+    stage_parameters,
+)
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
@@ -72,7 +79,7 @@ def update_s(job: Job, profile: Profile) -> float:
         behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
     sharers = layout.context * job.replicas
     one = bucket_parameters(job, stage, most, sharers)
-    seconds = _updated(job, most.others, sharers, layout.tensor, one).exposed_s(job, behind)
+    seconds = _updated(job, most.others, sharers, layout.tensor, one, held_in_fp8(job, most)).exposed_s(job, behind)
     seconds += host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s
     if most.experts:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
@@ -95,29 +102,34 @@ def reduction_s(job: Job) -> float:
     return others_s + _updated(job, most.experts, expert_sharers(job), stride, most.experts).reduce_s
 
 
-def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int) -> UpdateSeconds:
-    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many."""
+def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, in_fp8: int = 0) -> UpdateSeconds:
+    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many. `in_fp8`: how many of
+    them are held and gathered in FP8."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
-    streamed += _cast_bytes(job)
+    streamed += _cast_bytes(job, sharers)
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
     moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
+    gathered = moved / count * parameter_bytes(job, count, in_fp8) if count else 0.0
     return UpdateSeconds(
         reduce_s=moved * each.gradient / byte_per_s,
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
-        gather_s=moved * (each.weight if job.parallel.distributed_optimizer else each.gradient) / byte_per_s,
+        gather_s=(moved * each.gradient if not job.parallel.distributed_optimizer else gathered) / byte_per_s,
         bucket_share=min(1.0, bucket / count),
     )
 
 
-def _cast_bytes(job: Job) -> int:
-    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step."""
+def _cast_bytes(job: Job, sharers: int) -> float:
+    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step. Where weights are held in FP8
+    a rank casts what it has stepped, and copies by columns what all have gathered."""
     if job.model.fp8_recipe is None:
         return 0
     matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
+    if job.model.fp8_parameters:
+        return casts.of(matrices, both=False)[0] / sharers + casts.transposed(matrices)[0]
     return casts.of(matrices, both=True)[0]
 
 

@@ -251,6 +251,11 @@ class Section:
         """The items that a plan may replay."""
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
 
+    def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
+        """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last
+        linear runs, with its reduction, and rows of experts travel back. A router decides once."""
+        return tuple(item.name for item in self.items if item.role != "router" and (whole or not item.ends_values))
+
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
         and values, which a replay must not do again (rule R2). Nor is the residual stream gathered for several linears."""

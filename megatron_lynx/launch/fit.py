@@ -53,6 +53,11 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     if recipe != plan.model.fp8:
         todo = "launch with the plan's, or make a plan for this launch: bytes differ"
         yield Problem("--fp8-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
+    held = bool(recipe and getattr(args, "fp8_param_gather", False))
+    if held != plan.model.fp8_parameters:
+        given = {True: "given", False: "not given"}
+        todo = "launch as the plan has it, or make a plan for this launch: bytes differ"
+        yield Problem("--fp8-param-gather", given[held], f"{given[plan.model.fp8_parameters]}, as the plan has it", todo)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if chunks != plan.parallel.chunks:
         needed_chunks = f"{plan.parallel.chunks}, as the plan has it"

@@ -69,7 +69,7 @@ READ = names_in(
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    mtp_num_layers optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -88,7 +88,8 @@ _SHARDED = "sharded parameters are not modelled"
 REFUSED = {
     "cache_mla_latents": "it is for inference",
     "mla_down_proj_fusion": "one linear does what two items stand for",
-    "mtp_num_layers": "multi-token prediction has layers outside those that are planned",
+    "mtp_use_repeated_layer": "one layer that is called several times",
+    "mtp_hybrid_override_pattern": _OTHER_LAYERS,
     "experimental_attention_variant": "its projections are no sites",
     "linear_attention_freq": "linear attention is not modelled",
     "attention_output_gate": _MORE_SAVED,

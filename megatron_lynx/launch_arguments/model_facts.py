@@ -112,6 +112,8 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _activation(given, problems)
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
+    if given["mtp_num_layers"]:
+        yield Fact("model.mtp", given["mtp_num_layers"], given.origin("mtp_num_layers"))
     if given["qk_layernorm"]:
         yield Fact("model.qk_norm", True, given.origin("qk_layernorm"))
     yield from _fusions(given)
@@ -231,7 +233,6 @@ def refused_in_pieces(given: Given) -> Iterator[Problem]:
 
 
 NOT_MODELLED = {
-    "fp8_param_gather": (False, "weights that are kept in FP8 are not held"),
     "fp8_wgrad": (True, "inputs would be saved in both types"),
     "first_last_layers_bf16": (False, "layers that differ are not modelled"),
     "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
@@ -250,6 +251,10 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
         problems.append(Problem(given.origin("fp8_recipe"), recipe, "delayed, tensorwise, mxfp8 or blockwise"))
     else:
         yield Fact("model.fp8.recipe", recipe, given.origin("fp8_recipe"))
+    if given["fp8_param_gather"]:
+        yield Fact("model.fp8.parameters", True, given.origin("fp8_param_gather"))
+        if not given["use_distributed_optimizer"]:
+            problems.append(Problem(given.origin("fp8_param_gather"), "given", "--use-distributed-optimizer beside it"))
     if given["transformer_impl"] == "local":
         problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:

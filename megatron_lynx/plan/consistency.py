@@ -62,6 +62,8 @@ def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
     if plan.head is None:
         return
     rows, pieces = plan.model.seq // plan.parallel.context, plan.head.pieces
+    if plan.model.mtp:
+        yield f"head.pieces is {pieces}, needed a whole head with model.mtp {plan.model.mtp}: other losses read the same rows"
     if rows % pieces:
         yield f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})"
     if plan.schedule == "double_buffered":

@@ -18,6 +18,7 @@ from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.units import format_bytes, format_seconds
 
 NEW_LINE = "\n"
+CHECKPOINTED = "all, what communicates too"
 
 
 def explanation(plan: Plan) -> RenderableType:
@@ -110,7 +111,10 @@ def _table(alike: Sequence[Stage], chunked: bool) -> Table:
         for half in HALVES:
             kept = [item for item in names_in(half) if item in rule.keep]
             deferred = [_deferred(rule, half)] if stage.defers else []
-            table.add_row(str(rule.layers), half, _listed(kept), _listed(rule.replays(half)), _window(rule, half), *deferred)
+            again = rule.replays(half)
+            if rule.checkpoints(half):
+                kept, again = [rule.kept_input(half)], (CHECKPOINTED,)
+            table.add_row(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
     return table
 
 
@@ -119,6 +123,10 @@ def _listed(items: Sequence[str]) -> Text:
 
 
 def _window(rule: Rule, half: Half) -> Text:
+    if rule.checkpoints(half):
+        return Text(
+            f"before {HALVES[-1]}" if rule.feeds(rule.layers.first, half) and half == HALVES[0] else "where backward enters it"
+        )
     if not rule.replays(half):
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")

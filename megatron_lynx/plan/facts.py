@@ -33,6 +33,8 @@ class ModelFacts(Part):
     """Whether layers are Megatron's own or Transformer Engine's, which computes a norm inside the linear behind it."""
     fp8: Recipe | None = None
     """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
+    fp8_parameters: bool = False
+    """Whether the linears' weights are held in FP8 (`--fp8-param-gather`)."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts. Empty: there are none."""
@@ -44,6 +46,8 @@ class ModelFacts(Part):
 
     latent_attention: LatentSizes | None = None
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+    mtp: int = Field(default=0, ge=0, le=64)
+    """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -61,6 +65,8 @@ class ModelFacts(Part):
     def _who_has_fp8(self) -> ModelFacts:
         if self.fp8 is not None and self.implementation != "transformer_engine":
             raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
+        if self.fp8_parameters and self.fp8 is None:
+            raise ValueError("fp8_parameters is true, needed fp8: how their scales are found")
         return self
 
     @model_validator(mode="after")

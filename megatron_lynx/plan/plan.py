@@ -15,6 +15,7 @@ together in `consistency`. Whether it fits a live run is `apply.match`'s questio
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from pydantic import model_validator
 
@@ -22,12 +23,13 @@ from megatron_lynx.plan import consistency
 from megatron_lynx.plan.contents import Head, PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
-from megatron_lynx.plan.rule import ByPhase, Gather, GatherByPhase, Rule, Windows
+from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, GatherByPhase, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole
 
 __all__ = [
     "BatchFacts",
     "ByPhase",
+    "CheckpointGroups",
     "Gather",
     "GatherByPhase",
     "Head",
@@ -55,7 +57,9 @@ class Plan(PlanContents):
     @property
     def digest(self) -> str:
         """SHA-256 of what it says, whatever its file looks like."""
-        later = {"model": {"kinds"}} if not self.model.kinds else None  # what plans could not always say
+        later: dict[str, Any] = {"model": {"kinds"}} if not self.model.kinds else {}  # what plans could not always say
+        if not any(rule.checkpoint for stage in self.stages for rule in stage.rules):
+            later["stages"] = {"__all__": {"rules": {"__all__": {"checkpoint"}}}}
         return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()
 
     @model_validator(mode="after")

@@ -59,6 +59,11 @@ PIECES = """\
 #   head          output projection and loss run in so many pieces of a sequence: inexact, docs/head_in_pieces.md
 """
 """What is explained of a plan whose head is in pieces."""
+CHECKPOINTED = """\
+#   checkpoint    of a rule: a layer, both halves, one of them, or {layers: n} at a time keep their input alone; all inside runs
+#                 again where backward enters it, collectives and exchanges too. Items of such a half are in neither list
+"""
+"""What is explained of a plan with checkpoints."""
 _END = "# `predicted`"
 
 
@@ -81,6 +86,8 @@ def dump_plan(plan: Plan) -> str:
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
     if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
         header = header.replace(_END, PACED + _END)
+    if any(rule.checkpoint is not None for stage in plan.stages for rule in stage.rules):
+        header = header.replace(_END, CHECKPOINTED + _END)
     if plan.head is not None:
         header = header.replace(_END, PIECES + _END)
     if plan.model.halves != DENSE:
@@ -109,7 +116,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:
-    lines = _flow(rule, "keep", "replay", "windows", "gather")
+    lines = _flow(rule, "checkpoint", "keep", "replay", "windows", "gather")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
         lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
     if deferred := rule.get("weight_gradients"):

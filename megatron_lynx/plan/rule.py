@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -114,14 +114,24 @@ class Gather(Part):
         return getattr(gather, phase) if isinstance(gather, GatherByPhase) else gather
 
 
+class CheckpointGroups(Part):
+    """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
+
+    layers: int = Field(ge=2)
+    """How many layers keep one input, that of the first of them."""
+
+
 class Rule(Part):
     """What becomes of the activations of a range of layers.
 
     Every item of a dense layer is kept or replayed. A rule that names an item of another section, such as experts have, need not
-    name those of the half in its place: what it does not name there is kept.
+    name those of the half in its place: what it does not name there is kept. Of a half that is checkpointed no item is named.
     """
 
     layers: Layers
+    checkpoint: Literal["layer", "halves", "attention", "mlp"] | CheckpointGroups | None = None
+    """What keeps its input alone, so that all inside runs again in backward, what communicates included: the layer; both halves,
+    each by itself; one of them; or several layers at a time. A router of experts decides once."""
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
@@ -132,7 +142,21 @@ class Rule(Part):
     @property
     def treatment(self) -> object:
         """What the rule says of each layer. As names of windows are relative, it is equal for layers that are treated alike."""
-        return self.keep, self.replay, self.windows, self.gather, self.weight_gradients
+        return self.checkpoint, self.keep, self.replay, self.windows, self.gather, self.weight_gradients
+
+    def checkpoints(self, half: Half) -> bool:
+        """Whether a half keeps at most its input."""
+        return self.checkpoint is not None and self.checkpoint != HALVES[half == HALVES[0]]
+
+    def feeds(self, layer: int, half: Half) -> bool:
+        """Whether the half behind this one of a layer keeps no input, and gets it when this one runs again whole."""
+        if half == HALVES[0] or not isinstance(self.checkpoint, CheckpointGroups):
+            return half == HALVES[0] and (self.checkpoint == "layer" or isinstance(self.checkpoint, CheckpointGroups))
+        return layer != self.layers.last and (layer - self.layers.first + 1) % self.checkpoint.layers != 0
+
+    def recomputed(self, section: Section) -> tuple[str, ...]:
+        """The items of what fills a half that run again: those that are listed, or what a checkpoint makes of it."""
+        return section.run_again() if self.checkpoints(section.half) else self.replays(section.half)
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
@@ -142,6 +166,8 @@ class Rule(Part):
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
         of_experts = (linear for section in filling(half) if section.in_some_layers for linear in section.linears)
         deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
+        if self.checkpoints(half):
+            deferred = tuple(self.weight_gradients)  # nothing else is named
         return _filling(half, self.keep + deferred, self.replay)
 
     @model_validator(mode="after")
@@ -149,6 +175,12 @@ class Rule(Part):
         problems = [*self._unlisted(), *self._never_replayed()]
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
+            if self.checkpoints(half):
+                given = [key for key, place in (("windows", window), ("gather", gather)) if place is not None]
+                problems += [
+                    f"{key}.{half} is given, but {self.checkpoint_said}: it runs again when backward needs it" for key in given
+                ]
+                continue
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
             elif window is not None:
@@ -162,13 +194,34 @@ class Rule(Part):
             raise ValueError("; ".join(problems))
         return self
 
+    @property
+    def checkpoint_said(self) -> str:
+        """As the file says it."""
+        if isinstance(self.checkpoint, CheckpointGroups):
+            return f"checkpoint is {{layers: {self.checkpoint.layers}}}"
+        return f"checkpoint is {self.checkpoint}"
+
+    def kept_input(self, half: Half) -> str:
+        """Of a checkpointed half: what it keeps, in words."""
+        first = HALVES[0]
+        if isinstance(self.checkpoint, CheckpointGroups):
+            return f"the input of every {self.checkpoint.layers} layers" if half == first else f"nothing: {first} makes its input"
+        if self.checkpoint == "layer":
+            return "the layer's input" if half == first else f"nothing: {first} makes its input"
+        return "its input"
+
     def _unlisted(self) -> Iterator[str]:
         """Items that the rule lists twice, or should list and does not."""
         listed = self.keep + self.replay
+        for half in filter(self.checkpoints, HALVES):
+            named = [item for item in names_in(half) if item in listed]
+            if named:
+                again = f"all of the {half} half runs again, so list none of it"
+                yield f"{', '.join(named)}: listed, but {self.checkpoint_said}: {again}"
         yield from (f"{item} is listed twice" for item in all_items() if listed.count(item) > 1)
         for half in HALVES:
             section = self.filling(half)
-            if section.in_some_layers:
+            if section.in_some_layers or self.checkpoints(half):
                 continue
             yield from (f"{item} is neither kept nor replayed" for item in section.names if item not in listed)
             others = (item for item in names_in(half) if item in listed and item not in section.names)
@@ -224,11 +277,17 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     result: list[Rule] = []
     for rule in sorted(rules, key=lambda rule: rule.layers.first):
         last = result[-1] if result else None
-        if last is not None and last.layers.last + 1 == rule.layers.first and last.treatment == rule.treatment:
+        if last is not None and _may_join(last, rule):
             result[-1] = last.model_copy(update={"layers": LayerRange(first=last.layers.first, last=rule.layers.last)})
         else:
             result.append(rule)
     return tuple(result)
+
+
+def _may_join(rule: Rule, behind: Rule) -> bool:
+    """Whether a rule for the layers right behind says the same. Groups of layers are counted from a rule's first."""
+    whole = not isinstance(rule.checkpoint, CheckpointGroups) or len(rule.layers) % rule.checkpoint.layers == 0
+    return rule.layers.last + 1 == behind.layers.first and rule.treatment == behind.treatment and whole
 
 
 @lru_cache(maxsize=1024)

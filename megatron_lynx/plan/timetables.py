@@ -44,13 +44,16 @@ def planned_halves(stage: Stage, sections_of: SectionsOf) -> Iterator[PlannedHal
 
 def _planned(rule: Rule, layer: int, section: Section) -> PlannedHalf:
     half = section.half
-    replay = rule.replays(half)
     deferred = {
         linear: tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear])
         for linear in (reversed(section.linears) if rule.weight_gradients else ())
         if linear in rule.weight_gradients
     }
-    if not replay:
+    if rule.checkpoints(half):
+        feeds = rule.feeds(layer, half)
+        again = section.run_again(whole=feeds)
+        return PlannedHalf(layer, section, again, checkpoint=True, feeds=feeds, deferred=deferred)
+    if not (replay := rule.replays(half)):
         return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (
         Place(
@@ -59,7 +62,7 @@ def _planned(rule: Rule, layer: int, section: Section) -> PlannedHalf:
         )
         for phase in BACKWARD_PHASES
     )
-    return PlannedHalf(layer, section, replay, steady, cooldown, deferred)
+    return PlannedHalf(layer, section, replay, steady, cooldown, deferred=deferred)
 
 
 Group = Literal["tp", "ep", "pp"]

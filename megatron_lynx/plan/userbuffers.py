@@ -41,6 +41,9 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
         return
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
+    if rule.checkpoint is not None:
+        again = "a checkpoint would fill the userbuffers of its linears again"
+        yield f"{rule.checkpoint_said}, but {WITHOUT} {again}: list what is kept and replayed instead"
     for half in HALVES:
         gathered = rule.filling(half).gathered
         if gathered in rule.replay:

@@ -220,7 +220,7 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
     while True:
         answers = _answers(stages)
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
-        simulation = rehearse(plan, profile)
+        simulation = rehearse(plan, profile, job=parted)
         over = {
             (answer.stage, answer.offload_ratio)
             for answer in answers
@@ -254,7 +254,7 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
-    simulation = rehearse(plan, profile)
+    simulation = rehearse(plan, profile, job=decision.job)
     if not _faster(simulation, decision) or any(_over_budget(decision.job, answer, simulation) for answer in answers):
         return decision
     rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
@@ -278,7 +278,7 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
         plan = filler.filled(budgets)
         if plan == decision.plan:
             break
-        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients)
+        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients, job=decision.job)
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
             if not _faster(simulation, decision):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
@@ -27,6 +28,7 @@ from megatron_lynx.planner.packing import NOWHERE, InTurns, Packed, Ways, ways_o
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
 
@@ -55,7 +57,7 @@ class Filler:
         self._plan = plan
         self._job = job
         self._simulation = simulation
-        prices = Prices(profile)
+        prices = Prices(profile, less_in_hand_bytes(LayerShape.of(job)))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=forwards) for entry in plan.stages)
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
         self.refused = Refused()

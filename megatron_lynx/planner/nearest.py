@@ -149,7 +149,8 @@ def _rehearsed(job: Job, plan: Plan, profile: Profile) -> Simulation:
     """The plan with the load of this job."""
     shape = profile.shape.model_copy(update={"experts": job.model.experts})
     loaded = profile.model_copy(update={"experts": analytic_profile(job).experts, "shape": shape})
-    return rehearse(plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})}), loaded)
+    heavier = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
+    return rehearse(heavier, loaded, job=job)
 
 
 def with_load(job: Job, load: float) -> Job:

@@ -44,6 +44,8 @@ from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 
+CheckpointName = Literal["layer", "halves", "attention", "mlp"]
+
 
 def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
     """The plan of these answers. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
@@ -214,11 +216,13 @@ def rule_of(
     replay: Collection[str],
     windows: Mapping[Half, str | ByPhase | None],
     gathers: Mapping[Half, str | None],
+    checkpoint: CheckpointName | None = None,
 ) -> Rule:
-    """The rule for one layer, or for some. `sections`: what fills their halves."""
+    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed."""
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,
+        "checkpoint": checkpoint,
         "keep": tuple(item for item in items if item not in replay),
         "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
@@ -278,8 +282,19 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
     """The rule for layers that are treated alike."""
-    replay = {item for option in choice.halves for item in option.replay}
-    options = list(zip(HALVES, choice.halves, strict=True))
+    options = [each for each in zip(HALVES, choice.halves, strict=True) if each[1].checkpoint is None]
+    replay = {item for _, option in options for item in option.replay}
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
-    return rule_of(layers, sections, replay, windows, gathers)
+    named = [section for section in sections if section.half in dict(options)]
+    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice))
+
+
+def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
+    """What keeps its input alone, as a plan says it."""
+    if choice.attention.joined:
+        return "layer"
+    attention, mlp = (option.checkpoint is not None for option in choice.halves)
+    if attention and mlp:
+        return "halves"
+    return "attention" if attention else "mlp" if mlp else None

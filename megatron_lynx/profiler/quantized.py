@@ -39,9 +39,12 @@ def saved_bytes(recipe: Recipe, rows: int, columns: int) -> int:
     return FP8_BYTES * rows * columns + scales
 
 
-def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool) -> int:
-    """Bytes of the copies that a linear keeps of its weight. `transposes`: see `config.cluster.Fp8Units`."""
+def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool, held: bool = False) -> int:
+    """Bytes that a linear keeps beside its weight. `transposes`: see `config.cluster.Fp8Units`. `held`: its weight is in FP8
+    itself, by rows; else these are copies of it."""
     count = rows * columns
+    if held:
+        return weight_bytes(recipe, rows, columns, transposes=transposes) - FP8_BYTES * count
     if recipe in PER_TENSOR:
         return (2 if transposes else 1) * FP8_BYTES * count + SCALE_BYTES
     if recipe == "mxfp8":

@@ -68,19 +68,27 @@ def used_kinds(memory: StageMemory) -> dict[str, int]:
 
 
 def _treatment(rule: Rule, half: Half) -> Treatment:
-    replayed = rule.replays(half)
+    section = rule.filling(half)
+    replayed = rule.recomputed(section)
     return Treatment(
         layers=str(rule.layers),
         half=half,
-        items=[(item, "replay" if item in replayed else "keep") for item in rule.filling(half).names],
-        window=" / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown"))) if replayed else "",
+        items=[(item, "replay" if item in replayed else "keep") for item in section.names],
+        window=_place(rule, half) if replayed else "",
         deferred=[
             f"{linear}: {', '.join(rule.weight_gradients[linear])}"
-            for linear in rule.filling(half).linears
+            for linear in section.linears
             if linear in rule.weight_gradients
         ],
         gather=" / ".join(_by_phase(rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown"))),
     )
+
+
+def _place(rule: Rule, half: Half) -> str:
+    """Where a half is replayed."""
+    if rule.checkpoints(half):
+        return f"{rule.checkpoint_said}: keeps {rule.kept_input(half)}"
+    return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
 
 
 def _by_phase(steady: str | None, cooldown: str | None) -> Iterator[str]:

@@ -9,7 +9,7 @@
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter()                                   ledger, offloader
+      backward reaches a half       _enter(): a checkpoint runs again          ledger, offloader, replays
         a collective is issued      window(): bwd.*                            waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
         a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
@@ -19,6 +19,7 @@ An engine belongs to one installation; it keeps nothing on modules (rule R13) an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,14 +30,14 @@ from torch import Tensor
 
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
-from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
-from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
+from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
@@ -194,7 +195,7 @@ class Engine:
         policy = frame.policy
         refuse_foreign_hooks(policy.name)
         if policy.replay:
-            frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
+            frame.inputs = self._held_inputs(frame, (args, kwargs))
             frame.random = self._random.capture() if policy.may_draw() else None
             frame.surroundings = self._surroundings.capture()
         half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
@@ -204,10 +205,23 @@ class Engine:
             outputs = self._progress.run(recorder, args, kwargs)
         if recorder.graph is not graph:
             self._graphs.put(half, signature, recorder.graph)
-        if frame.wanted:
+        if policy.feeds:
+            frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
+        if frame.lets_go:
             self._progress.counts.recorded += 1
             self._progress.counts.let_go_bytes += frame.let_go_bytes
         return outputs
+
+    def _held_inputs(self, frame: Frame, given: Any) -> Any:
+        """What a half is called with, as its frame holds it: without what the half before returned, if that runs again for it."""
+        fed_by = frame.policy.fed_by
+        if fed_by is None:
+            return map_nest(Tensor, detached, given)
+        frame.source = self._ledger.frame_of(frame.micro_batch, fed_by)
+        fed = {} if frame.source is None else {id(one()): place for place, one in enumerate(frame.source.returned)}
+        if not any(id(tensor) in fed for tensor in tensors_in(given)):
+            raise other_input(frame.policy.name)
+        return map_nest(Tensor, lambda tensor: Fed(fed[id(tensor)]) if id(tensor) in fed else detached(tensor), given)
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
         """Backward reaches a half when the gradient of its output exists: a hook on the node that made that tensor. It has left
@@ -229,6 +243,8 @@ class Engine:
         self._ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
+        if frame.policy.checkpoint and frame.lets_go:
+            self._replays.on_demand(frame)
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()

@@ -6,6 +6,9 @@
                      │        └ kept: memo of outputs      wanted tensors are collected        └ take: handed over once
                      └ saved tensors become handles        stops when none is wanted any more
 
+    checkpoints: attention ──returns──> mlp                the frame of mlp holds no input: it has the frame of attention
+                                                           replayed to its end, which collects its own wanted tensors meanwhile
+
 Segments count sites and the stretches of code between them, so that a key `(segment, ordinal)` means the same tensor in the
 record and in the replay although the replay skips kept sites. A frame is owned by the handles that autograd's graph holds:
 when the graph goes, the frame goes (rule R8).
@@ -121,6 +124,14 @@ class Memo:
     random: Any | None
 
 
+@dataclass(frozen=True)
+class Fed:
+    """Stands in a frame's inputs for a tensor that it does not hold: what the half before returns when it runs again whole."""
+
+    place: int
+    """Which of the tensors that that half returns it is."""
+
+
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
@@ -149,6 +160,10 @@ class Frame:
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
     let_go_bytes: int = 0
+    source: Frame | None = None
+    """The frame of the half before, where that is run again for inputs of this one, which stand there as `Fed`."""
+    returned: tuple[weakref.ref[Tensor], ...] = ()
+    """What the half returned, where the one behind it may not keep it."""
     gathered: dict[int, Tensor] = field(default_factory=dict)
     """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None
@@ -165,7 +180,7 @@ class Frame:
     @property
     def lets_go(self) -> bool:
         """Whether its replay is still to come: an empty one, where gathering the input ahead of time made all that was wanted."""
-        return not self.replayed and (bool(self.wanted) or self.gathering is not None)
+        return not self.replayed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
 
     @property
     def waits(self) -> bool:
@@ -193,7 +208,7 @@ class Frame:
     def give_up_inputs(self) -> None:
         """The replay is over; nothing will run from the inputs again."""
         self.replayed = True
-        self.inputs = self.random = None
+        self.inputs = self.random = self.source = None
         self.memos.clear()
         self.site_states.clear()
         self.gathered.clear()

@@ -63,13 +63,22 @@ class HalfPolicy:
     """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
     below_passed_over: bool = False
     """Whether that holds of the half before it, whose backward comes next."""
+    checkpoint: bool = False
+    """Whether it is checkpointed: what its replay communicates is communicated, and so it runs where backward enters the half."""
+    feeds: bool = False
+    """Of a checkpointed half: whether the half behind it keeps no input, but has this one run again to its end."""
+    fed_by: FrameKey | None = None
+    """The half before it, where that is so."""
+    marked: tuple[object, ...] = ()
+    """Objects on which each call leaves what only its own code reads: a replay leaves them as they were (rule R13)."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
     """Of the modules that the half calls; given where anything is replayed."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:
         """The same half where nothing is let go."""
-        return replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
+        without = replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
+        return replace(without, checkpoint=False, feeds=False, fed_by=None)
 
     def goes_out(self, offloading: Container[int]) -> bool:
         """Whether what it keeps may go to the host. `offloading`: chunks that send something there."""

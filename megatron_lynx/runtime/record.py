@@ -227,11 +227,18 @@ class Recorder:
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
         if self._first is None and self._segment not in self._graph.memos:
             return
-        ends = call.site.goes_on or self._of(call.site).ends_values
+        ends = call.site.goes_on or (self._of(call.site).ends_values and not self._read_again(call.site))
         if self._first is not None:
             self._first.kept(self._segment, outputs, ends_values=ends)
         with_values = not ends and (self._first is not None or self._graph.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
+
+    def _read_again(self, site: Site) -> bool:
+        """Whether a site that runs again reads the values of what this kept one returned: rows travel as a router decided."""
+        section = self.frame.policy.section
+        return self._of(site).role == "router" and any(
+            section.of_name[name].exchanges for name in self._replay if name in section.of_name
+        )
 
     def _drop_memos(self) -> None:
         """Of a first call: what no replay will pass, and the values that none will read."""

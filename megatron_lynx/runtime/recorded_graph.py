@@ -149,8 +149,8 @@ class FirstCall:
         """Storages that are held until backward anyway."""
         self.normed: dict[int, Tensor] = {}
         """What a replayed norm returned, by storage. Whoever runs the call clears it: its graph refers back to the recorder."""
-        self._ends_at = -1
-        """The last segment behind which no replay reads values."""
+        self._ends_at: int | None = None
+        """The last segment behind which no replay reads values. None: there is none, as where a half runs again to its end."""
         self._untouched: list[int] = []
 
     def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:
@@ -225,7 +225,8 @@ class FirstCall:
         """The call is over. In these segments anything was let go, and behind these there are memos, of which no more is needed
         than a replay passes, and of what it passes only to reach the code behind the last site that ends them not the values."""
         last = max(lets_go, default=-1)
-        last_with_values = max((segment for segment in lets_go if segment <= self._ends_at), default=-1)
+        read = [segment for segment in lets_go if self._ends_at is None or segment <= self._ends_at]
+        last_with_values = max(read, default=-1)
         self.graph.lets_go = frozenset(lets_go)
         self.graph.memos = {segment: segment < last_with_values for segment in memos if segment < last}
         nothing = (at for at, site in self.graph.sites.items() if at not in self.graph.memos and not site.replaced)

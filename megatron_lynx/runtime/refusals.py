@@ -72,6 +72,16 @@ def other_nodes(half: str, site: str) -> ReplayError:
     )
 
 
+def other_input(half: str) -> ReplayError:
+    return _refusal(
+        "a half is not called with what the half before it returned",
+        where=f"forward of {half}",
+        found="other tensors: code in between has put something in their place",
+        needed="the very tensor: a checkpoint keeps no input of this half, but has the half before make it again",
+        todo="checkpoint this layer's halves by themselves (checkpoint: halves)",
+    )
+
+
 def asked_twice(half: str) -> ReplayError:
     return _refusal(
         "a replayed activation was asked for twice",

@@ -23,6 +23,13 @@ A half is replayed ahead of time, by what the plan has put into a window, or whe
     a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
     behind one   ─── gather(frame): up to the site whose input is gathered; the next replay runs it with what arrived
 
+A checkpointed half runs again where backward enters it, and what communicates inside with it. If its input is what the half
+before returns, that one is run to its end first: all that it is wanted for is collected meanwhile, so that backward finds it when
+it comes there. So one layer, or several, are made again from one input.
+
+    enter mlp(4)       on_demand ──> [attention(4) whole, from its input] ──returns──> [mlp(4), as far as needed]
+    enter attention(4) everything is there
+
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
 """
@@ -38,14 +45,14 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
+from megatron_lynx.runtime.frame import Absent, Fed, Frame, Handle, Memo
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recorded_graph import NOTHING
 from megatron_lynx.runtime.refusals import asked_twice, other_nodes, second_order
-from megatron_lynx.runtime.saved import Packing, detached, is_parameter
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter, tensors_in
 from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
-from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from
+from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
 
 
 class _Enough(Exception):
@@ -59,11 +66,17 @@ class Replayer:
     collectives = 0
     """None: a replay that came to one would be refused."""
 
-    def __init__(self, frame: Frame, random: RandomSource, until: str | None = None) -> None:
+    def __init__(self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False) -> None:
+        """`whole`: it goes on to the half's end, whatever is wanted."""
         self.frame = frame
         self._random = random
         self._until = until
-        self._argument: Tensor | None = None
+        self._whole = whole
+        self.argument: Tensor | None = None
+        """What the site `until` works on: its argument, or what its first part makes of that. None where nothing was wanted any
+        more before it was reached."""
+        self.returned: list[Tensor] = []
+        """What the half returned again, if it was run whole."""
         self._segment = 0
         self._ordinal = 0
         self._site: str | None = None
@@ -81,12 +94,11 @@ class Replayer:
         """What the site that runs gathered in the record, where that was kept."""
         return None if self._site is None else self.frame.gathered.get(self._segment)
 
-    def run(self) -> Tensor | None:
-        """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
-        wanted any more before it was reached."""
+    def run(self) -> None:
+        """Run the half's code, as far as needed."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
-        shortcut = self.frame.shortcut
+        shortcut = () if self._whole else self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
         self._packing = Packing(self._collect, _never_unpacked)
         try:
@@ -95,11 +107,11 @@ class Replayer:
                 if shortcut:
                     self._take_steps(shortcut, [*args, *kwargs.values()])  # [7]
                 else:
-                    self.frame.code(*args, **kwargs)  # [1]
+                    outputs = self.frame.code(*args, **kwargs)  # [1]
+                    self.returned = [detached(tensor) for tensor in tensors_in(outputs)] if self._whole else []
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here
-        return self._argument
 
     def _take_steps(self, steps: tuple[ShortcutStep, ...], values: list[Any]) -> None:
         for step in steps:
@@ -118,7 +130,7 @@ class Replayer:
             self._enter()
         self._collect_views(arguments)  # [3]
         if call.site.name == self._until:  # [6]
-            self._argument = arguments[0].detach() if self._argument is None else self._argument
+            self.argument = arguments[0].detach() if self.argument is None else self.argument
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
@@ -134,13 +146,14 @@ class Replayer:
         own = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
         ends_here = call.site.name == self._until
-        if not ends_here and (not own or not (passed or own == self.frame.wanted)):
+        ends_all = own == self.frame.wanted and not self._whole
+        if not ends_here and (not own or not (passed or ends_all)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
         self._keep_first(made, self._segment)
         if ends_here:
-            self._argument = made[0]
+            self.argument = made[0]
         self._stop_if_done()
 
     def _keep_first(self, made: tuple[Tensor | None, ...], segment: int) -> None:
@@ -149,8 +162,10 @@ class Replayer:
                 self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
-        item = self.frame.policy.section.of_name.get(call.site.name)
-        assert item is not None and not item.runs_once, f"a replay of {self.frame.policy.name} came to {call.site.name}"  # noqa: PT018
+        policy = self.frame.policy
+        item = policy.section.of_name.get(call.site.name)
+        again = call.site.name in policy.replay if policy.checkpoint else item is not None and not item.runs_once
+        assert again, f"a replay of {policy.name} came to {call.site.name}"
         self._site = call.site.name
         if not call.site.owns_parameters:
             self._packing.turn(self._segment in self.frame.lets_go_in)
@@ -203,7 +218,7 @@ class Replayer:
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
-        if not self.frame.wanted:
+        if not self.frame.wanted and not self._whole:
             raise _Enough  # [5]
 
     def _enter(self) -> None:
@@ -241,12 +256,32 @@ class Replays:
         if torch.is_grad_enabled():
             raise second_order(frame.policy.name)
         if not frame.replayed and frame.lets_go:
-            self.replay(frame, ON_DEMAND)
-            self._progress.counts.on_demand += 1
+            self.on_demand(frame)
         found = frame.found.pop(handle.key, None)
         if found is None:
             raise asked_twice(frame.policy.name)
         return found
+
+    def on_demand(self, frame: Frame) -> None:
+        """Make again all that was let go and is not there yet: backward waits for it."""
+        self._feed(frame)
+        self.replay(frame, ON_DEMAND)
+        self._progress.counts.on_demand += 1
+
+    def _feed(self, frame: Frame) -> None:
+        """Have the half before run again to its end, where that makes inputs of this one."""
+        source, frame.source = frame.source, None
+        if source is None:
+            return
+        self._feed(source)
+        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
+        returned = self._run(source, None, whole=True).returned
+        self._progress.clock.end(ON_DEMAND, clocked)
+        self._progress.add_span("replay", source, ON_DEMAND, begin)
+        self._progress.counts.on_demand += 1
+        assert not source.wanted, f"the replay of {source.policy.name} did not regenerate {sorted(source.wanted)}"
+        source.give_up_inputs()
+        frame.inputs = map_nest(Fed, lambda one: returned[one.place], frame.inputs)
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
@@ -270,16 +305,18 @@ class Replays:
     def gather(self, frame: Frame) -> None:
         """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
         policy = frame.policy
-        argument = self._run(frame, policy.gather_site)
+        argument = self._run(frame, policy.gather_site).argument
         assert argument is not None, f"{policy.name} never reached {policy.gather_site}"
         assert policy.gather is not None, f"{policy.name} has a gather site and no way to gather"
         frame.gathering = policy.gather(argument)
         self._progress.counts.gathered += 1
 
-    def _run(self, frame: Frame, until: str | None) -> Tensor | None:
-        replayer = Replayer(frame, self._random, until)
+    def _run(self, frame: Frame, until: str | None, *, whole: bool = False) -> Replayer:
+        replayer = Replayer(frame, self._random, until, whole=whole)
         weights = self._as_recorded(frame.micro_batch.index)
-        guard = nullcontext() if frame.shortcut else self._guard()
-        silent = nullcontext() if frame.shortcut else frame.policy.hooks.silent()
-        with guard, silent, weights, self._surroundings.as_captured(frame.surroundings):
-            return self._progress.run(replayer)  # type: ignore[no-any-return]
+        bare = bool(frame.shortcut) and not whole
+        guard = nullcontext() if bare else self._guard()
+        silent = nullcontext() if bare else frame.policy.hooks.silent()
+        with guard, silent, weights, unmarked(frame.policy.marked), self._surroundings.as_captured(frame.surroundings):
+            self._progress.run(replayer)
+        return replayer

@@ -56,6 +56,18 @@ def has_memory(tensor: Tensor) -> bool:
     return True
 
 
+def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that hold the memory of these: one in FP8 has several, bytes by rows and by columns and their scales; those
+    of a grouped GEMM come as lists, one for each expert."""
+    for operand in operands:
+        if isinstance(operand, list | tuple):
+            yield from memory_of(operand)
+        elif isinstance(operand, Tensor) and has_memory(operand):
+            yield operand
+        else:
+            yield from (part for part in operand.get_metadata().values() if isinstance(part, Tensor))
+
+
 class Packing:
     """Default hooks on what autograd saves, which are only on where somebody wants to see that. They are the innermost ones."""
 

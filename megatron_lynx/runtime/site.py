@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.saved import detached, tensors_in
+from megatron_lynx.runtime.saved import detached, memory_of, tensors_in
 from megatron_lynx.runtime.surroundings import SiteState
 
 
@@ -103,7 +103,7 @@ class SiteCall:
     def lasting(self) -> Iterator[Tensor]:
         """Tensors that its nodes may save and that are nobody's activations."""
         if self.site.module is not None:
-            yield from self.site.module.parameters()
+            yield from memory_of(self.site.module.parameters())
         if self.site.state is not None:
             yield from self.site.state.lasting()
 

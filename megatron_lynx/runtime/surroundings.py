@@ -120,6 +120,18 @@ class TorchRandom:
 
 
 @contextmanager
+def unmarked(objects: Iterable[object]) -> Iterator[None]:
+    """What is put on these objects inside is gone behind it, and what was there is there again."""
+    before = [(vars(one), dict(vars(one))) for one in objects]
+    try:
+        yield
+    finally:
+        for present, then in before:
+            present.clear()
+            present.update(then)
+
+
+@contextmanager
 def drawing_from(source: RandomSource, state: Any) -> Iterator[None]:
     """Inside, numbers are drawn from `state` on; what is drawn is undone at the end."""
     before = source.capture()

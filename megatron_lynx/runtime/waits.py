@@ -133,10 +133,13 @@ class Waits:
         its `Work`.
 
         None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
-        window: then it may be issued as it comes. A replay must not communicate (rule R2).
+        window: then it may be issued as it comes. A replay must not communicate (rule R2), but that of a checkpoint, which never
+        runs in a window.
         """
         scope = self._progress.scope
         if isinstance(scope, Replayer):
+            if scope.frame.policy.checkpoint:
+                return None
             raise collective_in_replay(scope.frame.policy.name)
         frame = scope.frame if scope is not None else self._ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):

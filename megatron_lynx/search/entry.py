@@ -171,7 +171,7 @@ def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAn
     held: list[int] = []
 
     def rehearsed_s(microbatches: int) -> float:
-        simulation = rehearse(_shorter(plan, microbatches), profile)
+        simulation = rehearse(_shorter(plan, microbatches), profile, job=job)
         held.extend(memory_in(job, answer, simulation, defers=False).total for answer in answers)
         return simulation.step_s
 

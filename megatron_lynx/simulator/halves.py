@@ -7,7 +7,8 @@
    sequence   backward   [ residual, dropout ] (bwd.0) [ row-parallel ... dgrad ] (bwd.1) [ wgrad ] (bwd.2) [ norm ]
    parallelism
 
-[1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before
+[1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before. A
+    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make
 [2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 [4] a pass takes as long as the host needs to issue its halves, at least
@@ -208,8 +209,8 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        if planned.on_demand is not None:
-            walk.on_demand(planned.on_demand)
+        for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ())):
+            walk.on_demand(replay)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
         _back_through(walk, half, planned, halves[kind], defers, coming)

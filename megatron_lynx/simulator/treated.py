@@ -26,8 +26,8 @@ class Part(NamedTuple):
     seconds: float
     taken_bytes: int
     """What is held more when it has run; less, where the replay need no longer remember how to go on."""
-    gather_s: float = 0.0
-    """Seconds by which gathering the input delays it."""
+    waits_s: float = 0.0
+    """Seconds by which gathering the input, or what else a checkpoint communicates again, delays it."""
 
 
 class Leaving(NamedTuple):
@@ -47,6 +47,8 @@ class Treated:
     memory: HalfMemory
     replay_s: float = 0.0
     """Seconds of its replay; 0 for a half that is kept."""
+    communicates_s: float = 0.0
+    """Seconds in which the replay of a checkpoint waits for other ranks, as its forward did."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """How far the replay is where it stops."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
@@ -96,8 +98,8 @@ class Treated:
             Stop(0.0, self.gathered_bytes if replay.gathered_ahead else 0) if replay.since is None else self.stops[replay.since]
         )
         end = Stop(self.replay_s, self.memory.regenerated) if replay.until is None else self.stops[replay.until]
-        gather_s = 0.0 if replay.gathered is None else self.gathers_s[replay.gathered][0]
-        return Part(end.seconds - begin.seconds, end.bytes - begin.bytes, gather_s)
+        waits_s = self.communicates_s if replay.gathered is None else self.gathers_s[replay.gathered][0]
+        return Part(end.seconds - begin.seconds, end.bytes - begin.bytes, waits_s)
 
 
 Halves = Mapping[FrameKey, Treated]

@@ -54,17 +54,17 @@ class Walk:
     def on_demand(self, replay: Replay) -> None:  # [1]
         half = self.halves[replay.half]
         part = half.part(replay)
-        if part.gather_s:
-            start_s, self.clock_s = self.clock_s, self.clock_s + part.gather_s
+        if part.waits_s:
+            start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
             self._span("gather", start_s, half)
         self.regenerate(part.taken_bytes)
         self.replay(half, part.seconds, ON_DEMAND)
-        self._exposed_s += part.seconds + part.gather_s
+        self._exposed_s += part.seconds + part.waits_s
 
     def window(self, wait: Wait, seconds: float) -> None:  # [2]
         """A wait of so many seconds, with what runs in it and behind it."""
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
-        gather_s = []
+        waits_s = []
         for replay in wait.replays:
             half = self.halves[replay.half]
             part = half.part(replay)
@@ -74,13 +74,13 @@ class Walk:
             self.replay(half, fits_s * self._interference, name)
             self.replay(half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
-            self._exposed_s += part.seconds - fits_s + part.gather_s
-            gather_s.append(part.gather_s)
+            self._exposed_s += part.seconds - fits_s + part.waits_s
+            waits_s.append(part.waits_s)
         for entry in self._queue.due(wait.weight_gradients):
             fits_s = min(entry.cost.seconds, room_s)
             room_s -= fits_s
             self._weight_gradient(entry, fits_s, name, self._interference)
-        self.clock_s = max(self.clock_s, start_s + seconds) + sum(gather_s)
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum(waits_s)
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
             layer, half_name = wait.window.frame
             self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))

@@ -50,7 +50,7 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
 
 def _ever_replayed(choices: Choices) -> set[str]:
     """The items that any of these choices replays."""
-    return {item for option in choices for item in option.replay}
+    return {item for option in choices.plain for item in option.replay}
 
 
 def block(problem: StageProblem, count: int) -> Solved:
@@ -113,8 +113,8 @@ def _least_exposed(options: Iterable[Option]) -> Option:
 
 
 def _most_replayed(options: Choices) -> list[Option]:
-    most = max(len(option.replay) for option in options)
-    return [option for option in options if len(option.replay) == most]
+    most = max(len(option.replay) for option in options.plain)
+    return [option for option in options.plain if len(option.replay) == most]
 
 
 def with_whole_microbatches(problem: StageProblem, solve: Solver = sweep.solve) -> Solved:

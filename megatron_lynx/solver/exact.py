@@ -62,7 +62,7 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
         return quick(problem)
     deadline = time.monotonic() + time_limit_s
     if problem.budget_bytes is None:
-        seated = problem.best_seated
+        seated = problem.plain.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
     search = _Search(problem, "time", _by_sweep(problem, quick), _least_s(problem), enough=enough_s)
     search.go(deadline)
@@ -185,6 +185,8 @@ FREE_S = 1e-12
 
 def mended(problem: StageProblem, answer: Solved) -> Solved | None:
     """The fastest of those answers that keep the budget into which this one can be changed; None where there is none."""
+    if any(option.joined for option in answer.halves):
+        return None  # it changes one half after the other
     mender = _Mender(problem)
     found = [each for weight in WEIGHTS if (each := mender.mended(answer, weight)) is not None]
     return min(found, key=lambda each: each.longer_s, default=None)
@@ -229,7 +231,7 @@ class _Mender:
 
     @cached_property
     def _offered(self) -> list[Choices]:
-        return [choices.unbeaten for choices in self.problem.halves[::-1]]
+        return [choices.unbeaten.apart for choices in self.problem.halves[::-1]]
 
     @cached_property
     def _seconds(self) -> Floats:

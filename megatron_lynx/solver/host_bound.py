@@ -91,4 +91,8 @@ def _restored(problem: StageProblem, answer: Solved) -> Solved:
 
 
 def _same(choices: Choices, option: Option) -> Option:
-    return next(each for each in choices if (each.replay, each.seat) == (option.replay, option.seat))
+    return next(each for each in choices if _treatment(each) == _treatment(option))
+
+
+def _treatment(option: Option) -> object:
+    return option.replay, option.checkpoint, option.seat

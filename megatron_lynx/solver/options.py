@@ -1,20 +1,22 @@
 """Prices every choice for one half of a layer: what it keeps, what it replays, where, and what that costs.
 
 subsets of items ──replay_of──> what runs, stays, is regenerated ──Seats──> windows ──> Option, Option, ...
+checkpoints      ──replay_of──> ...                              ──on demand─────────> of the half, and of the layer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, Section
+from megatron_lynx.anatomy import ATTENTION, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.cost.replay import Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
@@ -70,9 +72,19 @@ class Subset:
         )
 
 
+LAYER: Mapping[Half, Checkpoint] = {"attention": Checkpoint(feeds=True), "mlp": Checkpoint(fed=True)}
+"""The halves of a layer that is checkpointed: it keeps its input alone."""
+
+
 def experts_stay(job: Job, section: Section) -> bool:
     """Whether a section is one of experts that are kept whole, on the device."""
     return section.in_some_layers and job.model.experts_whole
+
+
+def may_checkpoint(job: Job) -> bool:
+    """Whether layers, or halves of them, may run again with all that communicates in them: what owns a userbuffer may not, nor
+    experts that nobody looks into."""
+    return not job.userbuffers and not job.model.experts_whole
 
 
 @dataclass(frozen=True)
@@ -153,8 +165,34 @@ class StageProblems:
 
     def _choices_of(self, subsets: Sequence[Subset], seats: StageSeats) -> Choices:
         """All choices of one kind of half."""
-        everywhere = self._priced(subsets, self._seats.everywhere)
-        return Choices((*everywhere, *(self._priced(subsets, seats.of) if seats.has_more else ())))
+        more = self._priced(subsets, seats.of) if seats.has_more else ()
+        return Choices((*self._offered_everywhere(subsets), *more))
+
+    def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
+        """What every stage has: every subset in the seats of its backward, then the checkpoints."""
+        kind = subsets[0].kind
+        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, subsets)))
+
+    def _checkpoints(self, kind: HalfKind, subsets: Sequence[Subset]) -> Iterator[Option]:
+        """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
+        if not may_checkpoint(self.job):
+            return
+        least_bytes = min(subset.price.memory.resident for subset in subsets)
+        for checkpoint in (Checkpoint(), LAYER[kind.half]):
+            items = checkpoint.items(kind.section)
+            price = priced(self.profile, kind.section, items, checkpoint, less_in_hand_bytes(self._seats.shape))
+            if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
+                continue
+            yield Option(
+                items,
+                price.memory,
+                Seat(gather_s=price.communicates_s),
+                replay_s=price.replay_s,
+                exposed_s=price.replay_s + price.communicates_s,
+                flops=price.flops,
+                host=half_host_s(self.profile, kind.section, items),
+                checkpoint=checkpoint,
+            )
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""
@@ -219,7 +257,7 @@ class StageProblems:
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = (Choices(self._priced(subsets, self._seats.everywhere)) for subsets in self._subsets)
+        attention, mlp, last_mlp = map(self._offered_everywhere, self._subsets)
         return attention, mlp, last_mlp
 
     @cached_property

@@ -7,8 +7,8 @@
       ├── mixed       where some layers have experts: which, and the choices of their halves
       └── in_flight, budget_bytes, loss_bytes
 
-An option is a set of replayed items with what follows from it. Its seat says where that replay runs, and how much of it the
-windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
+An option is a set of replayed items, or a checkpoint of the half, with what follows from it. Its seat says where that replay
+runs, and how much of it the windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
+from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
@@ -49,6 +50,13 @@ class Option:
     """What it holds in cool-down; None: the same."""
     host: HostSeconds = NO_HOST_TIME
     """How long the host takes to issue the half so."""
+    checkpoint: Checkpoint | None = None
+    """Of a half that keeps its input at most. `replay` is then all that runs again."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether both halves of a layer take it together: that the layer is checkpointed, and keeps one input."""
+        return self.checkpoint is not None and (self.checkpoint.feeds or self.checkpoint.fed)
 
     @property
     def longer_s(self) -> float:
@@ -74,7 +82,7 @@ class Columns(NamedTuple):
     moments: Floats
     """(options, `cost.memory.COLUMNS`): what each holds of one micro-batch."""
 
-    def at(self, numbers: Numbers) -> Columns:
+    def at(self, numbers: Numbers | slice) -> Columns:
         return Columns(*(column[numbers] for column in self))
 
 
@@ -97,9 +105,25 @@ class Choices(tuple[Option, ...]):
         return Columns(table[:, 0], table[:, 1], table[:, 2:])
 
     @cached_property
+    def joined(self) -> Choices:
+        """Those that both halves of a layer take together."""
+        return Choices(option for option in self if option.joined)
+
+    @cached_property
+    def apart(self) -> Choices:
+        """Those that a half may take whatever the layer's other one does."""
+        return Choices(option for option in self if not option.joined)
+
+    @cached_property
+    def plain(self) -> Choices:
+        """Those without checkpoints."""
+        return Choices(option for option in self if option.checkpoint is None)
+
+    @cached_property
     def unbeaten(self) -> Choices:
-        """Those that no other one beats or equals in time and in every kind of memory."""
-        return Choices(self[number] for number in unbeaten((*self.columns[:2], *self.columns.moments.T)))
+        """Those that no other one beats or equals in time and in every kind of memory, then those of whole layers."""
+        columns = self.apart.columns
+        return Choices((*(self.apart[number] for number in unbeaten((*columns[:2], *columns.moments.T))), *self.joined))
 
     @cached_property
     def best_seated(self) -> Choices:
@@ -107,16 +131,16 @@ class Choices(tuple[Option, ...]):
 
         Windows in which the half is regenerated before the stage's backward begins are left out, because they hold memory longer.
         """
-        subsets: dict[tuple[str, ...], Option] = {}
+        subsets: dict[object, Option] = {}
         for option in self:
-            known = subsets.get(option.replay)
+            known = subsets.get(key := (option.replay, option.checkpoint))
             if not option.memory.early and (known is None or option.longer_s < known.longer_s):
-                subsets[option.replay] = option
+                subsets[key] = option
         return Choices(subsets.values())
 
     def replaying(self, items: Set[str]) -> Option:
         """The option on demand that replays these items, and as few others as possible."""
-        wanted = [option for option in self if items <= set(option.replay) and option.seat.steady.on_demand]
+        wanted = [option for option in self.plain if items <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
 
 
@@ -145,6 +169,11 @@ class Mixed:
     """For the other half of such a layer."""
     last_experts: Choices
     """For the same where it is the stage's last half."""
+
+    @property
+    def plain(self) -> Mixed:
+        """Without checkpoints."""
+        return Mixed(self.layers, *(kind.plain for kind in (self.attention, self.experts, self.last_experts)))
 
     @property
     def best_seated(self) -> Mixed:
@@ -191,6 +220,19 @@ class StageProblem:
         attention = self.attention.best_seated
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         return replace(self, attention=attention, mlp=self.mlp.best_seated, mixed=mixed, last_attention=top)
+
+    @property
+    def plain(self) -> StageProblem:
+        """Without checkpoints."""
+        mixed, top = self.mixed and self.mixed.plain, self.last_attention and self.last_attention.plain
+        return replace(
+            self,
+            attention=self.attention.plain,
+            mlp=self.mlp.plain,
+            last_mlp=self.last_mlp.plain,
+            mixed=mixed,
+            last_attention=top,
+        )
 
     @cached_property
     def halves(self) -> tuple[Choices, ...]:

@@ -56,6 +56,34 @@ class Found:
 
 
 @dataclass(frozen=True)
+class _Layer:
+    """One layer that is checkpointed, or one of those that are counted."""
+
+    groups: tuple[int, int]
+    """Of its MLP half and of its attention half."""
+    mlp: Option
+    attention: Option
+    most: float
+
+    @property
+    def options(self) -> tuple[Option, Option]:
+        """In the order of a backward."""
+        return self.mlp, self.attention
+
+    @property
+    def _counted(self) -> bool:
+        return self.groups[0] > self.groups[1]
+
+    def below(self, count: int) -> tuple[Option, ...]:
+        """Those that are counted come last in a backward: all of a layer is there at once."""
+        return self.options * count if self._counted else ()
+
+    def on_top(self, count: int) -> list[tuple[int, Option]]:
+        """By group, of halves that are chosen one by one."""
+        return [] if self._counted else [*zip(self.groups, self.options, strict=True)] * count
+
+
+@dataclass(frozen=True)
 class Programme:
     """The programme in which `explicit` halves are chosen one by one, from the first that backward reaches."""
 
@@ -81,7 +109,7 @@ class Programme:
                     LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
                 ],
                 integrality=np.append(np.ones(self._width), 0),
-                bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
+                bounds=Bounds(0, np.append(self._most, np.inf)),
                 options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
             )
         bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
@@ -90,17 +118,22 @@ class Programme:
 
     def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
         """Of halves that were only counted, those that need least on top of what they hold come first."""
-        parts = np.split(chosen, np.cumsum(self._widths)[:-1])
+        *parts, joint = np.split(chosen, np.cumsum(self._widths))
         options = [
             [option for option, count in zip(group, part, strict=True) for _ in range(count)]
             for group, part in zip(self._groups, parts, strict=True)
         ]
-        counted = {half: iter(sorted(group, key=_needed)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
+        lowest = [option for layer, count in zip(self._layers, joint.tolist(), strict=True) for option in layer.below(count)]
+        for layer, count in zip(self._layers, joint.tolist(), strict=True):
+            for group, option in layer.on_top(count):
+                options[group].append(option)
+        counted = {half: iter(sorted(group, key=_order)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
         backward = [option for (option,) in options[: self.explicit]]
-        backward += [next(counted[half]) for half in self._backward[self.explicit :]]
-        if self.explicit == 1:
+        above = self._backward[self.explicit : len(self._backward) - len(lowest)]
+        backward += [next(counted[half]) for half in above]
+        if self.explicit == 1 and not backward[1].joined:
             backward[1] = self.problem.at_top(backward[1])
-        return Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        return Solved(layers_of([*backward, *lowest][::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     @cached_property
     def _backward(self) -> list[Half]:
@@ -110,11 +143,32 @@ class Programme:
     @cached_property
     def _groups(self) -> list[Choices]:
         """The options of each half on the left, then of all attention and of all MLP halves on the right."""
-        counted = dict(zip(HALVES, (self.problem.attention.unbeaten, self.problem.mlp.unbeaten), strict=True))
+        counted = dict(zip(HALVES, (self.problem.attention.unbeaten.apart, self.problem.mlp.unbeaten.apart), strict=True))
         below = [counted[half] for half in self._backward[1 : self.explicit]]
         if below and self.problem.last_attention is not None:
-            below[0] = self.problem.last_attention.unbeaten
-        return [self.problem.last_mlp.unbeaten, *below, *counted.values()]
+            below[0] = self.problem.last_attention.unbeaten.apart
+        return [self.problem.last_mlp.unbeaten.apart, *below, *counted.values()]
+
+    @cached_property
+    def _layers(self) -> list[_Layer]:
+        """Layers that may be checkpointed: each whose halves are chosen one by one, then those that are counted."""
+        attention, mlp = len(self._groups) - 2, len(self._groups) - 1  # of those that are counted
+        found = []
+        for at in range(0, self.explicit, 2):
+            last = (self.problem.last_mlp, self.problem.last_attention or self.problem.attention)
+            own = last if at == 0 else (self.problem.mlp, self.problem.attention)
+            groups = at, at + 1 if at + 1 < self.explicit else attention
+            both = zip(own[0].joined, own[1].joined, strict=False)
+            found += [_Layer(groups, *options, 1.0) for options in both]
+        lower = min(self._sizes[attention], self._sizes[mlp])
+        both = zip(self.problem.mlp.joined, self.problem.attention.joined, strict=False)
+        found += [_Layer((mlp, attention), *options, float(lower)) for options in both if lower]
+        return found
+
+    @cached_property
+    def _most(self) -> Floats:
+        """How often each may be chosen."""
+        return np.array([*np.repeat(self._sizes, self._widths), *(layer.most for layer in self._layers)])
 
     @cached_property
     def _sizes(self) -> Floats:
@@ -128,7 +182,7 @@ class Programme:
 
     @property
     def _width(self) -> int:
-        return sum(self._widths)
+        return sum(self._widths) + len(self._layers)
 
     @cached_property
     def _columns(self) -> Columns:
@@ -137,7 +191,8 @@ class Programme:
 
     @cached_property
     def _seconds(self) -> Floats:
-        seconds = self._columns.longer_s
+        joint = [Choices(layer.options).columns.longer_s.sum() for layer in self._layers]
+        seconds: Floats = np.append(self._columns.longer_s, joint)
         return np.minimum(seconds, HOPELESS * max(seconds[seconds > 0], default=1.0))
 
     @property
@@ -147,7 +202,8 @@ class Programme:
 
     @cached_property
     def _byte_unit(self) -> float:
-        most = self._columns.moments[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        every = [self._columns.moments, *(Choices(layer.options).columns.moments for layer in self._layers)]
+        most = np.concatenate(every)[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
         return max(1.0, float(most) / LARGEST)
 
     @cached_property
@@ -155,10 +211,16 @@ class Programme:
         """A row for the loss, before backward begins, then one for [A] and one for [B] of each half on the left."""
         moments, held = 1 + 2 * self.explicit, list[Floats]()
         for half, group in enumerate(self._groups):
-            columns = group.columns.moments
-            alone = held_by_one(columns, half, self.explicit) if half < self.explicit else columns[:, :1].repeat(moments, axis=1)
-            held.append((self.problem.in_flight - 1) * group.columns.resident + alone.T)
+            held.append(self._held(half, group, moments))
+        for layer in self._layers:
+            mlp, attention = (Choices([option]) for option in layer.options)
+            held.append(self._held(layer.groups[0], mlp, moments) + self._held(layer.groups[1], attention, moments))
         return np.concatenate(held, axis=1)
+
+    def _held(self, half: int, group: Choices, moments: int) -> Floats:
+        columns = group.columns.moments
+        alone = held_by_one(columns, half, self.explicit) if half < self.explicit else columns[:, :1].repeat(moments, axis=1)
+        return np.asarray((self.problem.in_flight - 1) * group.columns.resident + alone.T)
 
     def _between_grains(self, room_bytes: Floats) -> Floats:
         """What rows may hold is a multiple of a grain: as much room to the multiple that fits as to the one that does not. HiGHS
@@ -170,9 +232,11 @@ class Programme:
 
     @cached_property
     def _one_option_each(self) -> Floats:
-        return np.repeat(np.eye(len(self._groups)), self._widths, axis=1)
+        joint = [[float(group in layer.groups) for layer in self._layers] for group in range(len(self._groups))]
+        return np.column_stack([np.repeat(np.eye(len(self._groups)), self._widths, axis=1), np.array(joint)])
 
 
-def _needed(option: Option) -> tuple[int, int]:
+def _order(option: Option) -> tuple[bool, int, int]:
+    """First that of a layer whose other half is chosen one by one, then those that need least on top of what they hold."""
     memory = option.memory
-    return memory.whole - memory.held, sum(memory.ahead)
+    return not option.joined, memory.whole - memory.held, sum(memory.ahead)

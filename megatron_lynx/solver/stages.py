@@ -35,7 +35,7 @@ from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.offload import Leaver, goes_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.sweep import solve
+from megatron_lynx.solver.sweep import least_memory, solve
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -73,7 +73,9 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
-        return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
+        solver = partial(self._chunks.solved, solver=least_memory if self.job.policy == "planned" else self._solved)
+        found = [self._offloading(stage, ratio, None, solver) for ratio in {0.0, max(self._ratios(stage), default=0.0)}]
+        return min(found, key=lambda answer: answer.peak_bytes)
 
     def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
         """Faster answers: every layer may differ, and replays of cool-down share the receive. Layers differ only where that may

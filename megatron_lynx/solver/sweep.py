@@ -10,12 +10,15 @@
     choice                      X               Y          any options of both halves
 
 X and Y are neighbours on one line, or what two lines say at one price: so layers are of two sorts at most, the faster one below
-as a rule, where less is held when its backward runs. The last layer, at which most is held, is chosen apart. Every such answer is
-priced, and the best one taken:
+as a rule, where less is held when its backward runs. The last layer, at which most is held, is chosen apart. Checkpointed layers
+are one more sort, which holds least: the lowest layers, because all of one is there at once when those above are over. Their
+point is on no half's line, but where a straight line from it touches that of whole layers, X is about there. Every such answer
+is priced, and the best one taken:
 
     with a budget     fastest backward, then least peak, then fewest resident bytes
-    without one       all layers alike, and every replay in the window of its backward that hides most of it, because leaving a
-                      window empty saves no memory: least peak, then fastest backward, then fewest resident bytes
+    without one       all layers alike, nothing checkpointed, and every replay in the window of its backward that hides most of
+                      it, because leaving a window empty saves no memory: least peak, then fastest backward, then fewest
+                      resident bytes
 
 Which answers these are does not depend on the budget, so more of it never costs time. The peak of an answer is a sum, as
 `cost.memory` has it, of what the last layer and all others hold at the moments of the last layer (five, with the one before
@@ -27,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, compress, cycle, pairwise
+from itertools import accumulate, combinations, compress, cycle, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -72,7 +75,7 @@ Corner = tuple[int, ...]
 def solve(problem: StageProblem) -> Solved:
     """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
     if problem.budget_bytes is None:
-        return least_memory(problem.best_seated)
+        return least_memory(problem.plain.best_seated)
     answer = _Sweep(problem).fastest(float(min(problem.budget_bytes, MOST_BYTES)))
     if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
         answer = least_memory(problem)
@@ -161,7 +164,8 @@ class _Sweep:
         """Every way of the last layer."""
         offered = [self._worth_it(choices, MOST_ON_TOP) for choices in self._backward[: len(HALVES)]]
         chosen = np.stack([numbers.ravel() for numbers in np.meshgrid(*offered, indexing="ij")], axis=-1)
-        part = self._part(chosen, 0)
+        whole = [[_joined(choices) for choices in self._backward[: len(HALVES)]]]
+        part = self._part(np.concatenate([chosen, np.array(whole)]) if None not in whole[0] else chosen, 0)
         part.held[:, 0] += self.problem.loss_bytes
         return part
 
@@ -203,11 +207,49 @@ class _Sweep:
         for corners, _ in lines:
             for apart in range(NEIGHBOURS + 1):
                 yield from zip(corners, corners[apart:], strict=False)
+        for (corners, _), weighing in zip(lines, WEIGHINGS, strict=True):
+            yield from self._with_checkpoints(corners, *weighing)
         (corners, prices), *others = lines
         for more, later in others:
             every = sorted({*prices, *later})
             at, beside = (np.searchsorted(each, every, "right") - 1 for each in (prices, later))
             yield from ((corners[own], more[other]) for own, other in zip(at.tolist(), beside.tolist(), strict=True))
+
+    def _with_checkpoints(self, corners: Sequence[Corner], moment: str, part: float) -> Iterator[tuple[Corner, Corner]]:
+        """Corners below which layers are checkpointed: the one from which a byte is dearest to gain so, and its neighbours."""
+        weighed = [self._weighed(choices, moment, part) for choices in self._kinds]
+        for layers in self._checkpointable:
+            replaced = {kind: len(self._kinds[kind]) - 1 for layer in layers for kind in layer}
+            totals = [
+                (
+                    sum(float(self._kinds[kind].columns.longer_s[corner[kind]]) for layer in layers for kind in layer),
+                    sum(float(weighed[kind][corner[kind]]) for layer in layers for kind in layer),
+                )
+                for corner in (*corners, tuple(replaced.get(kind, 0) for kind in range(len(self._kinds))))
+            ]
+            *whole, (longer_s, held) = totals
+            prices = [(longer_s - seconds) / (size - held) if size > held else np.inf for seconds, size in whole]
+            best = int(np.argmin(prices))
+            for corner in corners[max(0, best - NEIGHBOURS) : best + NEIGHBOURS + 1]:
+                below = tuple(replaced.get(kind, own) for kind, own in enumerate(corner))
+                yield below, corner
+                yield below, below
+
+    @cached_property
+    def _checkpointable(self) -> list[tuple[tuple[int, int], ...]]:
+        """Sets of kinds of lower layers, of which all can be checkpointed: each by the kinds of its halves."""
+        kinds = self._kind_of_half.tolist()
+        layers = [layer for layer in dict.fromkeys(zip(kinds[::2], kinds[1::2], strict=True)) if self._may_join(layer)]
+        return [chosen for count in range(1, len(layers) + 1) for chosen in combinations(layers, count)]
+
+    def _may_join(self, layer: tuple[int, int]) -> bool:
+        return all(self._kinds[kind].joined for kind in layer)
+
+    def _weighed(self, choices: Choices, moment: str, part: float) -> Floats:
+        """What options of a kind hold, as a line weighs it."""
+        columns = choices.columns
+        own = columns.moments.max(axis=-1) if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
+        return np.asarray((self.problem.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * own)
 
     def _corners(self, moment: str, part: float) -> tuple[list[Corner], list[float]]:
         """Options of all kinds at rising prices, and from which price on."""
@@ -223,10 +265,9 @@ class _Sweep:
     def _line(self, choices: Choices, moment: str, part: float) -> tuple[list[int], list[float]]:
         """The corners of one kind, from its fastest option to the one that holds least, and the price of each step. Of equals the
         one that holds least at the other moments."""
-        columns = choices.columns
+        apart = slice(len(choices) - len(choices.joined))
+        columns, weighed = choices.columns.at(apart), self._weighed(choices, moment, part)[apart]
         held, most = columns.moments[:, 0], columns.moments.max(axis=-1)
-        own = most if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
-        weighed = (self.problem.in_flight - 1) * columns.resident + (1 - part) * held + part * own
         ordered = np.lexsort((held if part else most, weighed, columns.longer_s))
         leaner = np.append(True, weighed[ordered][1:] < np.minimum.accumulate(weighed[ordered])[:-1])
         points = [(int(each), float(columns.longer_s[each]), float(weighed[each])) for each in ordered[leaner]]
@@ -240,7 +281,7 @@ class _Sweep:
     @property
     def _alike(self) -> Numbers:
         """Options of the lower layers' halves, where all layers are alike; a row for each."""
-        offered = [np.arange(len(choices)) for choices in self._kinds]
+        offered = [np.arange(len(choices) - len(choices.joined)) for choices in self._kinds]
         if prod(map(len, offered)) > MOST_ALIKE:
             offered = [self._worth_it(choices, 0) for choices in self._kinds]
         while prod(map(len, offered)) > MOST_ALIKE:
@@ -248,20 +289,28 @@ class _Sweep:
             offered[longest] = _every_second(self._kinds[longest], offered[longest])
         if not offered:
             return np.zeros((1, 0), dtype=np.intp)
-        return np.stack([numbers.ravel() for numbers in np.meshgrid(*offered, indexing="ij")], axis=-1)[:, self._kind_of_half]
+        ways = np.stack([numbers.ravel() for numbers in np.meshgrid(*offered, indexing="ij")], axis=-1)
+        if self._checkpointable:
+            whole = {kind for layer in self._checkpointable[-1] for kind in layer}
+            leanest = [_joined(choices) if kind in whole else None for kind, choices in enumerate(self._kinds)]
+            others = [int(choices.apart.columns.resident.argmin()) for choices in self._kinds]
+            rows = [[own if number is None else number for number, own in zip(leanest, others, strict=True)]]
+            ways = np.append(ways, rows, axis=0)
+        return ways[:, self._kind_of_half]
 
     def _worth_it(self, choices: Choices, most: int) -> Numbers:
         """The options of a kind, or where they are more than so many, those that no other one beats in seconds and in bytes: what
         a half holds while backward is elsewhere, and as if it were the one with the peak."""
-        columns = choices.columns
-        if len(choices) <= most:
-            return np.arange(len(choices))
+        apart = len(choices) - len(choices.joined)
+        if apart <= most:
+            return np.arange(apart)
+        columns = choices.columns.at(slice(apart))
         others = (self.problem.in_flight - 1) * columns.resident
         return unbeaten((columns.longer_s, others + columns.moments[:, 0], others + columns.moments.max(axis=-1)))
 
     @cached_property
     def _backward(self) -> list[Choices]:
-        """The options of every half that no other one beats, in the order of a backward."""
+        """The options of every half that no other one beats, in the order of a backward. Those of whole layers come last."""
         return [choices.unbeaten for choices in self.problem.halves[::-1]]
 
     @cached_property
@@ -279,6 +328,11 @@ class _Sweep:
 def _price(faster: tuple[int, float, float], leaner: tuple[int, float, float]) -> float:
     """Seconds for a byte."""
     return (leaner[1] - faster[1]) / (faster[2] - leaner[2])
+
+
+def _joined(choices: Choices) -> int | None:
+    """Which of them is a half of a layer that is checkpointed, if any is."""
+    return len(choices) - 1 if choices.joined else None
 
 
 def _first(*costs: Floats) -> tuple[int, int]:

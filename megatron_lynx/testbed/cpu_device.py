@@ -168,7 +168,7 @@ def with_cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            return original(tensor).replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{original(tensor).split('.')[-1]}"  # a subclass of Tensor comes here twice
         return original(tensor, dtype, non_blocking, **kwargs)
 
     return type_

@@ -87,15 +87,17 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if model.cross_entropy != "unfused":
         fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
-        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe}
+        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe, "fp8_param": model.fp8.parameters}
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
     fields |= fusion_fields(job) | expert_fields(job) | latent_fields(job)
+    if model.mtp:
+        fields |= {"mtp_num_layers": model.mtp, "mtp_loss_scaling_factor": 0.3}
     if job.userbuffers:
         fields["tp_comm_overlap"] = True
     if len(set(job.partition)) > 1:
-        fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
+        fields["pipeline_model_parallel_layout"] = layout_text(job.partition, model.mtp)
     kind = TransformerConfig if model.latent is None else MLATransformerConfig
     return kind(**{**fields, **overrides})
 
@@ -162,16 +164,19 @@ def _build_chunk(
 ) -> GPTModel | Float16Module:
     model = job.model
     vp_stage = number if job.chunks > 1 else None
+    block = (te_block_spec if model.uses_te else block_spec)(config, vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=(te_block_spec if model.uses_te else block_spec)(config, vp_stage),
+        transformer_layer_spec=block,
         vocab_size=model.vocab,
         max_sequence_length=model.seq,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=last,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
         vp_stage=vp_stage,
+        **({"mtp_block_spec": predicting_spec(config, block, vp_stage, te=model.uses_te)} if last and model.mtp else {}),
     )
     chunk.cuda(torch.cuda.current_device())
     if like is None:
@@ -203,6 +208,17 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         elif config.multi_latent_attention:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
     return block
+
+
+def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None, *, te: bool) -> Any:
+    """Layers of multi-token prediction, like the last one of this block; of Megatron's own, the norms are exchanged for ours."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=te, vp_stage=vp_stage)
+    for layer in spec.layer_specs if not te else ():
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(layer.submodules, name, Norm)
+    return spec
 
 
 def exchange_norms(layer: Any) -> None:

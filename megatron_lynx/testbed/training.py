@@ -106,6 +106,7 @@ def with_ddp(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
+        fp8_param_gather=job.model.fp8_parameters,
         bucket_size=20_000,
     )
     return [

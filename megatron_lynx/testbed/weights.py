@@ -26,6 +26,9 @@ SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}.
 }
 """Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
+KEPT = "_high_precision_init_val"
+"""Where a weight that is held in FP8 keeps what it was before, until the optimizer has made its main parameter of it."""
+
 
 @torch.no_grad()
 def draw_weights(chunk: GPTModel, seed: int) -> None:
@@ -35,7 +38,18 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
         of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
         generator = torch.Generator(parameter.device).manual_seed(of_name)
         whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
-        parameter.copy_(slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard))
+        own = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
+        if hasattr(parameter, KEPT):
+            _forget_built(parameter)
+            setattr(parameter, KEPT, own.to(parameter.dtype).cpu())
+        parameter.copy_(own)
+
+
+def _forget_built(weight: torch.nn.Parameter) -> None:
+    """A weight in FP8 remembers the largest magnitude of what it was built with, which is memory that nobody has written."""
+    amax = getattr(weight._quantizer, "amax", None)  # type: ignore[attr-defined]
+    if amax is not None:
+        amax.zero_()
 
 
 def global_name(chunk: GPTModel, name: str) -> str:

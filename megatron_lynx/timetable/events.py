@@ -1,6 +1,6 @@
 """The events of one pass of a stage: which half is entered, which wait comes, what runs in it and what behind it.
 
-    Pass      HalfPass   mlp(4)         [what is left of its replay, on demand]
+    Pass      HalfPass   mlp(4)         [halves that run again first, what is left of its replay, on demand]
                 │          Wait bwd.mlp.0@4        │ Replay attention(4) until rotary │ wait │ Gather mlp(3)
                 │          Wait bwd.mlp.1@4        │ weight gradient of linear_fc2(4) │ wait │
               HalfPass   attention(4)
@@ -41,6 +41,11 @@ class Replay(NamedTuple):
     gathered: Window | None = None
     """Of a first part whose input is gathered: behind which window it was; `on_demand`: right before this."""
 
+    whole: bool = False
+    """Whether it runs to the half's end: what the half returns is the input of the half behind it, which kept none."""
+    communicates: bool = False
+    """Whether collectives and exchanges inside run again with it, as in a forward: in no window, and on all ranks at once."""
+
     @property
     def gathered_ahead(self) -> bool:
         return self.gathered is not None and self.gathered != ON_DEMAND
@@ -73,6 +78,9 @@ class HalfPass(NamedTuple):
     """In a backward: what of its replay no window does."""
     gathered: Window | None = None
     """In a backward: behind which window its input was gathered ahead of time; None where it was not."""
+    first: tuple[Replay, ...] = ()
+    """In a backward: halves before this one that run again whole, in the order of a forward, right before its own replay: what
+    the last of them returns is its input. What they make for their own backwards is held from here on."""
 
 
 @dataclass(frozen=True)

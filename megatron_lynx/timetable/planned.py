@@ -56,6 +56,10 @@ class PlannedHalf:
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each: the
     first that comes takes the oldest one."""
+    checkpoint: bool = False
+    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
+    feeds: bool = False
+    """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
 
     @property
     def half(self) -> Half:
@@ -70,8 +74,9 @@ class PlannedHalf:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input of its replay is gathered, once: then its backward does not gather it again."""
-        return self.section.column_parallel in self.replay
+        """Whether the input of its replay is gathered, once: then its backward does not gather it again. A checkpoint gathers it
+        as a forward does, into memory that others use: kept, it would be the largest block of all that it makes."""
+        return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property
     def ahead(self) -> int:

@@ -52,6 +52,8 @@ class _Put(NamedTuple):
     """What is left for on demand."""
     gathered: dict[FrameKey, Window]
     """Halves whose input is gathered ahead of time, and behind which window."""
+    first: dict[FrameKey, tuple[Replay, ...]]
+    """By half: those that run again whole before it."""
 
 
 class Timetable:
@@ -140,6 +142,7 @@ class Timetable:
                     tuple(self._waits("bwd", half, put.replays, put.gathers, fillers)),
                     put.late.get(half.key),
                     put.gathered.get(half.key),
+                    put.first.get(half.key, ()),
                 )
                 for half in reversed(self.chunks[chunk])
             )
@@ -190,9 +193,11 @@ class Timetable:
 
 
 def _put(halves: Sequence[PlannedHalf], phase: Phase) -> _Put:
-    put = _Put({}, {}, {}, {})
+    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)))
     for half in reversed(halves):
-        if not half.replay:
+        if half.checkpoint and not half.feeds:
+            put.late[half.key] = Replay(half.key, communicates=True)
+        if half.checkpoint or not half.replay:
             continue
         place = half.cooldown if phase == "cooldown" else half.steady
         gather = place.gather
@@ -214,6 +219,17 @@ def _put(halves: Sequence[PlannedHalf], phase: Phase) -> _Put:
             if until is None:
                 break
     return put
+
+
+def _whole_before(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Replay, ...]]]:
+    """Checkpointed halves that keep no input, each with those before it that run again whole to make it."""
+    chain: tuple[Replay, ...] = ()
+    for half in halves:
+        if half.feeds:
+            chain = (*chain, Replay(half.key, whole=True, communicates=True))
+        elif chain:
+            yield half.key, chain
+            chain = ()
 
 
 def _missed(window: Window, phase: Phase) -> bool:

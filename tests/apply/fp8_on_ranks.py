@@ -13,7 +13,8 @@ from megatron_lynx.plan.plan import Plan
 
 from ..transparency.fp8_state import fp8_state
 from ..transparency.trials import Trial, compare_with_stock
-from .on_ranks import trained
+from .on_ranks import one_step, trained
+from .te_on_ranks import copies_of_weights
 
 
 def with_wrong_replays(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str) -> list[str]:
@@ -50,6 +51,24 @@ def passes_from_one_state(rank: int, job: Job) -> tuple[list[str], int]:
     first, second = seen
     differing = [name for name in first if name not in second or not torch.equal(first[name], second[name])]
     return differing, sum("amax_history" in name for name in first)
+
+
+def buffers(rank: int, job: Job, trial: Trial) -> dict[str, int]:
+    """Bytes of the buffers that DDP makes of a rank's parameters and gradients, and of what its weights hold beside these."""
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    seed_random_numbers(7)
+    training = Training(job, build_model(job, **trial.model), **trial.training)
+    one_step(training)
+    made = [buffer for chunk in training.chunks for buffer in chunk.buffers]
+    return {
+        "parameters": sum(buffer.param_data.nbytes for buffer in made),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in made),
+        "fp8_weights": sum(part.nbytes for chunk in training.chunks for part in copies_of_weights(chunk, beside=True)),
+    }
 
 
 def spoiled(training: Any, undo: ExitStack, **fields: Any) -> None:

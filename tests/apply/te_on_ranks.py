@@ -122,9 +122,10 @@ def saved_bytes(rank: int, job: Job) -> dict[str, int]:
 
         with in_fp8(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run(hidden, **({"attention_mask": None} if half == "attention" else {}))
-        own = {address(tensor) for tensor in (hidden, *layer.parameters(), *copies_of_weights(layer))}
+        parameters = (each for each in layer.parameters() if not hasattr(each, "get_metadata"))
+        own = {address(tensor) for tensor in (hidden, *parameters, *copies_of_weights(layer))}
         found[half] = sum(block.nbytes() for at, block in blocks.items() if at not in own)
-    copies = {address(part): part.untyped_storage().nbytes() for part in copies_of_weights(layer)}
+    copies = {address(part): part.untyped_storage().nbytes() for part in copies_of_weights(layer, beside=True)}
     return found | {"copies": sum(copies.values())}
 
 
@@ -135,10 +136,16 @@ def in_fp8(job: Job, layer: Any) -> Any:
     return nullcontext() if job.model.fp8 is None else get_fp8_context(layer.config)
 
 
-def copies_of_weights(layer: Any) -> list[torch.Tensor]:
-    """The memory of the copies in FP8 that its linears keep."""
-    copies = [copy for module in layer.modules() for copy in getattr(module, "_fp8_workspaces", {}).values()]
-    return [part for copy in copies for part in copy.get_metadata().values() if isinstance(part, torch.Tensor)]
+BY_ROWS = ("data", "rowwise_data")
+
+
+def copies_of_weights(layer: Any, *, beside: bool = False) -> list[torch.Tensor]:
+    """The memory of the copies in FP8 that its linears keep; and of weights that are in FP8 themselves (`beside`: all but their
+    bytes by rows, which are the parameter)."""
+    copies = [(copy, ()) for module in layer.modules() for copy in getattr(module, "_fp8_workspaces", {}).values()]
+    held = [(each, BY_ROWS if beside else ()) for each in layer.parameters() if hasattr(each, "get_metadata")]
+    parts = [part for copy, less in (*copies, *held) for name, part in copy.get_metadata().items() if name not in less]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import ATTENTION
+from megatron_lynx.cost.stage_memory import stage_memory
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -42,7 +43,7 @@ CASES: list[Any] = [
 
 
 def fp8_job(recipe: str = "delayed", like: Any = "llama", **fields: Any) -> Any:
-    return tiny_job(like, implementation="transformer_engine", dtype="bf16", fp8={"recipe": recipe}, **fields)
+    return tiny_job(like, implementation="transformer_engine", dtype="bf16", **{"fp8": {"recipe": recipe}, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,46 @@ def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
     checked(pool_of, job, candidates, Trial(steps=3, model=settings))
 
 
+HELD: dict[str, Any] = {"parameters": True}
+"""Weights that are held in FP8, which only the distributed optimizer steps."""
+STEPPED: dict[str, Any] = {
+    "training": {"optimizer": "megatron", "ddp": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "model": {"gradient_accumulation_fusion": True},
+}
+
+
+def held_job(recipe: str = "delayed", **fields: Any) -> Any:
+    return fp8_job(recipe, fp8={"recipe": recipe, **HELD}, distributed_optimizer=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "replicas"),
+    [
+        ("delayed", "pp", 1),
+        ("tensorwise", "tp+sp", 1),
+        *long(("delayed", "tp", 2), ("tensorwise", "one rank", 2), ("delayed", "tp+sp", 1), ("tensorwise", "pp", 1)),
+    ],
+)
+def test_weights_that_are_held_in_fp8(pool_of, recipe, layout, replicas):
+    """Parameters are wrappers around bytes: nodes save these, DDP and the optimizer find their gradients on the wrappers."""
+    job = held_job(recipe, replicas=replicas, **LAYOUTS[layout])
+    everything, windows = replayable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
+    candidates = [
+        plan_for(job, lambda layer: NORMS, windows=False),
+        plan_for(job, lambda layer: everything, windows=windows),
+    ]
+    compared = "everything" if replicas == 1 else "weights"
+    checked(pool_of, job, candidates, Trial(steps=3, compared=compared, **STEPPED))
+
+
+def test_the_bytes_of_weights_that_are_held_in_fp8(pool_of):
+    """DDP has a buffer of bytes and one of the others; by columns weights have memory of their own."""
+    job = held_job(replicas=2, hidden=64)  # parameters begin at multiples of 64 numbers
+    memory = stage_memory(job.model_copy(update={"policy": "none"}), 0)
+    predicted = {name: getattr(memory, name) for name in ("parameters", "gradients", "fp8_weights")}
+    assert pool_of(2).run(fp8_on_ranks.buffers, job, Trial(training={"optimizer": "megatron", "ddp": True})) == [predicted] * 2
+
+
 def test_random_plans(pool_of):
     job = fp8_job(**LAYOUTS["tp+sp"])
     of_this_job = plans_for(job, whole=True)
@@ -79,18 +120,17 @@ def test_random_plans(pool_of):
 
 def test_nothing_that_was_let_go_is_read(pool_of):
     """Bytes of FP8 that were let go are overwritten with NaN, but never the weights that all micro-batches share."""
-    job = fp8_job()
-    for items in (replayable(job), NORMS):
+    for job, items, trial in ((fp8_job(), replayable(fp8_job()), {}), (fp8_job(), NORMS, {}), (held_job(), NORMS, STEPPED)):
         plan = plan_for(job, lambda layer, items=items: items)
-        [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(canaries=True))
+        [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(canaries=True, **trial))
         assert outcome.differing == []
         assert outcome.planned.overwritten > 0
 
 
 def test_what_is_kept_may_go_to_the_host(pool_of):
-    job = fp8_job(**LAYOUTS["pp"])
+    job = held_job(**LAYOUTS["pp"])
     mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
-    [first, last] = checked(pool_of, job, [offloading(mixed, 20_000, pace=5_000)], Trial(steps=2))
+    [first, last] = checked(pool_of, job, [offloading(mixed, 20_000, pace=5_000)], Trial(steps=2, **STEPPED))
     assert first[0].planned.counts[-1].offloaded_bytes > 0
     assert last[0].planned.counts[-1].offloaded_bytes > 0
 
@@ -114,7 +154,7 @@ def test_a_checked_step_starts_from_the_scales_of_before(pool_of):
 def test_what_is_refused(pool_of):
     """All at once."""
     job = fp8_job()
-    settings = {"fp8_param": True, "fp8_dot_product_attention": True, "fp8_wgrad": False, "fp8_recipe": "mxfp8"}
+    settings = {"fp8_dot_product_attention": True, "fp8_wgrad": False, "fp8_recipe": "mxfp8"}
     plan = plan_for(job, lambda layer: NORMS)
     [refusal] = pool_of(1).run(on_ranks.refused, job, plan, partial(fp8_on_ranks.spoiled, **settings))
     assert sorted(refusal.places) == sorted([*(f"config.{name}" for name in settings), "NVTE_BACKWARD_OVERRIDE"])
@@ -123,6 +163,8 @@ def test_what_is_refused(pool_of):
 
 def test_a_plan_for_another_precision_is_refused(pool_of):
     in_bf16 = plan_for(tiny_job("llama", implementation="transformer_engine", dtype="bf16"), lambda layer: NORMS)
-    for plan in (in_bf16, plan_for(fp8_job("tensorwise"), lambda layer: NORMS)):
+    held = plan_for(held_job(), lambda layer: NORMS)
+    others = (in_bf16, "fp8"), (plan_for(fp8_job("tensorwise"), lambda layer: NORMS), "fp8"), (held, "fp8_parameters")
+    for plan, named in others:
         [refusal] = pool_of(1).run(on_ranks.refused, fp8_job(), plan)
-        assert refusal.places == ["plan: model.fp8"]
+        assert refusal.places == [f"plan: model.{named}"]

@@ -30,7 +30,6 @@ FEATURES = {
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
     "moe_layer_recompute": True,
-    "mtp_num_layers": 1,
     "heterogeneous_block_specs": True,
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "distribute_saved_activations": True,

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
 }
 RECIPES = (None, "delayed", "tensorwise")
+HELD: dict[str, Any] = {"fp8": {"recipe": "tensorwise", "parameters": True}, "distributed_optimizer": True}
 
 
 def te_job(recipe: str | None, like: Any, layout: str) -> Job:
@@ -70,6 +71,14 @@ def test_into_waits(pool_of, layout, recipe):
         job = te_job(recipe, like, layout)
         for both in counts_of(pool_of, job, plans_of(job), Trial(training=training, model=FUSED)):
             assert all(counts.filled > 0 for counts in both)
+
+
+def test_of_weights_that_are_held_in_fp8(pool_of):
+    """`main_grad` and its flags are on the parameter, which is a wrapper around bytes."""
+    job = tiny_job("llama", implementation="transformer_engine", dtype="bf16", **LAYOUTS["TP2"], **HELD)
+    trial = Trial(training=OVERLAPPED | {"optimizer": "megatron"}, model=FUSED)
+    for both in counts_of(pool_of, job, plans_of(job), trial):
+        assert all(counts.filled > 0 for counts in both)
 
 
 def test_beside_offloading(pool_of):

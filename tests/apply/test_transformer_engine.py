@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -335,7 +336,8 @@ def test_a_plan_for_local_layers_is_refused(pool_of):
     assert refusal.places == ["plan: model.implementation"]
 
 
-PROFILED = {
+HELD: dict[str, Any] = {"fp8": {"recipe": "delayed", "parameters": True}, "distributed_optimizer": True}
+PROFILED: dict[str, Any] = {
     "layernorm": {"norm": "layernorm"},
     "rmsnorm": {"norm": "rmsnorm"},
     "TP2+SP": {"norm": "layernorm", **LAYOUTS["TP2+SP"]},
@@ -343,6 +345,7 @@ PROFILED = {
     "queries and keys normed, grouped, TP2+SP": {"norm": "rmsnorm", "qk_norm": True, "kv_groups": 2, **LAYOUTS["TP2+SP"]},
     "FP8, delayed": {"norm": "layernorm", "fp8": {"recipe": "delayed"}},
     "FP8, delayed, TP2+SP": {"norm": "rmsnorm", "fp8": {"recipe": "delayed"}, **LAYOUTS["TP2+SP"]},
+    "FP8, delayed, weights held, TP2": {"norm": "rmsnorm", **HELD, **LAYOUTS["TP2"]},
     "FP8, current scales, TP2": {"norm": "rmsnorm", "fp8": {"recipe": "tensorwise"}, **LAYOUTS["TP2"]},
 }
 

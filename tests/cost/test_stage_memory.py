@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.config import Job
-from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.config.model import Fp8
+from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
 from megatron_lynx.cost.update import update_s
@@ -117,6 +118,29 @@ def test_copies_of_weights_in_fp8() -> None:
     units = job.cluster.fp8.model_copy(update={"transposes": False})
     other = job.model_copy(update={"cluster": job.cluster.model_copy(update={"fp8": units})})
     assert stage_memory(other, 0).fp8_weights == matrices + scales
+
+
+def test_weights_that_are_held_in_fp8() -> None:
+    """A byte each, and a second one by columns on a Hopper; what steps them is as ever. The gather moves half as much."""
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    copied = catalogued_job(parallel=layout, fp8="delayed")
+    held = copied.model_copy(update={"model": copied.model.model_copy(update={"fp8": Fp8(parameters=True)})})
+    before, memory, matrices = stage_memory(copied, 0), stage_memory(held, 0), stage_parameters(held, 0).matrices
+    assert before.parameters - memory.parameters == matrices
+    assert before.fp8_weights - memory.fp8_weights == matrices
+    assert (memory.gradients, memory.optimizer) == (before.gradients, before.optimizer)
+    assert update_s(held, analytic_profile(held)) < update_s(copied, analytic_profile(copied))
+
+
+def test_a_precision_aware_optimizer_beside_scales_of_now_holds_main_parameters_in_fp32() -> None:
+    """Megatron steps those then, from copies of gradients (`use_precision_aware_optimizer_no_fp8_or_ds_fp8`)."""
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    optimizer = {"precision_aware": True, "gradients": "bf16", "main_parameters": "remainder", "first_moment": "bf16"}
+    delayed, tensorwise = (
+        bytes_each(catalogued_job(parallel=layout, fp8=recipe, optimizer=optimizer)) for recipe in ("delayed", "tensorwise")
+    )
+    assert (delayed.main_parameter, delayed.gradient_copy) == (2, 0)
+    assert (tensorwise.main_parameter, tensorwise.gradient_copy) == (4, 4)
 
 
 def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:

@@ -69,11 +69,13 @@ WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128, "layers": ("
 LATENT = shlex.split(
     """
     --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12
-    --qk-layernorm --position-embedding-type rope
+    --qk-layernorm --position-embedding-type rope --mtp-num-layers 1
     """
 )
-"""Behind `TE`: latent attention, which Megatron builds of Transformer Engine's layers alone."""
+"""Behind `TE`: a layer that predicts one more token, and latent attention with its fused rotary kernel, which
+Megatron builds of Transformer Engine's layers alone."""
 WITH_LATENT = {
+    "mtp": 1,
     "latent": {"q_rank": 24, "kv_rank": 16, "head_size": 16, "rope_size": 8, "value_head_size": 12, "fused_rotary": True},
     "qk_norm": True,
     "position": "rope",

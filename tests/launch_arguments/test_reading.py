@@ -28,6 +28,9 @@ SMALL = (
 )
 
 
+MTP = "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --pipeline-model-parallel-layout"
+
+
 def read(text: str, **options: Any) -> Reading:
     return read_launch(shlex.split(text), **{"gpus": 8, **options})
 
@@ -161,6 +164,9 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--multi-latent-attention --position-embedding-type rope --rope-type rope",
             "--rope-type: found rope, needed --rope-type",
         ),
+        ("--mtp-num-layers 1 --mtp-use-repeated-layer", "one layer that is called several times"),
+        (f"{MTP} Ettt|tttttL", "0 times m in 'Ettt|tttttL': needed 1, as --mtp-num-layers says"),
+        (f"{MTP} Etttm|tttttL", "before its last stage: needed all beside L"),
         ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
         ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
@@ -369,6 +375,17 @@ def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
 
 
+def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
+    """DeepSeek-V3's, whose last stage has no other layer; a plan writes what it read."""
+    said = facts(f"{SMALL.replace('layers 8', 'layers 61')} --mtp-num-layers 1 {DEEPSEEK}", gpus=8)
+    counts = said["parallel.partition"]
+    assert (said["model.mtp"], len(counts), counts[0], counts[-2:], sum(counts)) == (1, 32, 2, [2, 0], 61)
+    assert layers_of_layout(layout_text(counts, 1), 1) == tuple(counts)
+
+
+DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
+
+
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
     """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
     words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
@@ -457,13 +474,15 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     job = job_of(read(f"{SMALL} {fp8}"), "h100-80g")
     assert (job.model.fp8.format, job.model.fp8_recipe) == ("e4m3", "delayed")
     assert facts(f"{SMALL} {fp8} --fp8-recipe tensorwise")["model.fp8.recipe"] == "tensorwise"
+    assert not job.model.fp8_parameters
+    assert facts(f"{SMALL} {fp8} --fp8-param-gather --use-distributed-optimizer")["model.fp8.parameters"] is True
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fp8-param-gather", "--fp8-param-gather: found given, needed a launch without it, or without --fp8-format"),
+        ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
         ("--first-last-layers-bf16", "layers that differ"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),

@@ -42,7 +42,6 @@ SET_BY = {
     "quant_recipe": "te_precision_config_file",
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
-    "fp8_param": "fp8_param_gather",
 }
 """Fields that flags of another name set."""
 NO_FLAG = {

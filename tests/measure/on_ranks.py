@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.memory import MemoryUse, count_step, marked
+from megatron_lynx.plan.plan import Plan
 
 
 def count(rank: int, trials: list[tuple[Job, dict[str, Any]]]) -> list[MemoryUse]:
@@ -30,3 +31,23 @@ def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
         run_schedule(training.chunks, job, batches, forward_step_func=marked(forward_step, meter, "forward"))
 
     return count_step(step, "cpu", training.parameters().values())
+
+
+def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -> list[tuple[int, int]]:
+    """What the forward of the last micro-batch leaves behind, and the most that its step holds, by stock setting or plan, after a
+    warm-up. All share their weights, and their gradients are equal in every bit."""
+    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.testbed.candidates import Candidate
+    from megatron_lynx.testbed.subject import same_bits, subjects_of
+
+    remember_blocks()
+    candidates = [Candidate(f"{at}", fields, plan) for at, (fields, plan) in enumerate(cases)]
+    found, reference = [], None
+    for subject in subjects_of(job, candidates).values():
+        with subject.in_force():
+            gradients = subject.repeatable_step()
+            reference = reference or gradients
+            assert same_bits(gradients, reference), subject.candidate
+            use = subject.counted_step()
+            found.append((use.marks[-1].bytes, use.peak_bytes))
+    return found

@@ -94,7 +94,7 @@ def test_every_seat_is_one_that_a_plan_accepts_and_holds_no_more_than_was_said()
     last = solved(stages.of(1), lambda choices: choices[0])
     problem = stages.of(0)
     for number in range(max(map(len, problem.halves))):
-        answer = solved(problem, lambda choices, number=number: choices[number % len(choices)])  # type: ignore[misc]
+        answer = solved(problem, lambda choices, number=number: choices.apart[number % len(choices.apart)])  # type: ignore[misc]
         found = rehearse(planned(stages, [answer, last]), profile)
         assert found.memory(0).peak_bytes <= answer.peak_bytes
         assert min(found.memory(0).bytes) >= 0

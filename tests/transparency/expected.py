@@ -48,6 +48,10 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             continue
         for half in timetable.backward(action.chunk, phase).halves:
             layer, name = half.half
+            result.replayed += len(half.first)
+            if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
+                result.replayed += half.on_demand is not None
+                continue
             if not lets_go(job, entry, layer, name):
                 continue
             result.replayed += 1

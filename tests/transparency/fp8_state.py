@@ -40,5 +40,6 @@ def _of_module(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{direction}.{part}", tensor
         for index, quantizer in enumerate(module.quantizers[direction]):
             yield f"{direction}.usages {index}", torch.tensor([quantizer.rowwise_usage, quantizer.columnwise_usage])
-    for name, weight in module._fp8_workspaces.items():
+    own = ((name, each) for name, each in module.named_parameters(recurse=False) if hasattr(each, "get_metadata"))
+    for name, weight in (*module._fp8_workspaces.items(), *own):
         yield from ((f"{name}.{part}", t) for part, t in weight.get_metadata().items() if isinstance(t, torch.Tensor))

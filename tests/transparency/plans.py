@@ -41,7 +41,7 @@ def plan_for(
         {
             "version": 1,
             "model": {name: getattr(model, name) for name in facts}
-            | {"fp8": model.fp8_recipe, "shared_experts": has_shared_experts(job)},
+            | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,

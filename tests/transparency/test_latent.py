@@ -109,7 +109,7 @@ def together(job: Job, items: Collection[str]) -> list[str]:
     is turned in place, its norm, and the code that turns it. The MLP's are left as they are."""
     section, everything = job.model.halves["attention"], all_of(job)
     torn = section.torn([item for item in items if item in everything])
-    beside = {*items, *torn, *(INNER_NORMS[:1] if "linear_q_up_proj" in torn and job.model.qk_norm else ())}
+    beside = {*items, *torn, *(INNER_NORMS[:1] if "linear_q_up_proj" in torn else ())}
     return [*(item for item in everything if item in beside), *(item for item in items if item in MLP.names)]
 
 

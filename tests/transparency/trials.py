@@ -90,6 +90,14 @@ def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> 
     return [_outcome(stock, train(job, plan, trial)) for plan in plans]
 
 
+def stock_seen(rank: int, job: Job, trial: Trial) -> Seen:
+    """What a training of stock shows, under the settings of the trial."""
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    return train(job, None, trial)
+
+
 def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     """A training from the same weights and seeds, under a plan or without."""
     from megatron_lynx.apply import install

@@ -24,7 +24,7 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.saved import has_memory
+from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 
@@ -66,7 +66,7 @@ class _Store:
                 self._add_to_bias(made[1])
 
         if self._gradients.puts_off(self._linear):
-            self._gradients.put_off(self._linear, _memory_of(operands[:2]), compute)
+            self._gradients.put_off(self._linear, memory_of(operands[:2]), compute)
         else:
             self._gradients.catch_up(self._linear)
             compute()
@@ -89,15 +89,3 @@ class _Store:
 
 def _detached(operand: Tensor) -> Tensor:
     return operand.detach() if type(operand) is Tensor else operand
-
-
-def _memory_of(operands: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors that hold the memory of these: a tensor in FP8 has several, bytes by rows and by columns and their scale; those
-    of a grouped GEMM come as lists, one for each expert."""
-    for operand in operands:
-        if isinstance(operand, list | tuple):
-            yield from _memory_of(operand)
-        elif isinstance(operand, Tensor) and has_memory(operand):
-            yield operand
-        else:
-            yield from (part for part in operand.get_metadata().values() if isinstance(part, Tensor))

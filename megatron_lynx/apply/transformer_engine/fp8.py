@@ -12,7 +12,9 @@ histories and scales are never touched. With current scaling there is nothing to
 all the same: a replay may run inside a call of the same linear. (In 2.9 and 2.14, no more in 2.17, they share two one-element
 workspaces with the live ones, `scale` and `amax`: harmless, as the call that writes them reads them, on the same stream.)
 
-Weights are quantized in the first micro-batch of a step and kept by the linear; a replay finds them there.
+Weights are quantized in the first micro-batch of a step and kept by the linear; a replay finds them there. Or they are held in
+FP8 themselves (`--fp8-param-gather`): then a parameter is a wrapper around bytes by rows, which lie in DDP's buffer, bytes by
+columns, and their scale. Nodes save these; they are the model's own, and change between steps alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+
+from megatron_lynx.runtime.saved import memory_of
 
 FORWARD = "scaling_fwd"
 IS_FIRST = 4
@@ -75,8 +79,7 @@ class Fp8Linear:
             quantizers[FORWARD] = live
 
     def lasting(self) -> Iterator[Tensor]:
-        for weight in self._linear._fp8_workspaces.values():
-            yield from (part for part in weight.get_metadata().values() if isinstance(part, Tensor))
+        yield from memory_of(self._linear._fp8_workspaces.values())
 
 
 def own_quantizers(live: Any, scale: Tensor | None) -> Any:

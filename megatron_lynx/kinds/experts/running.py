@@ -153,7 +153,7 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
     for layer in entry.layers:
         rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
         defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
-        if (section.name == EXPERTS.name) and (offloads or defers or rule.replays(section.half)):
+        if (section.name == EXPERTS.name) and (offloads or defers or rule.recomputed(section)):
             yield layer
 
 

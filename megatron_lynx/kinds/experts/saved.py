@@ -11,8 +11,8 @@ rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
                  the loss in fp32
-    dispatch     the map (a byte each) and the probabilities of all experts; `permute` keeps where each row came from (int64),
-                 which `combine` reads as well. It hands on R rows, and the probability of each
+    dispatch     the router's map (a byte each) and probabilities of all experts; `permute` keeps where each row came from
+                 (int64), which `combine` reads as well. It hands on R rows, and the probability of each
     experts      what comes out of the first GEMM, and what goes into the second one:
                  fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
                            fused: f + f + f
@@ -86,7 +86,7 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     experts, element = experts_of(shape), shape.model.element_bytes
     choices, rows = shape.own_tokens * experts.per_token, routed_rows(shape)
     of_all = shape.own_tokens * experts.count * (1 + element)
-    yield SavedTensor(bytes=of_all, made_by=DISPATCH, saved_by=(DISPATCH,))
+    yield SavedTensor(bytes=of_all, made_by=ROUTER, saved_by=(DISPATCH,), output=True)
     yield SavedTensor(bytes=choices * INDEX_BYTES, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
     yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
     yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
@@ -95,7 +95,7 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
 def remembered_bytes(shape: LayerShape) -> int:
     """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
     probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
-    return sum(block.bytes for block in _dispatch(shape) if not block.output)
+    return sum(block.bytes for block in _dispatch(shape) if DISPATCH in block.saved_by)
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:

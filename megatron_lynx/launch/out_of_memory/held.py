@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_lynx.runtime.saved import memory_of
+
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
     """Bytes by kind, without kinds of which there are none. Memory that several tensors share counts once, and what an optimizer
@@ -32,7 +34,7 @@ def has_state(optimizer: Any) -> bool:
 
 def _bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
     size = 0
-    for tensor in tensors:
+    for tensor in memory_of(tensors):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())

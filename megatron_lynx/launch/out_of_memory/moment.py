@@ -69,7 +69,8 @@ class Rank:
     def top_half_is_seen(self, chunk: int) -> bool:
         """Whether the engine knows when backward reaches a chunk's last half: nothing is done where nothing ever happens."""
         entry = self.plan.chunks_of(self.stage)[chunk]
-        return entry.offload is not None or bool(entry.rule_for(entry.layers.last).replays(MLP))
+        rule = entry.rule_for(entry.layers.last)
+        return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.replays(MLP))
 
 
 class _Passed(NamedTuple):

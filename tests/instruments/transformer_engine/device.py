@@ -3,12 +3,13 @@
 asked                                     answered, to files of transformer_engine
 torch.cuda.is_available()                 yes: its modules refuse to be built otherwise
 tensor.is_cuda                            yes
-device properties and capability          those of a Hopper, which has FP8
+device properties and capability          those of a Hopper, which has FP8, or another's
 NVTX ranges                               nothing
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ import torch
 from megatron_lynx.testbed.cpu_device import with_device_on_cpu
 from megatron_lynx.testbed.stand_in import replace
 
-CAPABILITY = (9, 0)
+CAPABILITY = tuple(int(part) for part in os.environ.get("TESTBED_CAPABILITY", "9.0").split("."))
+"""A Hopper's, unless TESTBED_CAPABILITY names another: MXFP8 is Blackwell's (10.0)."""
 PROPERTIES = SimpleNamespace(
     name="CPU", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=0, multi_processor_count=1, shared_memory_per_block_optin=0
 )

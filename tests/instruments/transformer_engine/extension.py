@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.instruments.transformer_engine import (
+    blocks,
     enums,
     facts,
     float8,
@@ -20,7 +21,7 @@ from tests.instruments.transformer_engine import (
 )
 from tests.instruments.transformer_engine.unanswered import Unanswered
 
-PARTS = (enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax, userbuffers)
+PARTS = (blocks, enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax, userbuffers)
 
 globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
 

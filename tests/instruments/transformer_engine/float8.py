@@ -5,7 +5,7 @@
                data ── transposed ──> columns          current: computed from these numbers, over the group where one is given
 
 As on a Hopper, whose FP8 products take rows alone: a tensor that is used by columns carries its transpose. When scales of delayed
-scaling change is Transformer Engine's own Python to say (`NVTE_UNFUSED_FP8_UPDATE`). Block scales are not answered.
+scaling change is Transformer Engine's own Python to say (`NVTE_UNFUSED_FP8_UPDATE`). Block scales are in `blocks`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from tests.instruments.transformer_engine.blocks import OF_TENSORS, in_blocks, numbers_in_blocks, quantize_blocks
 from tests.instruments.transformer_engine.enums import DType
 
-__all__ = ["bgrad_quantize", "create_empty_quantized_tensor", "dequantize", "fp8_transpose", "quantize"]
+__all__ = ["bgrad_quantize", "compute_amax", "create_empty_quantized_tensor", "dequantize", "fp8_transpose", "quantize"]
 
 
 @torch.no_grad()
@@ -24,6 +25,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     """`tensor` in FP8: a new tensor of the quantizer's kind, or written over `output` (not where `noop` says so)."""
     if noop is not None and float(noop) != 0:
         return output
+    if type(quantizer).__name__ in OF_TENSORS:
+        return quantize_blocks(tensor, quantizer, output)
     numbers = tensor.detach().float()
     scale = scale_of(numbers, quantizer)
     data = cast(numbers * scale, quantizer.dtype)
@@ -57,19 +60,33 @@ def scale_of(numbers: torch.Tensor, quantizer: Any) -> torch.Tensor:
     kind = type(quantizer).__name__
     amax = numbers.abs().max().view(1) if numbers.numel() else torch.zeros(1)
     if kind == "Float8Quantizer":
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
+        if quantizer.amax.numel():  # a cast with a scale that is known needs none
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
         scale: torch.Tensor = quantizer.scale.detach().float().view(1).clone()
         return scale
     if kind != "Float8CurrentScalingQuantizer":
         raise NotImplementedError(f"quantize with {kind}")
     if quantizer.with_amax_reduction:
-        largest = torch.distributed.AllreduceOptions()
-        largest.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
-        quantizer.amax_reduction_group.allreduce([amax], largest).wait()  # as in C++: no name of torch's Python is looked up
-    amax = amax.clamp(min=quantizer.amax_epsilon)
-    scale = torch.finfo(DType(int(quantizer.dtype)).of_torch).max / amax
-    scale = torch.where(torch.isfinite(scale) & torch.isfinite(amax), scale, torch.ones(1))
-    return torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+        quantizer.amax_reduction_group.allreduce([amax], options).wait()  # as in C++: no name of torch's Python is looked up
+    largest = torch.finfo(DType(int(quantizer.dtype)).of_torch).max
+    return scale_of_amax(amax, largest, powers=quantizer.force_pow_2_scales, epsilon=quantizer.amax_epsilon)
+
+
+@torch.no_grad()
+def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+    """The largest magnitude of a tensor, written over `amax`. Of none it is left as it was."""
+    if tensor.numel():
+        amax.copy_(tensor.float().abs().max().view_as(amax))
+
+
+def scale_of_amax(amax: torch.Tensor, largest: float, *, powers: bool, epsilon: float) -> torch.Tensor:
+    """By what numbers are multiplied whose largest magnitude is `amax`, so that it becomes `largest`; 1 where all are 0.
+    `powers`: of two alone."""
+    scale = largest / (amax := amax.clamp(min=epsilon))
+    scale = torch.where(torch.isfinite(scale) & torch.isfinite(amax), scale, torch.ones_like(scale))
+    return torch.exp2(torch.floor(torch.log2(scale))) if powers else scale
 
 
 def cast(numbers: torch.Tensor, dtype: Any) -> torch.Tensor:
@@ -87,6 +104,8 @@ def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None =
 
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
     """The numbers that an FP8 tensor stands for."""
+    if in_blocks(input):
+        return numbers_in_blocks(input, columns=input._rowwise_data is None).to(DType(int(otype)).of_torch)
     return numbers_of(input._data, input).to(DType(int(otype)).of_torch)
 
 
@@ -101,6 +120,8 @@ def operand(tensor: Any, transposed: bool) -> torch.Tensor:
     Raises:
         RuntimeError: they are not.
     """
+    if in_blocks(tensor):
+        return numbers_in_blocks(tensor, columns=transposed)
     data = tensor._transpose if transposed else tensor._data
     if data is None or (transposed and tensor._transpose_invalid):
         raise RuntimeError(f"an FP8 operand has no {'columns' if transposed else 'rows'}")

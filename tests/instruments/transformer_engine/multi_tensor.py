@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from tests.instruments.transformer_engine.float8 import scale_of_amax
+
 __all__ = [
     "multi_tensor_adam",
+    "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
@@ -46,6 +49,15 @@ def multi_tensor_unscale_l2norm(
     """The norms of tensors that are still scaled by the loss scale."""
     unscaled = [[tensor.float() * inv_scale for tensor in tensor_lists[0]]]
     return multi_tensor_l2norm(chunk_size, noop_flag, unscaled, per_tensor_python)
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, max_fp8: float, force_pow_2_scales: bool, epsilon: float
+) -> None:
+    """Write scales, and what they are divided by again, for largest magnitudes. Lists: of magnitudes, of scales, of inverses."""
+    for amax, scale, inverse in zip(*tensor_lists, strict=True):
+        scale.copy_(scale_of_amax(amax, max_fp8, powers=force_pow_2_scales, epsilon=epsilon))
+        inverse.copy_(scale.reciprocal())
 
 
 def multi_tensor_adam(

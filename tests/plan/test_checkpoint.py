@@ -1,0 +1,98 @@
+"""Checkpoints in plan files: how they are written, read, explained and refused; plans without them say what they always said."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_lynx.plan.explanation import explanation
+from megatron_lynx.plan.plan import LayerRange, Plan, Rule
+from megatron_lynx.plan.plan_file import dump_plan, load_plan
+from megatron_lynx.plan.rule import CheckpointGroups, joined
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.checkpoints import checkpointed
+from tests.transparency.plans import plan_for
+
+NOTHING = plan_for(tiny_job("llama"), lambda layer: ())
+
+
+def rule(checkpoint: Any, **given: Any) -> Rule:
+    return Rule.model_validate({"layers": "1-4", "checkpoint": checkpoint, **given})
+
+
+@pytest.mark.parametrize("checkpoint", ["layer", "halves", "attention", "mlp", {"layers": 3}], ids=str)
+def test_it_is_written_and_read_as_what_it_is(tmp_path, checkpoint):
+    plan = checkpointed(NOTHING, checkpoint)
+    text = dump_plan(plan)
+    (tmp_path / "plan.yaml").write_text(text)
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    said = "{layers: 3}" if isinstance(checkpoint, dict) else checkpoint
+    assert f"checkpoint: {said}\n" in text
+    assert "#   checkpoint    of a rule" in text
+    assert "checkpoint" not in dump_plan(NOTHING)
+
+
+def test_digests_of_plans_without_it_are_what_they_were():
+    assert NOTHING.digest == "99e1c6f8a14581c0a538a949701bee7e76dc71c979f21ee49637b321e938384f"
+    assert checkpointed(NOTHING, "layer").digest != NOTHING.digest
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"keep": ["linear_qkv"]}, "linear_qkv: listed, but checkpoint is layer: all of the attention half runs again"),
+        (
+            {"windows": {"mlp": "bwd.mlp.0"}},
+            "windows.mlp is given, but checkpoint is layer: it runs again when backward needs it",
+        ),
+        ({"gather": {"attention": "on_demand"}}, "gather.attention is given, but checkpoint is layer"),
+        ({"checkpoint": "mlp"}, "linear_qkv is neither kept nor replayed"),
+        ({"checkpoint": {"layers": 1}}, "greater than or equal to 2"),
+        ({"checkpoint": "layers"}, "'layer', 'halves', 'attention' or 'mlp'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(given, problem):
+    with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
+        rule(**{"checkpoint": "layer", **given})
+
+
+def test_userbuffers_are_refused_by_name():
+    plan = plan_for(tiny_job("llama", tensor=2, sequence_parallel=True, implementation="transformer_engine"), lambda layer: ())
+    raw = checkpointed(plan, "layer").model_dump(mode="json")
+    raw["parallel"]["userbuffers"] = True
+    with pytest.raises(ValueError, match=r"checkpoint is layer, but with parallel\.userbuffers"):
+        Plan.model_validate(raw)
+
+
+def test_groups_are_counted_from_the_first_layer_of_a_rule():
+    """Two rules that say the same are one only where the first one's groups are full: else other layers would keep an input."""
+    even, odd = (
+        [rule({"layers": 2}).model_copy(update={"layers": LayerRange(first=a, last=b)}) for a, b in spans]
+        for spans in (((1, 2), (3, 4)), ((1, 3), (4, 6)))
+    )
+    assert len(joined(even)) == 1
+    assert joined(odd) == tuple(odd)
+    assert [layer for layer in range(1, 4) if not odd[0].feeds(layer, "mlp")] == [2, 3]
+
+
+def test_it_is_explained():
+    console = Console(width=160, file=StringIO())
+    console.print(explanation(checkpointed(NOTHING, {"layers": 2})))
+    text = console.file.getvalue()
+    for words in ("the input of every 2 layers", "nothing: attention makes its input", "all, what communicates too"):
+        assert words in text
+
+
+def test_the_timetable_says_what_runs_again_before_what():
+    entry = timetable_of(checkpointed(NOTHING, "layer"), 0).backward(0, "steady").halves[:2]
+    (mlp, attention) = entry
+    assert [(one.half, one.whole) for one in mlp.first] == [((4, "attention"), True)]
+    assert mlp.on_demand is not None
+    assert mlp.on_demand.half == (4, "mlp")
+    assert (attention.first, attention.on_demand) == ((), None)
+    assert isinstance(rule({"layers": 2}).checkpoint, CheckpointGroups)

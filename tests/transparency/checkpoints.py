@@ -1,0 +1,46 @@
+"""Plans in which layers, or halves of layers, keep their input alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_lynx.plan.plan import Plan
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+"""Stock's fields; `recompute_num_layers` comes beside them."""
+
+
+def checkpointed(plan: Plan, checkpoint: Any, layers: Iterable[int] | None = None) -> Plan:
+    """The same plan with this checkpoint in these layers, or in all, of which it names no items any more. Neighbours share a
+    rule, so that groups of layers may be formed."""
+    raw = plan.model_dump(mode="json", exclude_defaults=True)
+    halves = {"attention": ("attention",), "mlp": ("mlp",)}.get(
+        checkpoint if isinstance(checkpoint, str) else "", ("attention", "mlp")
+    )
+    for stage in raw["stages"]:
+        for rule in stage["rules"]:
+            if layers is None or int(rule["layers"]) in layers:
+                rule["checkpoint"] = checkpoint
+                _leave_out(rule, plan, int(rule["layers"]), halves)
+        stage["rules"] = _joined(stage["rules"])
+    return Plan.model_validate(raw)
+
+
+def _leave_out(rule: dict[str, Any], plan: Plan, layer: int, halves: tuple[str, ...]) -> None:
+    names = {name for section in plan.model.sections_of(layer) if section.half in halves for name in section.names}
+    for key in ("keep", "replay"):
+        rule[key] = [item for item in rule.get(key, ()) if item not in names]
+    for key in ("windows", "gather"):
+        rule[key] = {half: place for half, place in rule.get(key, {}).items() if half not in halves}
+
+
+def _joined(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for rule in rules:
+        alike = {key: said for key, said in rule.items() if key != "layers"}
+        if found and rule.get("checkpoint") and alike == {key: said for key, said in found[-1].items() if key != "layers"}:
+            found[-1]["layers"] = f"{str(found[-1]['layers']).partition('-')[0]}-{rule['layers']}"
+        else:
+            found.append(rule)
+    return found

@@ -1,0 +1,98 @@
+"""Checkpoints: a layer, a half or several layers keep one input; all inside runs again in backward, what communicates included.
+
+Losses and gradients equal stock's in every bit, as everywhere; what is held is stock's full recomputation's; what is communicated
+is counted: at most what stock communicates when it recomputes all, and less, as nobody needs a checkpoint's own output again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
+from tests.transparency.checkpoints import FULL, checkpointed
+from tests.transparency.plans import plan_for
+from tests.transparency.test_every_bit import LAYOUTS, checked
+from tests.transparency.test_experts import STATEFUL, job_of
+from tests.transparency.trials import Trial, stock_seen
+
+Pools = Callable[[int], RankPool]
+
+
+def kept_but_for(job: Job, checkpoint: Any, layers: Any = None) -> Plan:
+    return checkpointed(plan_for(job, lambda layer: ()), checkpoint, layers)
+
+
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP", "PP2", "TP2xPP2xVPP2+SP"])
+def test_every_bit(pool_of: Pools, layout: str, like: Any) -> None:
+    job = tiny_job(like, **LAYOUTS[layout])
+    candidates = [kept_but_for(job, one) for one in ("layer", "halves", "attention", "mlp", {"layers": 2}, {"layers": 3})]
+    candidates.append(kept_but_for(job, "layer", (2, 3)))
+    checked(pool_of, job, candidates, Trial(canaries=layout == "one rank"))
+
+
+EXPERTS = {
+    "one rank": Trial(model=STATEFUL, counted=True),
+    "EP2": Trial(model=STATEFUL, counted=True),
+    "TP2+SP, EP2, every second layer": Trial(counted=True),
+    "PP2xVPP2, EP2": Trial(),
+}
+
+
+@pytest.mark.parametrize("layout", ["one rank", "EP2", "TP2+SP, EP2, every second layer", *long("PP2xVPP2, EP2")])
+def test_tokens_travel_again_as_the_router_decided(pool_of: Pools, layout: str) -> None:
+    """Rows are brought to their experts again, and back only where the next layer's input is made of them."""
+    job, trial = job_of(layout), EXPERTS[layout]
+    trial.training = {"ddp": True, "optimizer": "megatron"}
+    candidates = [kept_but_for(job, one) for one in ("layer", "mlp", {"layers": 2})]
+    for outcomes in checked(pool_of, job, candidates, trial):
+        layers, groups = (Counter(outcomes[at].planned.collectives) - Counter(outcomes[0].stock.collectives) for at in (0, 2))
+        if layout == "EP2":
+            passes = job.model.layers * job.microbatches
+            assert (layers["c10d::alltoall_base_"], groups["c10d::alltoall_base_"]) == (2 * passes, 2 * passes + passes // 2)
+
+
+AGAIN = {
+    "TP2": ({"allreduce_": 1}, {"allreduce_": 2}),
+    "TP2+SP": ({"_allgather_base_": 2, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 2}),
+}
+"""By layout: the collectives that a layer and micro-batch has more than without recomputation, ours and stock's."""
+
+
+@pytest.mark.parametrize("layout", AGAIN)
+def test_what_nobody_needs_is_not_communicated_again(pool_of: Pools, layout: str) -> None:
+    """The attention half's output is reduced again, because the MLP half reads it; the MLP half's is not."""
+    job, (more, more_of_stock) = tiny_job("gpt", **LAYOUTS[layout]), AGAIN[layout]
+    [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(counted=True))[0]
+    full = {**FULL, "recompute_num_layers": 1}
+    recomputed = pool_of(job.gpus).run(stock_seen, job, Trial(counted=True, model=full))[0]
+    times = job.model.layers * job.microbatches
+    for again, seen in ((more, outcome.planned), (more_of_stock, recomputed)):
+        found = Counter(seen.collectives) - Counter(outcome.stock.collectives)
+        assert found == {f"c10d::{name}": times * count for name, count in again.items()}
+
+
+def test_a_replay_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools) -> None:
+    job = tiny_job("gpt")
+    plan = kept_but_for(job, {"layers": 2})
+    [outcome] = checked(pool_of, job, [plan], Trial(traced=True))[0]
+    seen = [
+        (event["layer"], event["half"])
+        for event in outcome.planned.events
+        if event["kind"] == "replay" and event["micro_batch"] == 2
+    ]
+    backward = timetable_of(plan, 0).backward(0, "steady").halves
+    events = [one for half in backward for one in (*half.first, *filter(None, [half.on_demand]))]
+    assert seen == [event.half for event in events]
+    assert seen == [(at, half) for group in ((3, 4), (1, 2)) for at in group for half in ("attention", "mlp")]
+    assert [event.whole for event in events] == [True, True, True, False] * 2
+    assert all(event.communicates for event in events)
