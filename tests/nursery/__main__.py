@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 
@@ -59,8 +60,8 @@ MODULES = {
 """What ranks import, and what launches do."""
 
 
-def serve(listener: socket.socket) -> Request:
-    """Fork whatever is asked for, for ever. Returns in the processes alone."""
+def serve(listener: socket.socket, stood_in: Mapping[str, str]) -> Request:
+    """Fork whatever is asked for, for ever. Returns in the processes alone. `stood_in`: variables that stand-ins have set."""
     ended, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -81,7 +82,7 @@ def serve(listener: socket.socket) -> Request:
             if (pid := os.fork()) == 0:
                 for inherited in (listener, connection, *running.values()):
                     inherited.detach()  # `become` closes them by number, and gives the numbers away
-                become(request, files)
+                become(request, files, stood_in)
                 return request
             os.setpgid(pid, pid)
             for file in files:
@@ -100,7 +101,7 @@ def bury(running: dict[int, socket.socket]) -> None:
                 connection.close()
 
 
-def become(request: Request, files: list[int]) -> None:
+def become(request: Request, files: list[int], stood_in: Mapping[str, str]) -> None:
     """Nothing of the nursery's is left in this process but its modules."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
@@ -116,7 +117,7 @@ def become(request: Request, files: list[int]) -> None:
     of_python = [entry for entry in sys.path if entry not in of_nursery]
     os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update({**request.environment, **stood_in})
     sys.path[:] = [request.folder, *python_path(), *of_python]
     sys.argv[:] = [request.module, *request.arguments]
 
@@ -129,12 +130,14 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
+    before, stood_in = dict(os.environ), dict[str, str]()
     if what := sys.argv[2:]:
         import_megatron(*what)
+        stood_in = dict(os.environ.items() - before.items())
     else:
         import_ahead()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        request = serve(listener)
+        request = serve(listener, stood_in)
     run_anew(request.module)
 
 
