@@ -152,7 +152,6 @@ REFUSED = {
     "fake_process_group": "nothing is communicated, so there are no windows",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
-    "use_tp_pp_dp_mapping": "links are priced for Megatron's usual order of ranks",
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
@@ -162,7 +161,6 @@ REFUSED = {
     "dataloader_inter_document_masking": "packed sequences are not modelled",
     "logits_load_dir": "distillation's second loss is not counted",
     "modelopt_enabled": "what ModelOpt puts into layers is not modelled",
-    "enable_gpt_oss": "that model's layers are not modelled",
     "export_kd_teacher_load": "a second model beside the first is not counted",
     "use_checkpoint_args": "arguments that only a checkpoint knows: write them out",
     "use_mp_args_from_checkpoint_args": "arguments that only a checkpoint knows: write them out",
@@ -194,7 +192,7 @@ USERBUFFERS_OWN = "tp_comm_"
 
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 
-_DISPATCH = "the all-to-all dispatcher. Leave room for buffers of its own"
+_DISPATCH = "exchanges in which a token travels once to each rank of its experts. Leave room for the backend's own buffers"
 
 _FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
 
@@ -219,6 +217,7 @@ PRICED_AS = {
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
     "pin_cpu_grads": "gradients in pinned memory, which copies are faster to",
+    "use_tp_pp_dp_mapping": "links in the usual order of ranks: messages between stages are no slower, sums over replicas may be",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }

@@ -57,7 +57,11 @@ class Plan(PlanContents):
     @property
     def digest(self) -> str:
         """SHA-256 of what it says, whatever its file looks like."""
-        later: dict[str, Any] = {"model": {"kinds"}} if not self.model.kinds else {}  # what plans could not always say
+        fields, added = (
+            type(self.model).model_fields,
+            ("kinds", "moe_dispatcher", "fp8_parameters"),
+        )  # what plans could not always say
+        later: dict[str, Any] = {"model": {name for name in added if getattr(self.model, name) == fields[name].default}}
         if not any(rule.checkpoint for stage in self.stages for rule in stage.rules):
             later["stages"] = {"__all__": {"rules": {"__all__": {"checkpoint"}}}}
         return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()

@@ -67,7 +67,7 @@ class Subset:
             gather,
             price.stops,
             sequence_parallel=shape.sequence_parallel,
-            exchanging=before is not None and before.exchanges and shape.expert > 1,
+            exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
             attention=shape.halves[ATTENTION.half],
         )
 

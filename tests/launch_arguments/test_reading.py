@@ -147,7 +147,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
-        ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
+        (
+            "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
+            "found ncclep, needed deepep or hybridep",
+        ),
         ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
         ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
         ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
@@ -240,6 +243,21 @@ def test_latent_attention() -> None:
         assert found["model.latent.kv_rank"] == 64
         assert found.get("model.latent.fused_rotary", False) is fused
         assert found["model.kv_groups"] == found["model.heads"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("--moe-token-dispatcher-type alltoall", None),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", None),
+        ("--moe-token-dispatcher-type flex", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+    ],
+)
+def test_who_brings_tokens_to_experts(flags: str, dispatcher: str | None) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --expert-model-parallel-size 2 {flags}")
+    assert found.get("model.experts.dispatcher") == dispatcher
 
 
 def test_what_experts_may_have_beside_them() -> None:
@@ -384,6 +402,20 @@ def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
 
 
 DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
+
+
+def test_what_slime_sets_itself_is_read() -> None:
+    """Of a launch that packs tokens: two context-parallel ranks have one sequence of both. What is said counts."""
+    flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096 --lr 1e-4"
+    flags += " --context-parallel-size 2 --use-precision-aware-optimizer --use-tp-pp-dp-mapping --global-batch-size 64"
+    reading = read(flags)
+    assert reading.problems == ()
+    data = reading.job_data
+    assert (data["model"]["seq"], data["model"]["dtype"], data["batch"]) == (8192, "bf16", {"micro": 1, "global": 64})
+    assert data["parallel"]["distributed_optimizer"] is True
+    assert read(f"{flags} --micro-batch-size 2").job_data["batch"]["micro"] == 2
+    assert read(f"{flags} --seq-length 512 --micro-batch-size 1").job_data["model"]["seq"] == 512
+    assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
 
 
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
