@@ -12,6 +12,7 @@ from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
@@ -225,6 +226,11 @@ class Model(Part):
         return self.experts is not None and self.experts.shared_ffn > 0
 
     @property
+    def moe_dispatcher(self) -> Dispatcher:
+        """Who brings tokens to experts on other ranks."""
+        return "alltoall" if self.experts is None else self.experts.dispatcher
+
+    @property
     def experts_whole(self) -> bool:
         """Whether plans keep all of the halves that have experts, on the device."""
         return self.experts is not None and self.experts.whole
@@ -240,7 +246,9 @@ class Model(Part):
 
     def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
         """The same of one of its kinds of layers."""
-        return sections_of(self.facts._replace(experts=experts, shared_experts=self.shared_experts))
+        return sections_of(
+            self.facts._replace(experts=experts, shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher)
+        )
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:

@@ -122,7 +122,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     given = with_packing(given)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += window_facts(given, problems)
@@ -218,7 +218,7 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Fused dispatchers are priced as Megatron's own."""
+    """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
 

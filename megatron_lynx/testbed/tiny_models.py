@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.section import KV_NORM, Q_NORM
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
@@ -147,10 +148,16 @@ def expert_fields(job: Job) -> dict[str, Any]:
         "moe_layer_freq": [int(number in job.model.expert_layers) for number in range(1, job.model.layers + 1)],
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
-        "moe_token_dispatcher_type": "alltoall",
+        **_dispatcher_fields(experts.dispatcher),
         "expert_model_parallel_size": job.parallel.expert,
         "expert_tensor_parallel_size": job.parallel.expert_tensor_size,
     }
+
+
+def _dispatcher_fields(dispatcher: Dispatcher) -> dict[str, Any]:
+    if dispatcher == "alltoall":
+        return {"moe_token_dispatcher_type": dispatcher}
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher, "moe_router_dtype": "fp32"}
 
 
 def build_model(

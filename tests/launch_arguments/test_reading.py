@@ -147,7 +147,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
-        ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
+        (
+            "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
+            "found ncclep, needed deepep or hybridep",
+        ),
         ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
         ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
         ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
@@ -172,8 +175,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
         (
-            "--fp8-format hybrid --fp8-recipe mxfp8",
-            "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
+            "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
+            "--fp8-param-gather: found given, needed --reuse-grad-buf-for-mxfp8-param-ag beside it",
         ),
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
@@ -242,6 +245,21 @@ def test_latent_attention() -> None:
         assert found["model.latent.kv_rank"] == 64
         assert found.get("model.latent.fused_rotary", False) is fused
         assert found["model.kv_groups"] == found["model.heads"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("--moe-token-dispatcher-type alltoall", None),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", None),
+        ("--moe-token-dispatcher-type flex", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+    ],
+)
+def test_who_brings_tokens_to_experts(flags: str, dispatcher: str | None) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --expert-model-parallel-size 2 {flags}")
+    assert found.get("model.experts.dispatcher") == dispatcher
 
 
 def test_what_experts_may_have_beside_them() -> None:
