@@ -55,8 +55,8 @@ class Plan(PlanContents):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it says, whatever its file looks like. A key with its default says nothing: so a plan keeps its digest when
-        plans learn to say more."""
+        """SHA-256 of what it says, whatever its file looks like. A key with its default says nothing, so that a plan keeps its
+        digest when plans learn to say more."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     @model_validator(mode="after")

@@ -102,6 +102,7 @@ def test_where_stock_does_as_well_it_says_so() -> None:
     assert verdict(found).startswith("Nothing to gain: keep your launch")
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -> None:
     found = answer(FULL, 14)
     assert found.plan is None
