@@ -14,9 +14,10 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import Checkpoint, replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
@@ -136,7 +137,7 @@ def _passes(
         profile,
         message_bytes,
         embedding=embedding_of(profile, message_bytes) if first else None,
-        head=head_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
+        head=last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
         reduced_in_backward=reduced_in_backward,
     )

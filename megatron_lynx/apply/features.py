@@ -18,7 +18,6 @@ OFF = {
     "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
     "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",
     "moe_paged_stash": "--moe-paged-stash: it packs what experts save, by hooks of its own on all layers",
-    "mtp_num_layers": "--mtp-num-layers: multi-token prediction has layers outside decoder.layers",
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
     "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",

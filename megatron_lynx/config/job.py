@@ -23,6 +23,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
@@ -137,6 +138,8 @@ class Job(Part):
         rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
         if rows % pieces:
             problems.append(f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})")
+        if self.model.mtp:
+            problems.append(f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows")
         if self.schedule == "double_buffered":
             problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
         return problems
@@ -189,6 +192,12 @@ class Job(Part):
         return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether no linear runs again whose input sequence parallelism gathers: it owns a userbuffer, or one gather does not
+        serve its weight gradient as well."""
+        return self.userbuffers or (self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe))
+
+    @property
     def userbuffers(self) -> bool:
         """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
@@ -226,7 +235,7 @@ class Job(Part):
     def communicators(self) -> tuple[Communicator, ...]:
         """What NCCL connects of this layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
-        tied, experts = self.model.tied_embeddings, self.model.experts is not None
+        tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts is not None
         return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
 
     @property

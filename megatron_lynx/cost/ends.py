@@ -50,6 +50,11 @@ def _loss_bytes(shape: LayerShape) -> int:
     return FP32_BYTES + (element if halved else 0)
 
 
+def loss_kept_bytes(shape: LayerShape) -> int:
+    """What a loss keeps of its logits from its forward to its backward."""
+    return _logits(shape) * (shape.model.element_bytes if shape.model.cross_entropy == "te" else FP32_BYTES)
+
+
 def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
     """The gradient that the output projection's backward is given."""
     return _logits(shape) // pieces * shape.model.element_bytes

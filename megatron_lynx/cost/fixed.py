@@ -118,11 +118,12 @@ def _numbers_s(job: Job, optimizers: int) -> float:
 
 
 def shared_embedding_s(job: Job) -> float:
-    """The all-reduce of a shared embedding's gradient between first and last stage: of two ranks each sends as much as it has.
+    """The all-reduce of a shared embedding's gradient between first and last stage, whose head it is tied to, or which predicts
+    more tokens with it: of two ranks each sends as much as it has.
 
     The first stage is the last to end its backward, so nothing hides it.
     """
-    if not job.model.tied_embeddings or job.parallel.pipeline == 1:
+    if not (job.model.tied_embeddings or job.model.mtp) or job.parallel.pipeline == 1:
         return 0.0
     words = job.model.vocab * job.model.hidden // job.parallel.tensor
     return link_among(job.cluster, job.gpus).seconds(words * bytes_each(job).gradient)

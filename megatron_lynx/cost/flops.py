@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_lynx.config.model import Model
 from megatron_lynx.cost.parameters import passed_weights
+from megatron_lynx.cost.prediction import projection_weights
 
 Convention = Literal["causal", "whole"]
 
@@ -21,8 +22,10 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     matrices = (model.layers - mixtures) * passed_weights(model) + model.hidden * model.vocab
     if mixtures:  # of its experts a token passes some
         matrices += mixtures * passed_weights(model, experts=True)
-    attention = (6 if convention == "causal" else 12) * model.layers * model.query_width * model.seq
-    return 6 * matrices + attention
+    predicting = passed_weights(model, experts=model.layers in model.expert_layers) + projection_weights(model)
+    matrices += model.mtp * (predicting + model.hidden * model.vocab)
+    attention = (6 if convention == "causal" else 12) * (model.layers + model.mtp) * model.query_width * model.seq
+    return 6 * matrices + round(attention * model.seen)
 
 
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:

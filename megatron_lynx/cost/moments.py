@@ -96,6 +96,8 @@ class Parts:
     """What a layer's backward has in hand beside what the layer keeps."""
     head: int = 0
     """What final norm and output projection read; the norm's part is what the layers put out."""
+    predicting: int = 0
+    """What layers that predict more tokens keep, until the backward of those before them begins."""
     logits: int = 0
     """All copies of one micro-batch's logits while the loss is computed."""
     loss_in_hand: int = 0
@@ -177,9 +179,9 @@ class Parts:
         if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
             running |= {"activations": self.activations_at_loss}
         if moment == "loss":
-            return running | {"head": self.head, "logits": self.logits} | self._of_pieces
+            return running | {"head": self.head + self.predicting, "logits": self.logits} | self._of_pieces
         if moment == "head_backward":
-            return running | {"head": self.head, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
+            return running | {"head": self.head + self.predicting, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
         if moment == "backward":
             return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
         if moment == "embedding_backward":

@@ -30,6 +30,8 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.prediction import NORMS, projection_weights
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters
 from megatron_lynx.kinds.planning import planning_of
@@ -119,26 +121,35 @@ class Parameters:
 def stage_parameters(job: Job, stage: int) -> Parameters:
     """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
     model, tensor, halves = job.model, job.parallel.tensor, halves_on(job, stage)
-    first, last = stage == 0, stage == job.parallel.pipeline - 1
+    last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
     usual = (planning_of(section).parameters(model, job.parallel) for section in model.halves.values())
     return Parameters(
-        matrices=sum(count * half.cut for half, count in halves) // tensor + sum(count * half.whole for half, count in halves),
-        vectors=sum(count * half.vectors for half, count in halves) + last * model.norm_parameters(),
-        embedding=first * (words + positions),
-        head=last * (0 if first and model.tied_embeddings else words),
+        matrices=sum(count * half.cut for half, count in halves) // tensor
+        + sum(count * half.whole for half, count in halves)
+        + last * model.mtp * projection_weights(model) // tensor,
+        vectors=sum(count * half.vectors for half, count in halves) + last * (1 + NORMS * model.mtp) * model.norm_parameters(),
+        embedding=embeds * (words + positions),
+        head=last * (0 if stage == 0 and model.tied_embeddings else words),
         experts=sum(count * half.apart for half, count in halves),
-        largest=max(max(half.largest for half in usual) // tensor, words if first or last else 0),
+        largest=max(max(half.largest for half in usual) // tensor, words if embeds or last else 0),
     )
 
 
+def embeds_on(job: Job, stage: int) -> bool:
+    """Whether a stage has the embedding: the first, and the one that predicts more tokens."""
+    return stage == 0 or (job.model.mtp > 0 and stage == job.parallel.pipeline - 1)
+
+
 def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
-    """The halves of a stage's layers, of every kind, and how many there are."""
+    """The halves of a stage's layers, of every kind, and how many there are; those of layers that predict more tokens, too."""
     mixtures, counts = job.experts_on(stage), Counter[Section]()
     for experts, layers in ((False, job.layers_on(stage) - mixtures), (True, mixtures)):
         if layers:
             counts.update(dict.fromkeys(job.model.kind_sections(experts=experts), layers))
+    if job.model.mtp and stage == job.parallel.pipeline - 1:
+        counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
     return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counts.items()]
 
 
@@ -156,7 +167,8 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
         return 0
     shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
     linears = (linear for section in model.halves.values() for linear in planning_of(section).linears(shape).values())
-    return job.layers_on(stage) * sum(
+    layers = job.layers_on(stage) + (job.model.mtp if stage == job.parallel.pipeline - 1 else 0)
+    return layers * sum(
         weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters) for linear in linears
     )
 
@@ -167,8 +179,19 @@ def held_in_fp8(job: Job, parameters: Parameters) -> int:
 
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """Of so many numbers. `in_fp8`: how many of them are held in FP8."""
-    return (count - in_fp8) * bytes_each(job).weight + in_fp8 * TYPE_BYTES["fp8"]
+    """Of so many numbers. `in_fp8`: how many of them are held in FP8, of which those by columns are not counted here."""
+    held = in_fp8 * TYPE_BYTES["fp8"] if _in_buffer(job) else 0
+    return (count - in_fp8) * bytes_each(job).weight + held
+
+
+def gathered_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
+    """What the distributed optimizer gathers of so many parameters."""
+    return parameter_bytes(job, count, in_fp8 if _in_buffer(job) else 0)
+
+
+def _in_buffer(job: Job) -> bool:
+    recipe = job.model.fp8_recipe
+    return recipe is not None and STORED[recipe].held_in_buffer
 
 
 def gradient_bytes(job: Job, count: int) -> int:
@@ -236,9 +259,10 @@ class ParameterTensors(NamedTuple):
 def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
     """Those of the layers; at the ends embeddings, the last norm, and the head if it is not the embedding itself."""
     model, halves = job.model, halves_on(job, stage)
-    first, last = stage == 0, stage == job.parallel.pipeline - 1
-    norms = last + sum(count * half.norms for half, count in halves)
-    ends = first * (2 if model.position == "learned" else 1) + last * (not (first and model.tied_embeddings))
+    last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
+    norms = last * (1 + NORMS * model.mtp) + sum(count * half.norms for half, count in halves)
+    ends = embeds * (2 if model.position == "learned" else 1) + last * (not (stage == 0 and model.tied_embeddings))
+    ends += last * model.mtp  # projections
     biases = sum(count * half.biased for half, count in halves) if model.bias else 0
     weights = ends + sum(count * half.weights for half, count in halves)
     return ParameterTensors(weights=weights, vectors=norms * (2 if model.norm == "layernorm" else 1) + biases)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
+from megatron_lynx.cost.communication import embedding_of, window_lengths_s
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -114,7 +115,7 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
     """The ends of the model that a stage holds: most hold none."""
     message_bytes = LayerShape.of(job).gathered_bytes
     first = [embedding_of(profile, message_bytes)] if stage == 0 else []
-    last = [head_of(profile, message_bytes, job.head_pieces)] if stage == job.parallel.pipeline - 1 else []
+    last = [last_end_of(profile, message_bytes, job.head_pieces)] if stage == job.parallel.pipeline - 1 else []
     return first + last
 
 

@@ -63,6 +63,7 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
+from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
 from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
 from megatron_lynx.kinds.experts.saved import remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
@@ -163,10 +164,11 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
         + (_dispatched(shape) if experts else 0),
         head=head_bytes(shape) if last else 0,
-        logits=logits_at_loss_bytes(shape, job.head_pieces) if last else 0,
+        predicting=predicting_bytes(shape) if last else 0,
+        logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
         loss_in_hand=loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
-        logits_gradient=logits_gradient_bytes(shape, job.head_pieces) if last else 0,
-        head_in_hand=head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place) if last else 0,
+        logits_gradient=logits_gradient_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
+        head_in_hand=_head_in_hand(job, shape, tied, in_place=in_place) if last else 0,
         tied_gradient=head_block_bytes(shape) if tied else 0,
         embedding_gradient=(tied_gradients_bytes if tied else embedding_gradient_bytes)(shape) if first else 0,
         reduced=states.reduced,
@@ -176,6 +178,13 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         remembered=experts * remembered_bytes(shape) if experts else 0,
         flushed=job.schedule == "flush" or microbatches_in_flight(job, stage) == 1,
     )
+
+
+def _head_in_hand(job: Job, shape: LayerShape, tied: bool, *, in_place: bool) -> int:
+    """Of the output projection's backward; or of a layer that predicts more tokens, or of the embedding in front of it: their
+    backward comes before that of all layers that are planned."""
+    own = head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
+    return max(own, layer_in_hand_bytes(shape), embedding_gradient_bytes(shape)) if job.model.mtp else own
 
 
 @dataclass(frozen=True)

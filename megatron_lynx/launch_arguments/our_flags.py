@@ -43,6 +43,7 @@ WITHOUT_FLUSHES = {
     "overlap_param_gather_with_optimizer_step": "weights would arrive during the forward of another version",
     "reuse_grad_buf_for_mxfp8_param_ag": "weights and gradients would share memory",
     "nccl_ub": "its weights live in memory registered with NCCL",
+    "mtp_num_layers": "it was not tried",
     "num_experts": "routers keep state from batch to batch",
     "fp8": "weights have copies of their own",
     "fp8_param_gather": "weights have copies of their own",

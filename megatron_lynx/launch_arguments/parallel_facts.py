@@ -7,7 +7,7 @@ nothing                                                 even, or left open for a
 --num-virtual-stages-per-pipeline-rank v                v on each stage, of L / (p v) layers
 --decoder-{first,last}-pipeline-num-layers              the ends have their own number, the rest is even
 --account-for-{embedding,loss}-in-pipeline-split        either counts as one layer of its end
---pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, L loss, | the next one
+--pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, m prediction, L loss
 
 How sequences are cut among context-parallel ranks, and how these exchange keys and values:
 
@@ -72,7 +72,7 @@ def _plain(given: Given, pipeline: int, left_open: bool) -> Iterator[Fact]:
 def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
     """Layers of each virtual stage, in layer order."""
     if given[LAYOUT]:
-        return layers_of_layout(given[LAYOUT])
+        return layers_of_layout(given[LAYOUT], given["mtp_num_layers"] or 0)
     stages = _of_stages(given, layers, pipeline)
     chunks = given[CHUNKS] or (stages[0] // given[EACH] if given[EACH] else 1)
     for stage, count in enumerate(stages):
@@ -95,13 +95,19 @@ def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
     return [ends.get(stage, left // stages if stages else 0) for stage in range(pipeline)]
 
 
-def layers_of_layout(text: str) -> tuple[int, ...]:
-    """How many layers each virtual stage of a layout has. Raises `_Uneven` for what is no layout."""
+def layers_of_layout(text: str, mtp: int = 0) -> tuple[int, ...]:
+    """How many layers each virtual stage of a layout has. Raises `_Uneven` for what is no layout. `mtp`: layers of multi-token
+    prediction, which the last virtual stage has."""
     plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text.replace(",", ""))
     plain = re.sub(r"(.)\*(\d+)", _repeated, plain)
-    if strange := sorted(set(plain) - set("EtL|")):
-        raise _Uneven(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, L and |")
-    return tuple(stage.count("t") for stage in plain.split("|"))
+    if strange := sorted(set(plain) - set("EtmL|")):
+        raise _Uneven(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, m, L and |")
+    stages = plain.split("|")
+    if (found := plain.count("m")) != mtp:
+        raise _Uneven(f"{found} times m in {text!r}: needed {mtp}, as --mtp-num-layers says")
+    if stages[-1].count("m") != found:
+        raise _Uneven(f"m in {text!r} before its last stage: needed all beside L; other places are not modelled")
+    return tuple(stage.count("t") for stage in stages)
 
 
 def _repeated(found: re.Match[str]) -> str:

@@ -5,7 +5,8 @@
     anything else                                   --pipeline-model-parallel-layout 'Et*3|(t*4|)*6t*3L'
     without flushes                                 --lynx-schedule double-buffered --rerun-mode disabled
 
-The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, L loss, | the next one.
+The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, m one of multi-token prediction, L
+loss, | the next one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
     flags += [f"--context-parallel-size {layout.context}"] if layout.context > 1 else []
     flags += ["--tp-comm-overlap"] if layout.userbuffers else []
+    flags += [f"--mtp-num-layers {plan.model.mtp}"] if plan.model.mtp else []
     flags += layer_flags(plan)
     if layout.group != layout.pipeline:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")
@@ -38,7 +40,7 @@ def layer_flags(plan: Plan) -> tuple[str, ...]:
         return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
     if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
         return tuple(_ends(counts))
-    return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts))}",)
+    return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts, plan.model.mtp))}",)
 
 
 def schedule_flags(plan: Plan) -> tuple[str, ...]:
@@ -46,13 +48,13 @@ def schedule_flags(plan: Plan) -> tuple[str, ...]:
     return () if plan.schedule == "flush" else ("--lynx-schedule double-buffered", "--rerun-mode disabled")
 
 
-def layout_text(counts: Sequence[int]) -> str:
-    """Megatron's text for these layers of virtual stages, in layer order."""
+def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
+    """Megatron's text for these layers of virtual stages, in layer order. `mtp`: layers of multi-token prediction behind them."""
     decoders = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     decoders[0] = f"E{decoders[0]}"
     *before, last = decoders
     runs = ((text, len(list(same))) for text, same in groupby(before))
-    return "".join(f"({text}|)*{length}" if length > 1 else f"{text}|" for text, length in runs) + f"{last}L"
+    return "".join(f"({text}|)*{length}" if length > 1 else f"{text}|" for text, length in runs) + f"{last}{'m' * mtp}L"
 
 
 def in_words(plan: Plan) -> str:

@@ -162,6 +162,8 @@ class Shape(Part):
     expert: int = 1
     expert_tensor: int = 1
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
+    mtp: int = 0
+    """Layers of multi-token prediction, whose figures are a layer's and the head's."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of."""
 
@@ -203,6 +205,7 @@ LATER: dict[str, Any] = {
     "context_exchange": "p2p",
     "context_levels": None,
     "kinds": (),
+    "mtp": 0,
 }
 """What shapes did not always say, and what it is where it changes nothing."""
 
@@ -352,7 +355,7 @@ def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[
 def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
-    names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
+    names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm", "mtp")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
     usual = model.latent is not None or model.query_width == model.hidden
     facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent, "kinds": model.kinds}

@@ -196,7 +196,9 @@ class Engine:
         refuse_foreign_hooks(policy.name)
         if policy.replay:
             frame.inputs = self._held_inputs(frame, (args, kwargs))
-            frame.random = self._random.capture() if policy.may_draw() else None
+            frame.draws = policy.may_draw()
+            follows = frame.source is not None and frame.source.draws
+            frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
         half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
         graph = self._graphs.find(half, signature)

@@ -141,7 +141,11 @@ class Frame:
     code: Callable[..., Any]
     """The half's own code, without hooks."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    draws: bool = False
+    """Whether it may have drawn random numbers."""
     random: Any = None
+    """The random state that it began with, where it may have drawn. A half that is fed begins with the one that the half before
+    leaves, and holds none if that one may draw: it is there again when that one has run again."""
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
     """By segment, what sites that a replay may run keep from call to call (scales of FP8)."""

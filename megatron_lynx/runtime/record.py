@@ -157,7 +157,7 @@ class Recorder:
                 self._first.replayed(call, outputs)
             return outputs
         self._packing.turn(False)
-        draws = kept and site.may_draw and self.frame.random is not None
+        draws = kept and site.may_draw and self.frame.draws
         before = self._random.capture() if draws else None
         outputs = call()
         behind = self._random.capture() if draws else None

@@ -77,6 +77,8 @@ class Replayer:
         more before it was reached."""
         self.returned: list[Tensor] = []
         """What the half returned again, if it was run whole."""
+        self.left: Any = None
+        """The random state behind that, if the half may draw."""
         self._segment = 0
         self._ordinal = 0
         self._site: str | None = None
@@ -108,7 +110,9 @@ class Replayer:
                     self._take_steps(shortcut, [*args, *kwargs.values()])  # [7]
                 else:
                     outputs = self.frame.code(*args, **kwargs)  # [1]
-                    self.returned = [detached(tensor) for tensor in tensors_in(outputs)] if self._whole else []
+                    if self._whole:
+                        self.returned = [detached(tensor) for tensor in tensors_in(outputs)]
+                        self.left = self._random.capture() if draws else None
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here
@@ -275,13 +279,15 @@ class Replays:
             return
         self._feed(source)
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        returned = self._run(source, None, whole=True).returned
+        replayer = self._run(source, None, whole=True)
         self._progress.clock.end(ON_DEMAND, clocked)
         self._progress.add_span("replay", source, ON_DEMAND, begin)
         self._progress.counts.on_demand += 1
         assert not source.wanted, f"the replay of {source.policy.name} did not regenerate {sorted(source.wanted)}"
         source.give_up_inputs()
-        frame.inputs = map_nest(Fed, lambda one: returned[one.place], frame.inputs)
+        frame.inputs = map_nest(Fed, lambda one: replayer.returned[one.place], frame.inputs)
+        if frame.draws and frame.random is None:
+            frame.random = replayer.left
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""

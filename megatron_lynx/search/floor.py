@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megatron_lynx.anatomy import EXPERTS, PASSES
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
+from megatron_lynx.cost.communication import embedding_of, window_lengths_s
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.step import replaying_stage_s, waited_messages
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -44,7 +45,7 @@ class LayerCost:
         """The costs of the job's layers, however these are spread over stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
         device = profile.model_copy(update={"host_time": None})
-        ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes, job.head_pieces)
+        ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
         embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
         whole = {policy: _whole_model_s(job, device, shape, policy) for policy in STOCK}
         layer_s = (whole["none"] - embedding_s - head_s) / job.model.layers

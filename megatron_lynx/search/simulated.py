@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -60,7 +61,7 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
     message_bytes = LayerShape.of(job).gathered_bytes
     whole = issued(replaying_stage_s(job, profile, stage, message_bytes), job, profile, stage)
     first = embedding_of(profile, message_bytes) if stage == 0 else NO_BLOCK
-    last = head_of(profile, message_bytes, job.head_pieces) if stage == job.parallel.pipeline - 1 else NO_BLOCK
+    last = last_end_of(profile, message_bytes, job.head_pieces) if stage == job.parallel.pipeline - 1 else NO_BLOCK
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks
     backward_s = (whole.backward_s - first.backward_s - last.backward_s) / job.chunks
     forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks

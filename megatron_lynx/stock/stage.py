@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import parts_beside_layers, stage_parts
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -112,7 +113,7 @@ class StockStage:
         message_bytes = LayerShape.of(self.job).gathered_bytes
         first = embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK
         ends = (self.job.parallel.pipeline - 1, self.job.chunks - 1)
-        last = head_of(profile, message_bytes) if (self.stage, chunk) == ends else NO_BLOCK
+        last = last_end_of(profile, message_bytes) if (self.stage, chunk) == ends else NO_BLOCK
         shape, layers = LayerShape.of(self.job), self.chunks[chunk]
         known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.experts for layer in layers}}
         return with_ends([self._timed_layer(profile, layer, known[layer.experts]) for layer in layers], first, last)

@@ -81,11 +81,12 @@ def _has_layout_of(job: Job) -> bool:
 
 def _forget_what_routers_logged() -> None:
     """Megatron sums auxiliary losses in one global table, with as many rows as the first model that logs has layers: the next
-    model may have more."""
+    model may have more. So it does those of multi-token prediction."""
     if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None:  # since 0.18
         importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
     else:
         importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker().clear()
+    importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper.tracker.clear()
 
 
 def _drop_groups() -> None:

@@ -96,7 +96,8 @@ def test_with_userbuffers(script, layout, tmp_path):
 
 
 def test_with_latent_attention(script, tmp_path):
-    """Everything between norms and the projection is made again, of two paths; tokens that were compressed are gathered once."""
+    """And with a layer that predicts one more token, which keeps all. Of the others everything between norms and the projection
+    is made again, of two paths, queries turned in place; tokens that were compressed are gathered once."""
     folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     flags = [*MODEL, *TE, *LATENT, "--mock-data"]
     check_every_digit(script, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine", latent=True)

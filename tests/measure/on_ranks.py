@@ -35,7 +35,11 @@ def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
 
 def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -> list[tuple[int, int]]:
     """What the forward of the last micro-batch leaves behind, and the most that its step holds, by stock setting or plan, after a
-    warm-up. All share their weights, and their gradients are equal in every bit."""
+    warm-up. All share their weights, and their gradients are equal in every bit.
+
+    A dispatcher of experts holds on to the graph of its last pass, until a forward lets go of it (`tests.stock.on_ranks`)."""
+    import torch
+
     from megatron_lynx.measure.cpu_memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.subject import same_bits, subjects_of
@@ -48,6 +52,9 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
             gradients = subject.repeatable_step()
             reference = reference or gradients
             assert same_bits(gradients, reference), subject.candidate
+            if job.model.experts is not None:
+                with torch.no_grad():
+                    subject.training.evaluate(subject.batches)
             use = subject.counted_step()
             found.append((use.marks[-1].bytes, use.peak_bytes))
     return found

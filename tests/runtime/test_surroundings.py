@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_lynx.runtime.surroundings import Autocast
+from megatron_lynx.runtime.surroundings import Autocast, unmarked
 
 
 @pytest.fixture
@@ -35,3 +35,14 @@ def test_autocast_is_as_captured_inside_and_as_before_behind() -> None:
     with autocast.as_captured(recorded):
         assert autocast.capture() == recorded != before
     assert autocast.capture() == before
+
+
+def test_objects_are_as_they_were_behind_a_replay() -> None:
+    class Dispatcher:
+        """Its methods hand one another what they know of a call as attributes."""
+
+    dispatcher = Dispatcher()
+    dispatcher.splits = splits = [1, 2]  # type: ignore[attr-defined]
+    with unmarked([dispatcher]):
+        dispatcher.splits, dispatcher.probs = [3], "of another call"  # type: ignore[attr-defined]
+    assert vars(dispatcher) == {"splits": splits}

@@ -96,3 +96,15 @@ def test_a_replay_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools)
     assert seen == [(at, half) for group in ((3, 4), (1, 2)) for at in group for half in ("attention", "mlp")]
     assert [event.whole for event in events] == [True, True, True, False] * 2
     assert all(event.communicates for event in events)
+
+
+def test_a_checkpoint_runs_again_where_backward_enters_it(pool_of: Pools) -> None:
+    """Before the first collective of its own backward: with sequence parallelism that gathers its gradient, and comes before
+    anything that was saved is asked for."""
+    job = tiny_job("llama", **LAYOUTS["TP2+SP"])
+    [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(traced=True))[0]
+    events = [event for event in outcome.planned.events if event["kind"] in ("replay", "window") and event["micro_batch"] == 2]
+    kinds = [(event["kind"], f"{event['window']}") for event in sorted(events, key=lambda one: one["start_s"])]
+    for layer in range(1, job.model.layers + 1):
+        window = next(at for at, (_, place) in enumerate(kinds) if place == f"bwd.mlp.0@{layer}")
+        assert kinds[window - 1] == ("replay", "on_demand")
