@@ -63,7 +63,8 @@ READ = names_in(
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
-    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
+    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
+    fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets

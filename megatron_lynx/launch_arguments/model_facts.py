@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 from megatron_lynx.launch_arguments.given import Fact, Given
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
@@ -241,8 +240,11 @@ NOT_MODELLED = {
 """What these must be beside `--fp8-format`, and why."""
 
 
-def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Nothing where it is not on. `planning`: for a plan, which not all recipes can have."""
+REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
+
+
+def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing where it is not on."""
     if not (found := given["fp8"]):
         return
     flag, recipe = given.origin("fp8"), given["fp8_recipe"]
@@ -255,6 +257,9 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
         yield Fact("model.fp8.parameters", True, given.origin("fp8_param_gather"))
         if not given["use_distributed_optimizer"]:
             problems.append(Problem(given.origin("fp8_param_gather"), "given", "--use-distributed-optimizer beside it"))
+        if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
+            why = "weights would be there in 16 bits as well, which is not counted"
+            problems.append(Problem(given.origin("fp8_param_gather"), "given", f"--{REUSED} beside it", why))
     if given["transformer_impl"] == "local":
         problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:
@@ -262,6 +267,3 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
     for name, (needed, why) in NOT_MODELLED.items():
         if name in given.values and given[name] != needed:
             problems.append(Problem(given.origin(name), "given", f"a launch without it, or without {flag}", why))
-    if planning and recipe not in (*RUN_BY_PLANS, "custom"):
-        todo = "plans for it cannot be run yet; megatron-lynx estimate can price it"
-        problems.append(Problem(given.origin("fp8_recipe"), str(recipe), " or ".join(RUN_BY_PLANS), todo))

@@ -121,7 +121,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     given = with_packing(given)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]

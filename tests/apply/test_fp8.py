@@ -154,7 +154,7 @@ def test_a_checked_step_starts_from_the_scales_of_before(pool_of):
 def test_what_is_refused(pool_of):
     """All at once."""
     job = fp8_job()
-    settings = {"fp8_dot_product_attention": True, "fp8_wgrad": False, "fp8_recipe": "mxfp8"}
+    settings = {"fp8_dot_product_attention": True, "fp8_wgrad": False, "fp8_recipe": "custom"}
     plan = plan_for(job, lambda layer: NORMS)
     [refusal] = pool_of(1).run(on_ranks.refused, job, plan, partial(fp8_on_ranks.spoiled, **settings))
     assert sorted(refusal.places) == sorted([*(f"config.{name}" for name in settings), "NVTE_BACKWARD_OVERRIDE"])

@@ -175,8 +175,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
         (
-            "--fp8-format hybrid --fp8-recipe mxfp8",
-            "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
+            "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
+            "--fp8-param-gather: found given, needed --reuse-grad-buf-for-mxfp8-param-ag beside it",
         ),
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
