@@ -49,6 +49,8 @@ __all__ = [
 """The parts that a plan is made of are offered here as well: code that builds a plan needs no other module."""
 
 PLAN_VERSION = 1
+LATER = ("kinds", "fp8_parameters", "mtp")
+"""What plans could not always say of a model: where they do not, their digests are what they were."""
 
 
 class Plan(PlanContents):
@@ -57,7 +59,7 @@ class Plan(PlanContents):
     @property
     def digest(self) -> str:
         """SHA-256 of what it says, whatever its file looks like."""
-        later: dict[str, Any] = {"model": {"kinds"}} if not self.model.kinds else {}  # what plans could not always say
+        later: dict[str, Any] = {"model": {name for name in LATER if not getattr(self.model, name)}}
         if not any(rule.checkpoint for stage in self.stages for rule in stage.rules):
             later["stages"] = {"__all__": {"rules": {"__all__": {"checkpoint"}}}}
         return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()
