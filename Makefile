@@ -22,8 +22,8 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
 
 # Two processes of tests side by side: most tests have one rank, or ranks that wait for each other. Files stay whole, so that what a
-# file's tests share is made once.
-TWO := -n 2 --dist loadfile
+# file's tests share is made once; those that take longest come first (tests/conftest.py).
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test long streams faults releases quick check clean
 

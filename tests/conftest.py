@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,34 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "long: combinations of what other tests hold one by one (`make long`); not in `make test`")
     config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
+
+
+LAUNCHES_S, SLOW_S, ON_RANKS_S, OTHERS_S = 15, 10, 3, 0.3
+"""About what a test takes."""
+
+
+def seconds_of(item: pytest.Item) -> float:
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if fixtures & {"run", "faulty", "planned", "going_on"}:
+        return LAUNCHES_S
+    if item.get_closest_marker("slow"):
+        return SLOW_S
+    return ON_RANKS_S if any("pool" in name for name in fixtures) else OTHERS_S
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first, so that the two processes of `make test` end together."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    items[:] = (item for of_file in sorted(files.values(), key=lambda them: -sum(map(seconds_of, them))) for item in of_file)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage, those that tests ask for too, need not look at it any more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ def long(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.long) for case in cases_of_several]
 
 
-def with_models(layouts: Iterable[str], combined: Collection[str] = ()) -> pytest.MarkDecorator:
+def with_models(
+    layouts: Iterable[Any], combined: Collection[str] = (), ids: Callable[[Any], str] | None = None
+) -> pytest.MarkDecorator:
     """`layout` and `like`: every layout with one model after the other in `make test`, and with the other one in `make long`.
 
     `combined`: layouts that others of them contain, which are left to `make long` with both.
@@ -27,4 +29,4 @@ def with_models(layouts: Iterable[str], combined: Collection[str] = ()) -> pytes
         for at, layout in enumerate(layouts)
         for turn, like in enumerate(MODELS)
     ]
-    return pytest.mark.parametrize(("layout", "like"), pairs)
+    return pytest.mark.parametrize(("layout", "like"), pairs, ids=ids)

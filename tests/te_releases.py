@@ -18,21 +18,22 @@ TE_RELEASES = ("2.4", "2.9", "2.14", "2.17", "2.20")
 """The oldest release that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
 
 
-def pool_with(release: str, ranks: int, core: str | None = None) -> RankPool:
+def pool_with(release: str, ranks: int, core: str | None = None, **environment: str) -> RankPool:
     """Ranks (not started yet) that import this Transformer Engine, its compiled extension stood in for.
 
-    `core`: a release of megatron-core; none is the installed one. The test is skipped where one of them is not there.
+    `core`: a release of megatron-core; none is the installed one. `environment`: what the ranks have in it beside. The test is
+    skipped where one of them is not there.
     """
     folders = [folder_of("TRANSFORMER_ENGINE", release, "transformer_engine")]
     if core is not None:
         folders.insert(0, folder_of("MEGATRON_CORE", core, "megatron/core"))
-    return RankPool(ranks, env={"PYTHONPATH": python_path(*folders)})
+    return RankPool(ranks, env={"PYTHONPATH": python_path(*folders), **environment})
 
 
-def pools_with(release: str) -> Iterator[Callable[[int], RankPool]]:
+def pools_with(release: str, **environment: str) -> Iterator[Callable[[int], RankPool]]:
     """For a fixture: `pool_of(ranks)` gives such ranks, started once for each size; they end when it does."""
     pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with(release, ranks))
+    yield lambda ranks: pools.setdefault(ranks, pool_with(release, ranks, **environment))
     for started in pools.values():
         started.close()
 

@@ -43,6 +43,7 @@ def jobs_on_gpus(draw):
 
 @settings(max_examples=4, deadline=None)
 @given(jobs_on_gpus(), st.floats(20, 70), st.floats(0.1, 3), st.floats(0.1, 12))
+@pytest.mark.slow
 def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, least, more, much_more) -> None:
     profile, steps_s = analytic_profile(job), []
     for memory_gib in (least, least + more, least + more + much_more):
@@ -58,6 +59,7 @@ def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, le
 
 
 @pytest.mark.parametrize(("less", "more"), [(45.02, 46.84), (53.85, 54.377), (56.9, 58.07)])
+@pytest.mark.slow
 def test_more_memory_once_made_a_step_longer(less, more) -> None:
     """By 0.05 to 0.07 %. The first stages sent more to the host, which had paid only while layers were alike; or what gains
     little was replayed in the wait of cool-down first, because backward needs it first."""

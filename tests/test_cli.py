@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.simulator.timeline import Timeline
+from megatron_lynx.testbed import comparison
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fused_gradient import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.measure.samples import measurement, setting
+from tests.nursery import process as nursery
 from tests.plan.test_plan_file import small_plan
 
 
@@ -104,6 +107,9 @@ SMALL = tiny_job("llama", tensor=2, microbatches=1, micro=1, layers=2)
 def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The three commands of `make demo`, on a job of seconds. Its weight gradients may be deferred, as the demo's."""
     monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
+    few = partial(comparison.compare, module_sets=False)  # they are counted in tests/testbed/test_comparison.py
+    monkeypatch.setattr(comparison, "compare", few)
+    monkeypatch.setattr(comparison, "ENVIRONMENT", {})  # with it ranks are not forked, but import torch
     job = job_file(tmp_path, deferring(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout
@@ -172,9 +178,7 @@ def test_a_plan_of_another_schedule_is_refused_before_anything_is_measured(tmp_p
 
 def test_hooks_are_as_recorded() -> None:
     """In a process of its own: Megatron is imported as a user's machine has it, without the stand-in."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_lynx.cli", "hooks", "--json"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = nursery.run("megatron_lynx.cli", "hooks", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["hooks"]
     hooks = {"halves", "sites", "collectives", "random_state", "steps", "receives", "double_buffered", "experts", "latents"}

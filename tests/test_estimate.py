@@ -67,6 +67,7 @@ def test_a_stated_ratio_is_taken_as_stated() -> None:
     assert not estimate(catalogued_job(policy="none", seq=8192)).fits
 
 
+@pytest.mark.slow
 def test_the_planned_policy_is_estimated_as_its_plan() -> None:
     job = catalogued_job(policy="planned", budget={"memory_gib": 40})
     plan, answer = make_plan(job, analytic_profile(job)), estimate(job)

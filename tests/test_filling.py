@@ -72,6 +72,7 @@ def test_in_cool_down_the_receive_takes_what_waits_for_a_forward():
 
 @given(drawn, st.floats(0.05, 1.0))
 @settings(max_examples=12, deadline=None)
+@pytest.mark.slow
 def test_never_slower_and_never_above_the_budget(change, share):
     job = between(job_of(change), share)
     profile = analytic_profile(job)

@@ -137,6 +137,7 @@ def test_under_slurm_each_node_runs_the_launch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_megatrons_own_parser_takes_them_and_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch under every setting, by the parser of the newest wheel (or of MEGATRON_LM_DIR)."""
     wheel = Path(os.environ.get("MEGATRON_LM_DIR") or os.environ.get("MEGATRON_CORE_0_19_DIR", "")).resolve()

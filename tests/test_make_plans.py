@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,12 +21,23 @@ SEEN_TO = {
 }
 
 
+def in_turns() -> list[Any]:
+    """Each model on one of its clusters after the other in `make test`, and on all of them in `make long`."""
+    models: dict[str, list[Path]] = {}
+    for path in JOBS:
+        models.setdefault(str(path.relative_to(CONFIGS / "plans")).rsplit("-", 2)[0], []).append(path)
+    now = {paths[turn % len(paths)] for turn, paths in enumerate(models.values())}
+    marks = {path: [] if path in now else [pytest.mark.long] for path in JOBS}
+    return [pytest.param(path, marks=marks[path], id=str(path.relative_to(CONFIGS / "plans").with_suffix(""))) for path in JOBS]
+
+
 def test_every_plan_has_a_job_and_the_catalogue_is_covered() -> None:
     assert set((CONFIGS / "plans").rglob("*.yaml")) == set(JOBS)
     assert {path.stem for path in JOBS} >= SEEN_TO
 
 
-@pytest.mark.parametrize("path", JOBS, ids=[str(path.relative_to(CONFIGS / "plans").with_suffix("")) for path in JOBS])
+@pytest.mark.parametrize("path", in_turns())
+@pytest.mark.slow
 def test_a_plan_is_current_and_explained(path: Path, tmp_path: Path) -> None:
     job, note = JOBS[path]
     (tmp_path / path.name).write_text(plan_text(job, note))

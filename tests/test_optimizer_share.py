@@ -34,6 +34,7 @@ def test_nothing_goes_where_everything_fits() -> None:
     assert decision.plan.provenance.job == job_of(70).digest, "the job that was asked, which leaves it open"
 
 
+@pytest.mark.slow
 def test_where_replays_cannot_spare_enough_some_of_the_optimizer_goes() -> None:
     """No plan fits with all of it on the device; the answer is the fastest of the few shares that were tried, and fits."""
     job, made = job_of(25), {}

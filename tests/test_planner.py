@@ -220,8 +220,9 @@ def jobs_on_gpus(draw):
     return job.model_copy(update={"budget": Budget(memory_gib=draw(st.floats(30, 80)))})
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(jobs_on_gpus())
+@pytest.mark.slow
 def test_any_answer_fits_in_the_simulator_and_comes_again(job):
     profile = analytic_profile(job)
     try:
@@ -307,6 +308,7 @@ def test_stocks_policies_are_replayed_as_stock_does():
         assert all("core_attention" in rule.replay and "linear_qkv" in rule.keep for rule in stage.rules)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_moves_layers_off_the_last_stage():
     layout = {"tensor": 4, "pipeline": 4, "partition": "auto"}
     job = llama_65b(parallel=layout)
@@ -320,6 +322,7 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage():
     assert best.provenance.job == wide.digest
 
 
+@pytest.mark.slow
 def test_an_open_partition_of_chunks_is_a_sound_plan():
     job = llama_65b(parallel={"tensor": 4, "pipeline": 4, "layers_per_chunk": 5, "partition": "auto"})
     job = job.model_copy(update={"model": job.model.model_copy(update={"vocab": 32 * job.model.vocab})})

@@ -19,6 +19,7 @@ def priced() -> tuple[Row, ...]:
     return tuple(rows({}))
 
 
+@pytest.mark.slow
 def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
     assert table(priced) in PAGE.read_text(), "run `python -m benchmarks.when_not`, and look at the text around the table, too"
 
@@ -26,6 +27,7 @@ def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
 @pytest.mark.parametrize(
     ("what", "least"), [("t=8, p=1", 1.09), ("H800, t=8, p=1", 0.91), ("H800 (NVLink 200 GB/s)", 0.94)], ids=str
 )
+@pytest.mark.slow
 def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: float) -> None:
     """What is out of reach at these budgets, whatever a planner does."""
     (row,) = (row for row in priced if row.what == what)
@@ -33,6 +35,7 @@ def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: f
     assert least * row.none_s < bound_s(job, analytic_profile(job)) <= row.in_place_s
 
 
+@pytest.mark.slow
 def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     """What the page says in words."""
     by_name = {row.what: row for row in priced}
@@ -53,6 +56,7 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert reference.ours_s < reference.hidden_best_s < reference.in_place_s < reference.best_stock_s
 
 
+@pytest.mark.slow
 def test_rows_of_experts_are_current() -> None:
     """One of them: each takes seconds."""
     for what, change in when_not_experts.CASES[1:2]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import RUN_BY_PLANS
+from megatron_lynx.fp8_recipes import STORED
 
 OFF = {
     "fp8_dot_product_attention": "--fp8-dot-product-attention: the attention's scales are not put back",
@@ -25,10 +25,20 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
         yield Problem("config.fp8", str(run.config.fp8), "off: these layers are Megatron's own", "drop --fp8-format")
         return
     recipe = recipe_of(run.config)
-    if recipe not in RUN_BY_PLANS:
+    made_by = {str(known): storage.made_by for known, storage in STORED.items()}.get(recipe)
+    if made_by is None:
         todo = "drop --fp8-recipe, or train without a plan"
-        yield Problem("config.fp8_recipe", recipe, f"{' or '.join(RUN_BY_PLANS)} under a plan", todo)
+        yield Problem("config.fp8_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
+    elif not _installed(made_by):
+        todo = "install a Transformer Engine that has it, or drop --fp8-recipe"
+        yield Problem("config.fp8_recipe", recipe, f"one that this Transformer Engine has: it has no {made_by}", todo)
     yield from _flags(run.config)
+
+
+def _installed(name: str) -> bool:
+    from transformer_engine.common import recipe
+
+    return hasattr(recipe, name)
 
 
 def recipe_of(config: Any) -> str:

@@ -84,9 +84,15 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
 
 
 def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
-    """The sites of a half that are no modules: their methods hand one another what they know of a call as attributes."""
+    """The sites of a half that are no modules: their methods hand one another what they know of a call as attributes, their own
+    or those of an object that they leave the work to (a flex dispatcher's manager)."""
     owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
-    return tuple(owners.values())
+    inner = (held for owner in owners.values() for held in vars(owner).values() if _goes_with(owner, held))
+    return (*owners.values(), *inner)
+
+
+def _goes_with(owner: object, held: object) -> bool:
+    return type(held).__module__ == type(owner).__module__ and hasattr(held, "__dict__")
 
 
 def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:

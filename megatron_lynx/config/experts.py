@@ -3,6 +3,7 @@
 experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: in every layer
 experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite's: the first layer has an MLP
 experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        one rank's experts get half as many rows again
+experts: {count: 128, per_token: 8, ffn: 768, dispatcher: deepep}               Megatron's flex dispatcher with DeepEP
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Section, sections_of
+from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.validation import Part
 
 BALANCED = 1.0
@@ -52,6 +54,9 @@ class Experts(Part):
     """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
     again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
+    dispatcher: Dispatcher = "alltoall"
+    """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
+
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
         problems = []
@@ -74,7 +79,7 @@ class Experts(Part):
     @property
     def section(self) -> Section:
         """What fills the MLP half of a layer that has them."""
-        return sections_of(Facts(experts=True, shared_experts=bool(self.shared_ffn)))[1]
+        return sections_of(Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher))[1]
 
     def most_load(self, ranks: int) -> float:
         """The load of one of so many ranks if every token went to as many of its experts as it can."""

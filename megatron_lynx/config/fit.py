@@ -14,9 +14,7 @@ from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
-
-ROWS, COLUMNS = 8, 16
-"""cuBLAS takes matrices in FP8 whose sizes are multiples of these."""
+from megatron_lynx.fp8_recipes import STORED
 
 
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
@@ -107,15 +105,20 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
     if model.experts is not None:
         yield "model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
-    tensor = parallel.tensor
+    assert model.fp8 is not None
+    stored, tensor = STORED[model.fp8.recipe], parallel.tensor
+    least_rows, least_columns = stored.multiples
     rows = model.seq // parallel.context * micro // (tensor if parallel.sequence_parallel else 1)
     sizes = {
-        "rows of a micro-batch on a rank": (rows, ROWS),
-        "model.hidden": (model.hidden, COLUMNS),
-        "columns of queries on a rank": (model.query_width // tensor, COLUMNS),
-        "model.ffn / parallel.tensor": (model.ffn // tensor, COLUMNS),
-        "columns of linear_qkv on a rank": (model.qkv_width // tensor, ROWS),
+        "rows of a micro-batch on a rank": (rows, least_rows),
+        "model.hidden": (model.hidden, least_columns),
+        "columns of queries on a rank": (model.query_width // tensor, least_columns),
+        "model.ffn / parallel.tensor": (model.ffn // tensor, least_columns),
+        "columns of linear_qkv on a rank": (model.qkv_width // tensor, least_rows),
     }
+    if parallel.sequence_parallel:
+        gathered = {"rows of a micro-batch on a rank": rows, "model.hidden": model.hidden}
+        sizes |= {what: (found, max(stored.gathered_multiple, sizes[what][1])) for what, found in gathered.items()}
     for what, (found, needed) in sizes.items():
         if found % needed:
             yield f"{what} ({found}) must be a multiple of {needed} with model.fp8"

@@ -23,6 +23,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
@@ -189,6 +190,12 @@ class Job(Part):
         """Whether a norm communicates in every call: each rank has a part of what it puts out, and one scale, found anew, is for
         all of it."""
         return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether no linear runs again whose input sequence parallelism gathers: it owns a userbuffer, or one gather does not
+        serve its weight gradient as well."""
+        return self.userbuffers or (self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe))
 
     @property
     def userbuffers(self) -> bool:

@@ -24,11 +24,12 @@ from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.fp8_recipes import PER_TENSOR
 from megatron_lynx.kinds.experts.section import SHARED_LINEARS
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
-from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
+from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
 from megatron_lynx.profiler.shape import LayerShape
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")

@@ -31,6 +31,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.prediction import NORMS, projection_weights
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters
 from megatron_lynx.kinds.planning import planning_of
@@ -178,8 +179,19 @@ def held_in_fp8(job: Job, parameters: Parameters) -> int:
 
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """Of so many numbers. `in_fp8`: how many of them are held in FP8."""
-    return (count - in_fp8) * bytes_each(job).weight + in_fp8 * TYPE_BYTES["fp8"]
+    """Of so many numbers. `in_fp8`: how many of them are held in FP8, of which those by columns are not counted here."""
+    held = in_fp8 * TYPE_BYTES["fp8"] if _in_buffer(job) else 0
+    return (count - in_fp8) * bytes_each(job).weight + held
+
+
+def gathered_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
+    """What the distributed optimizer gathers of so many parameters."""
+    return parameter_bytes(job, count, in_fp8 if _in_buffer(job) else 0)
+
+
+def _in_buffer(job: Job) -> bool:
+    recipe = job.model.fp8_recipe
+    return recipe is not None and STORED[recipe].held_in_buffer
 
 
 def gradient_bytes(job: Job, count: int) -> int:

@@ -76,7 +76,7 @@ def priced(
         )
         for stop in (section.stops if checkpoint is None else ())
     }
-    exchanging = section.exchanges and profile.shape.expert > 1
+    exchanging = section.exchanges_in_windows and profile.shape.expert > 1
     memory = half_memory(
         section,
         costs,

@@ -25,9 +25,9 @@ from megatron_lynx.cost.host_optimizer import host_seconds
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,
     bytes_each,
+    gathered_bytes,
     held_in_fp8,
     owned_parameters,
-    parameter_bytes,
     stage_parameters,
 )
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
@@ -112,7 +112,7 @@ def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, in_fp
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
     moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
-    gathered = moved / count * parameter_bytes(job, count, in_fp8) if count else 0.0
+    gathered = moved / count * gathered_bytes(job, count, in_fp8) if count else 0.0
     return UpdateSeconds(
         reduce_s=moved * each.gradient / byte_per_s,
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
@@ -129,7 +129,7 @@ def _cast_bytes(job: Job, sharers: int) -> float:
     matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
     if job.model.fp8_parameters:
-        return casts.of(matrices, both=False)[0] / sharers + casts.transposed(matrices)[0]
+        return casts.of(matrices, both=False)[0] / sharers + casts.gathered(matrices)
     return casts.of(matrices, both=True)[0]
 
 

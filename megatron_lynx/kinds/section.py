@@ -210,8 +210,13 @@ class Section:
 
     @cached_property
     def exchanges(self) -> bool:
-        """Whether its windows are exchanges of tokens between the ranks that share out experts."""
+        """Whether its windows, if it has any, are exchanges of tokens between the ranks that share out experts."""
         return bool(self.exchanges_of)
+
+    @cached_property
+    def exchanges_in_windows(self) -> bool:
+        """Whether these exchanges are windows."""
+        return any(self.exchanges_of.values())
 
     @cached_property
     def sites(self) -> tuple[Item, ...]:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
-from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED
+from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, MIXTURES, Dispatcher
 from megatron_lynx.kinds.latent.section import LATENT, latent_section
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.section import HALVES, Half, Section
@@ -34,6 +34,8 @@ class Facts(NamedTuple):
     """Whether the layer has a mixture of experts."""
     shared_experts: bool = False
     """Whether that has shared experts."""
+    dispatcher: Dispatcher = "alltoall"
+    """Who brings tokens to them."""
     kinds: tuple[str, ...] = ()
     """The names of kinds that no other fact speaks of."""
 
@@ -62,7 +64,7 @@ def _latent(facts: Facts) -> Section | None:
 
 
 def _experts(facts: Facts) -> Section | None:
-    return (EXPERTS_WITH_SHARED if facts.shared_experts else EXPERTS) if facts.experts else None
+    return MIXTURES[facts.dispatcher, facts.shared_experts] if facts.experts else None
 
 
 KINDS: list[Kind] = [

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.experts.section import DISPATCHERS
 from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 
@@ -50,13 +51,23 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
-    if planning and given[DISPATCHER] == "flex":
-        problems.append(Problem(given.origin(DISPATCHER), "flex", "alltoall under a plan", "it can be estimated"))
+    if given[DISPATCHER] == "flex":
+        yield from _fused(given, problems, planning=planning)
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
         needed, todo = "alltoall with experts or parts of them on other ranks", "what every rank gathers is not priced"
         problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
+
+
+def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
+    """The flex dispatcher and its backend: DeepEP unless the launch says otherwise. Another one is priced as DeepEP."""
+    backend = "deepep" if given["moe_enable_deepep"] else given["moe_flex_dispatcher_backend"] or "deepep"
+    origin = given.origin(DISPATCHER if backend == "deepep" else "moe_flex_dispatcher_backend")
+    known = backend if backend in DISPATCHERS else "deepep"
+    if planning and backend != known:
+        problems.append(Problem(origin, str(backend), "deepep or hybridep under a plan", "it can be estimated"))
+    yield Fact("model.experts.dispatcher", known, f"{origin}: flex, priced as {known}")
 
 
 def _widths(given: Given) -> Iterator[Fact]:

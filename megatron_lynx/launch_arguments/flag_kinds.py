@@ -63,13 +63,15 @@ READ = names_in(
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
-    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
+    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
+    fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    mtp_num_layers optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    mtp_num_layers quick_geglu activation_func_clamp_value glu_linear_offset softmax_type window_size window_attn_skip_freq
+    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -104,13 +106,7 @@ REFUSED = {
     "use_legacy_models": _OTHER_LAYERS,
     "decoder_num_layers": "encoder-decoder models are not modelled",
     "relative_attention_num_buckets": "relative positions are not modelled",
-    "quick_geglu": "only GELU, squared ReLU and SwiGLU are modelled",
     "use_te_activation_func": _OTHER_CALLS,
-    "activation_func_clamp_value": _MORE_SAVED,
-    "glu_linear_offset": _MORE_SAVED,
-    "softmax_type": "only the plain softmax is modelled",
-    "window_size": "sliding-window attention is not modelled",
-    "window_attn_skip_freq": "sliding-window attention is not modelled",
     "qk_l2_norm": _MORE_SAVED,
     "fp32_residual_connection": "a residual stream in fp32 is not modelled",
     "apply_residual_connection_post_layernorm": "post-norm layers are not modelled",
@@ -152,7 +148,6 @@ REFUSED = {
     "fake_process_group": "nothing is communicated, so there are no windows",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
-    "use_tp_pp_dp_mapping": "links are priced for Megatron's usual order of ranks",
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
@@ -162,7 +157,6 @@ REFUSED = {
     "dataloader_inter_document_masking": "packed sequences are not modelled",
     "logits_load_dir": "distillation's second loss is not counted",
     "modelopt_enabled": "what ModelOpt puts into layers is not modelled",
-    "enable_gpt_oss": "that model's layers are not modelled",
     "export_kd_teacher_load": "a second model beside the first is not counted",
     "use_checkpoint_args": "arguments that only a checkpoint knows: write them out",
     "use_mp_args_from_checkpoint_args": "arguments that only a checkpoint knows: write them out",
@@ -194,7 +188,7 @@ USERBUFFERS_OWN = "tp_comm_"
 
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 
-_DISPATCH = "the all-to-all dispatcher. Leave room for buffers of its own"
+_DISPATCH = "exchanges in which a token travels once to each rank of its experts. Leave room for the backend's own buffers"
 
 _FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
 
@@ -219,6 +213,7 @@ PRICED_AS = {
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
     "pin_cpu_grads": "gradients in pinned memory, which copies are faster to",
+    "use_tp_pp_dp_mapping": "links in the usual order of ranks: messages between stages are no slower, sums over replicas may be",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 from megatron_lynx.launch_arguments.given import Fact, Given
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
@@ -110,6 +109,8 @@ def _entries(path: Path) -> int | None:
 
 def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _activation(given, problems)
+    if given["activation_func_clamp_value"] is not None:
+        yield Fact("model.activation_clamped", True, given.origin("activation_func_clamp_value"))
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
     if given["mtp_num_layers"]:
@@ -164,6 +165,10 @@ def _activation(given: Given, problems: list[Problem]) -> Fact:
         if given["swiglu"]:
             problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))
         return Fact("model.activation", "squared_relu", given.origin("squared_relu"))
+    if given["quick_geglu"]:
+        if given["swiglu"]:
+            problems.append(Problem(given.origin("quick_geglu"), "also --swiglu", "one of them"))
+        return Fact("model.activation", "quick_geglu", given.origin("quick_geglu"))
     return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
 
@@ -241,8 +246,11 @@ NOT_MODELLED = {
 """What these must be beside `--fp8-format`, and why."""
 
 
-def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Nothing where it is not on. `planning`: for a plan, which not all recipes can have."""
+REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
+
+
+def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing where it is not on."""
     if not (found := given["fp8"]):
         return
     flag, recipe = given.origin("fp8"), given["fp8_recipe"]
@@ -255,6 +263,9 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
         yield Fact("model.fp8.parameters", True, given.origin("fp8_param_gather"))
         if not given["use_distributed_optimizer"]:
             problems.append(Problem(given.origin("fp8_param_gather"), "given", "--use-distributed-optimizer beside it"))
+        if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
+            why = "weights would be there in 16 bits as well, which is not counted"
+            problems.append(Problem(given.origin("fp8_param_gather"), "given", f"--{REUSED} beside it", why))
     if given["transformer_impl"] == "local":
         problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:
@@ -262,6 +273,3 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
     for name, (needed, why) in NOT_MODELLED.items():
         if name in given.values and given[name] != needed:
             problems.append(Problem(given.origin(name), "given", f"a launch without it, or without {flag}", why))
-    if planning and recipe not in (*RUN_BY_PLANS, "custom"):
-        todo = "plans for it cannot be run yet; megatron-lynx estimate can price it"
-        problems.append(Problem(given.origin("fp8_recipe"), str(recipe), " or ".join(RUN_BY_PLANS), todo))

@@ -38,6 +38,7 @@ from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
+from megatron_lynx.launch_arguments.packing import with_packing
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
     batch_facts,
@@ -47,6 +48,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     overlap_facts,
 )
 from megatron_lynx.launch_arguments.today import REPLACED, Today, against_megatron, today_of
+from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
 
@@ -118,10 +120,12 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     given, problems = given_arguments(command.arguments, flag_table())
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
+    given = with_packing(given)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
+    facts += window_facts(given, problems)
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems)
     problems += _in_a_file(given, today) if planning else ()
@@ -214,7 +218,7 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Fused dispatchers are priced as Megatron's own."""
+    """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
 

@@ -14,6 +14,7 @@ from itertools import chain
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import double_buffered, experts, latent, order, userbuffers, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
@@ -128,7 +129,10 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
         norm, linear, te = section.norm, section.gathered, plan.model.implementation == "transformer_engine"
         if te and section.fuses_norm and linear in rule.replay and norm not in rule.replay:
             yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
-        if sequence_parallel and linear in rule.replay and gather is None:
+        if sequence_parallel and linear in rule.replay and not gathers_once(plan.model.fp8):
+            found = f"{linear} is replayed under sequence_parallel with fp8 {plan.model.fp8}"
+            yield f"{found}: keep it, one gather does not serve both of its GEMMs"
+        elif sequence_parallel and linear in rule.replay and gather is None:
             yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
     if not sequence_parallel and gather is not None:
         yield f"gather.{half} is given without sequence parallelism"

@@ -47,7 +47,8 @@ class PlanContents(Part):
     @property
     def exchanging(self) -> frozenset[int]:
         """The layers whose windows in the MLP half are exchanges of tokens."""
-        return _layers_in(self.model.moe_layers) if self.parallel.expert > 1 else frozenset()
+        windows = self.parallel.expert > 1 and self.model.exchanges_in_windows
+        return _layers_in(self.model.moe_layers) if windows else frozenset()
 
     @property
     def checkpointed(self) -> str:

@@ -53,7 +53,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     for name in dict.fromkeys(_places(rule)):
         windows = ((layer, window_at(name, layer)) for layer in rule.layers)
         inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]
-        if inside and plan.parallel.expert == 1:
+        if inside and not plan.exchanging:
             found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
         elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
@@ -40,6 +41,9 @@ class ModelFacts(Part):
     """Layers whose MLP half is a mixture of experts. Empty: there are none."""
     shared_experts: bool = False
     """Whether these have shared experts, of which a rule may speak."""
+    moe_dispatcher: Dispatcher = "alltoall"
+    """Who brings tokens to them, where they are shared out over ranks; deepep, hybridep: Megatron's flex dispatcher with this
+    backend."""
     moe_load: float = Field(default=1.0, ge=1)
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
@@ -75,13 +79,20 @@ class ModelFacts(Part):
             raise ValueError("shared_experts is true, needed moe_layers: the layers that have them")
         return self
 
+    @property
+    def exchanges_in_windows(self) -> bool:
+        """Whether experts that are shared out over ranks have windows in which tokens travel."""
+        return any(EXCHANGES[self.moe_dispatcher].values())
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)
 
     def sections_of(self, layer: int) -> tuple[Section, Section]:
         """What fills the halves of a layer."""
-        facts = self.facts._replace(experts=self.has_experts(layer), shared_experts=self.shared_experts)
+        facts = self.facts._replace(
+            experts=self.has_experts(layer), shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher
+        )
         return sections_of(facts)
 
 

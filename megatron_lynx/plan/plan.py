@@ -15,7 +15,6 @@ together in `consistency`. Whether it fits a live run is `apply.match`'s questio
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 from pydantic import model_validator
 
@@ -49,8 +48,6 @@ __all__ = [
 """The parts that a plan is made of are offered here as well: code that builds a plan needs no other module."""
 
 PLAN_VERSION = 1
-LATER = ("kinds", "fp8_parameters", "mtp")
-"""What plans could not always say of a model: where they do not, their digests are what they were."""
 
 
 class Plan(PlanContents):
@@ -58,11 +55,9 @@ class Plan(PlanContents):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it says, whatever its file looks like."""
-        later: dict[str, Any] = {"model": {name for name in LATER if not getattr(self.model, name)}}
-        if not any(rule.checkpoint for stage in self.stages for rule in stage.rules):
-            later["stages"] = {"__all__": {"rules": {"__all__": {"checkpoint"}}}}
-        return hashlib.sha256(self.model_dump_json(exclude=later).encode()).hexdigest()
+        """SHA-256 of what it says, whatever its file looks like. A key with its default says nothing, so that a plan keeps its
+        digest when plans learn to say more."""
+        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

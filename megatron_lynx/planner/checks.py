@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
@@ -15,9 +14,6 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything a job may state, so that it can be estimated, but no plan can have."""
     problems = [*_context_problems(job)]
-    if job.model.fp8 is not None and job.model.fp8.recipe not in RUN_BY_PLANS:
-        needed = f"{' or '.join(RUN_BY_PLANS)}, or none"
-        problems.append(Problem("job: model.fp8.recipe", job.model.fp8.recipe, needed, "the job can be estimated"))
     if 0 in job.partition and job.schedule == "double_buffered":
         empty, needed = job.partition.index(0), "at least one layer on every stage without flushes"
         problems.append(Problem(f"job: parallel.partition.{empty}", "0", needed, "the job can be estimated"))

@@ -40,7 +40,7 @@ def uniform_plan(
     asked = replayable if replay == "all" else () if replay == "none" else replay
     items = tuple(item for item in all_items() if item in asked)
     if sliced:
-        kept = [each.gathered for each in known if gather == "keep" or job.userbuffers or not each.has_windows]
+        kept = [each.gathered for each in known if gather == "keep" or job.keeps_gathered or not each.has_windows]
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)

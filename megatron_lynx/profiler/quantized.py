@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.fp8_recipes import PER_TENSOR, STORED, Recipe
 
 BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
-BLOCK, MX_BLOCK = 128, 32
-PER_TENSOR = ("delayed", "tensorwise")
+BLOCK, MX_BLOCK = (STORED[recipe].block or 1 for recipe in ("blockwise", "mxfp8"))
 
 
 def up(number: int, multiple: int) -> int:
@@ -43,7 +42,7 @@ def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool, h
     """Bytes that a linear keeps beside its weight. `transposes`: see `config.cluster.Fp8Units`. `held`: its weight is in FP8
     itself, by rows; else these are copies of it."""
     count = rows * columns
-    if held:
+    if held and STORED[recipe].held_in_buffer:
         return weight_bytes(recipe, rows, columns, transposes=transposes) - FP8_BYTES * count
     if recipe in PER_TENSOR:
         return (2 if transposes else 1) * FP8_BYTES * count + SCALE_BYTES
@@ -67,6 +66,12 @@ class Casts:
         searched = BF16_BYTES * count if self.recipe == "tensorwise" else 0  # for the largest, in a kernel of its own
         copies = 2 if both and (self.transposes or self.recipe not in PER_TENSOR) else 1
         return searched + (BF16_BYTES + copies * FP8_BYTES) * count, 2 if searched else 1
+
+    def gathered(self, count: int) -> int:
+        """Bytes that weights move on a rank which are held in FP8 and have been gathered: all are cast, or copied by columns."""
+        if not STORED[self.recipe].held_in_buffer:
+            return self.of(count, both=True)[0]
+        return 2 * FP8_BYTES * count if self.transposes or self.recipe not in PER_TENSOR else 0
 
     def transposed(self, count: int) -> tuple[int, int]:
         """Copies by columns what was gathered in FP8 by rows."""

@@ -29,7 +29,6 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
-from megatron_lynx.kinds.experts.section import EXCHANGES
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
@@ -250,7 +249,8 @@ def _back_through(walk: Walk, half: Treated, planned: HalfPass, parts: Segments,
 def _let_go_of(section: Section) -> tuple[str, ...]:
     """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
     if section.in_some_layers:
-        return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < len(EXCHANGES["bwd"]))
+        waits = len(section.exchanges_of["bwd"])
+        return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
     return section.linears[-1:]
 
 

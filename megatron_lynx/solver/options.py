@@ -67,7 +67,7 @@ class Subset:
             gather,
             price.stops,
             sequence_parallel=shape.sequence_parallel,
-            exchanging=before is not None and before.exchanges and shape.expert > 1,
+            exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
             attention=shape.halves[ATTENTION.half],
         )
 
@@ -283,7 +283,7 @@ class StageProblems:
         return tuple(tuple(self._subsets_of(kind)) for kind in kinds)
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        whole_inputs = self.job.userbuffers or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
+        whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
         stays = experts_stay(self.job, kind.section)
         shape, tensors = self.profile.shape, self.profile.of(kind.section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te

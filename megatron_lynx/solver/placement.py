@@ -24,7 +24,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS, HALVES, MLP, Half, Section
+from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words
 from megatron_lynx.cost.memory import HalfMemory
@@ -127,11 +127,11 @@ def held_in(
     stops: Mapping[str, Stop],
     *,
     sequence_parallel: bool,
-    exchanging: bool = False,
+    exchanges: int = 0,
     attention: Section = ATTENTION,
 ) -> HalfMemory:
     """What is held where it is replayed there. `memory`: on demand. `gather`: behind which window its input is gathered.
-    `exchanging`: whether the windows of the half before are exchanges of tokens. `attention`: what fills attention halves."""
+    `exchanges`: of the backward of the half before, where these are its windows. `attention`: what fills attention halves."""
     sections = {attention.half: attention, MLP.half: MLP}
     steps: list[tuple[str, int]] = []
     if gather is not None and gather != ON_DEMAND:
@@ -143,21 +143,18 @@ def held_in(
         if is_early(window):
             early = size
             continue
-        ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanging=exchanging, attention=attention)
+        ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
         there[:ahead] = [size] * min(ahead, len(there))
     first, second, third, fourth = (max(0, size - early) for size in there)
     return replace(memory, early=early, ahead=(first, second, third, fourth))
 
 
 @lru_cache(maxsize=256)
-def moments_ahead(
-    window: str, half: Half, *, sequence_parallel: bool, exchanging: bool = False, attention: Section = ATTENTION
-) -> int:
+def moments_ahead(window: str, half: Half, *, sequence_parallel: bool, exchanges: int = 0, attention: Section = ATTENTION) -> int:
     """How many moments before a half's own backward begins a window of an earlier backward is: 0 for its own."""
     at = window_at(window, 0)
     assert isinstance(at, WindowAddress), f"{window} is no collective"
     count = 2 * at.layer + HALVES.index(at.half) - HALVES.index(half)
-    exchanges = EXPERTS.exchanges_of["bwd"] if exchanging and at.half == EXPERTS.half else None
     section = attention if at.half == attention.half else MLP
-    last = len(section.collectives("bwd", sequence_parallel) if exchanges is None else exchanges) - 1
-    return 2 * count - (at.ordinal == last) if count else 0
+    last = (exchanges if at.half == MLP.half else 0) or len(section.collectives("bwd", sequence_parallel))
+    return 2 * count - (at.ordinal == last - 1) if count else 0

@@ -46,8 +46,21 @@ def prepare(store: list[Any]) -> int:
     """
     if core := os.environ.pop("LYNX_CORE", ""):
         os.sched_setaffinity(0, {int(core)})
-    import torch
+    stand_in()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if os.environ["RANK"] != "0":
+        return 0
+    store.append(TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
+    port: int = store[0].port
+    return port
+
+
+def stand_in() -> None:
+    """What has to be as ranks have it before Megatron is imported. A second time it changes nothing."""
+    import torch
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
     from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
@@ -63,13 +76,6 @@ def prepare(store: list[Any]) -> int:
     if not torch.cuda.is_available():
         stand_in_for_cuda()
         stand_in_for_missing_modules()
-    # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if os.environ["RANK"] != "0":
-        return 0
-    store.append(TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
-    port: int = store[0].port
-    return port
 
 
 def obey(message: bytes) -> Any:

@@ -7,7 +7,8 @@
 
     how much memory there is                         no bound, or the one of `device_memory`
 
-    processes for writing checkpoints                as asked, but they do not import the script again, which they could not here
+    processes for writing checkpoints                forked: one that is spawned imports torch and the script again, and could not
+                                                       import the script here
 
 Found by removing each alone and running the scripts of 0.16 to 0.19 on a CPU. To be in place before Megatron is imported.
 """
@@ -19,17 +20,17 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing import spawn
+from multiprocessing import context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stay
+from megatron_lynx.testbed.cpu_device import OneGenerator, stand_in_for_cuda, stay
 from megatron_lynx.testbed.device_memory import limit_memory
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
-from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry
 
 CAPABILITY = (8, 0)
 """Compute capability that is claimed: new enough for what Megatron requires, too old for what is optional."""
@@ -38,15 +39,18 @@ CAPABILITY = (8, 0)
 def stand_in_for_gpu_machine() -> StandIn:
     """Let this process run Megatron's training scripts without a GPU, until the returned handle is removed.
 
+    Of a second call while one is active only the limit of memory is new.
+
     Raises:
         ConfigError: this machine has a working GPU, which is then the one to use; or a limit of memory that does not read.
     """
     undo = ExitStack()
-    undo.enter_context(stand_in_for_cuda())
-    answer_which_device(undo)
-    undo.enter_context(stand_in_for_missing_modules(apex=True))
-    build_nothing(undo)
-    spare_children_the_script(undo)
+    if not isinstance(torch.cuda.default_generators, OneGenerator):
+        undo.enter_context(stand_in_for_cuda())
+        answer_which_device(undo)
+        undo.enter_context(stand_in_for_missing_modules(apex=True))
+        build_nothing(undo)
+        fork_children(undo)
     limit_memory(undo)
     return StandIn(undo)
 
@@ -85,12 +89,6 @@ def build_nothing(undo: ExitStack) -> None:
     replace(undo, subprocess, "run", run)
 
 
-def spare_children_the_script(undo: ExitStack) -> None:
-    """A spawned process imports its parent's script before it begins; this stand-in is not in place there."""
-    original = spawn.get_preparation_data
-
-    @functools.wraps(original)
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        return {key: value for key, value in original(name).items() if key != "init_main_from_path"}
-
-    replace(undo, spawn, "get_preparation_data", get_preparation_data)
+def fork_children(undo: ExitStack) -> None:
+    """Processes that are to be spawned are forked, as Megatron forks those that write asynchronously."""
+    replace_entry(undo, context._concrete_contexts, "spawn", context._concrete_contexts["fork"])  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_model_config
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.testbed.batches import MicroBatch
 from megatron_lynx.testbed.gradients import finalize_without_ddp, gradients, named_parameters
 from megatron_lynx.testbed.step import run_schedule, train_step
@@ -107,12 +108,19 @@ def with_ddp(
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
         fp8_param_gather=job.model.fp8_parameters,
+        reuse_grad_buf_for_mxfp8_param_ag=in_gradients(job),
         bucket_size=20_000,
     )
     return [
         DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as pretraining does it
         for index, chunk in enumerate(chunks)
     ]
+
+
+def in_gradients(job: Job) -> bool:
+    """Whether parameters are gathered in the buffer of gradients."""
+    recipe = job.model.fp8_recipe
+    return recipe is not None and job.model.fp8_parameters and not STORED[recipe].held_in_buffer
 
 
 def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
@@ -144,5 +152,8 @@ def megatron_optimizer(
         "params_dtype": get_model_config(chunks[0]).params_dtype,
         "use_distributed_optimizer": job.parallel.distributed_optimizer,
         "overlap_param_gather": overlap_param_gather,
+        "reuse_grad_buf_for_mxfp8_param_ag": in_gradients(job),
     }
+    if job.model.fp8_recipe is not None:
+        config["fp8_recipe"] = job.model.fp8_recipe
     return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))

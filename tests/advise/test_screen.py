@@ -102,6 +102,7 @@ def test_where_stock_does_as_well_it_says_so() -> None:
     assert verdict(found).startswith("Nothing to gain: keep your launch")
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -> None:
     found = answer(FULL, 14)
     assert found.plan is None
@@ -139,11 +140,12 @@ def test_a_launch_that_holds_too_much_by_our_count_is_told_so() -> None:
 
 
 def test_what_no_plan_goes_with_is_named_beside_what_the_launch_takes() -> None:
-    found = answer(f"{EXPERTS} --moe-token-dispatcher-type flex --recompute-granularity selective --recompute-modules moe")
-    assert verdict(found) == "No plan goes with --moe-token-dispatcher-type. Keep your launch."
+    flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
+    found = answer(f"{EXPERTS} {flex} --recompute-granularity selective --recompute-modules moe")
+    assert verdict(found) == "No plan goes with --moe-flex-dispatcher-backend. Keep your launch."
     assert found.launch.setting == "stock moe"
     assert found.launch.row is not None
-    assert any("needed alltoall" in line for line in printed(found, 120))
+    assert any("needed deepep or hybridep" in line for line in printed(found, 120))
 
 
 def test_overlapped_exchanges_are_a_range() -> None:

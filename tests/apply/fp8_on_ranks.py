@@ -77,3 +77,35 @@ def spoiled(training: Any, undo: ExitStack, **fields: Any) -> None:
     for name, value in fields.items():
         undo.enter_context(patch.object(config, name, value))
     undo.enter_context(patch.dict("os.environ", {"NVTE_BACKWARD_OVERRIDE": "high_precision"}))
+
+
+def without_block_scales(training: Any, undo: ExitStack) -> None:
+    """A Transformer Engine of before."""
+    from transformer_engine.common import recipe
+
+    undo.enter_context(patch.object(recipe, "Float8BlockScaling"))
+    del recipe.Float8BlockScaling
+
+
+def read_back(rank: int) -> dict[str, float]:
+    """How far operands with block scales are off from what Transformer Engine's own Python casts blocks of 128 to, and from the
+    numbers, over the largest of all."""
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+    from tests.instruments.transformer_engine.blocks import numbers_in_blocks, quantize_blocks
+    from tests.instruments.transformer_engine.enums import DType
+
+    numbers = torch.randn(160, 224, generator=torch.Generator().manual_seed(3))
+    both = {"rowwise": True, "columnwise": True}
+    blocks = [Float8BlockQuantizer(DType.kFloat8E4M3, **both, block_scaling_dim=dim) for dim in (1, 2)]
+    own = against = 0.0
+    for quantizer in (*blocks, MXFP8Quantizer(DType.kFloat8E4M3, **both)):
+        tensor = quantize_blocks(numbers, quantizer)
+        read = [numbers_in_blocks(tensor, columns=columns) for columns in (False, True)]
+        against = max(against, *(float((numbers - each).abs().max() / numbers.abs().max()) for each in read))
+        for at, each in enumerate(read if quantizer in blocks else ()):
+            alone = quantize_blocks(numbers, quantizer)
+            alone.update_usage(rowwise_usage=not at, columnwise_usage=bool(at))
+            own = max(own, float((alone.dequantize(dtype=torch.float32) - each).abs().max()))
+    return {"against its own Python": own, "against the numbers": against}

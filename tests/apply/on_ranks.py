@@ -200,6 +200,7 @@ def other_experts(training: Any, undo: ExitStack) -> None:
     layers[0].__class__ = MoETransformerLayer
     layers[2].mlp.__class__ = type("MyExperts", (type(layers[2].mlp),), {"__module__": "mine"})
     undo.enter_context(patch.object(training.chunks[0].config, "moe_token_dispatcher_type", "flex"))
+    undo.enter_context(patch.object(training.chunks[0].config, "moe_flex_dispatcher_backend", "ncclep"))
 
 
 def experts_of_my_own(training: Any, undo: ExitStack) -> None:

@@ -80,7 +80,7 @@ def test_experts_of_another_make(pool_of):
     """Dispatched by something that needs a GPU; in a layer of another class; their router reads differently."""
     job = tiny_job(experts=EXPERTS)
     [refusal] = refused(pool_of, job, on_ranks.other_experts)
-    assert refusal.places == ["config.moe_token_dispatcher_type", "layer 1", "layer 3"]
+    assert refusal.places == ["config.moe_flex_dispatcher_backend", "layer 1", "layer 3"]
     [refusal] = refused(pool_of, job, on_ranks.rewrite_router)
     assert refusal.places == ["megatron.core.transformer.moe.router:TopKRouter.forward"]
 
@@ -312,7 +312,7 @@ def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
 
 def test_experts_whose_weights_are_gathered_by_collectives_of_their_own():
     """Those of other layers were refused, and theirs were not."""
-    config = SimpleNamespace(num_moe_experts=8, fp8=None, expert_gtp_weight_remat_size=2)
+    config = SimpleNamespace(num_moe_experts=8, fp8=None, moe_token_dispatcher_type="alltoall", expert_gtp_weight_remat_size=2)
     [problem] = refused_features(config, te=True)
     assert (problem.where, problem.found) == ("config.expert_gtp_weight_remat_size", "2")
     config.expert_gtp_weight_remat_size = 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from megatron_lynx.apply.releases.release import GONE, Release
 
 from ..long import long
+from ..nursery import process as nursery
 from ..te_releases import folder_of, python_path
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +30,13 @@ def test_the_next_release_is_this_one_but_for_what_is_said():
 
 
 @pytest.mark.parametrize(("core", "te"), [*long(("0.17", "2.14"), ("0.18", "2.20")), ("0.19", "2.17")])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_of_megatron_core(core, te):
     folders = [folder_of("MEGATRON_CORE", core, "megatron/core"), folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")]
     assert without_source(drafted(folders)) in without_source(CORE.read_text())
 
 
+@pytest.mark.slow
 def test_the_script_says_what_it_could_not_read():
     """Nothing about a table would mean that it is as in the release before."""
     draft = drafted([])
@@ -45,12 +46,14 @@ def test_the_script_says_what_it_could_not_read():
 
 
 @pytest.mark.parametrize("core", [*long("0.17", "0.18"), "0.19"])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_for_training_without_flushes(core):
     draft = drafted([folder_of("MEGATRON_CORE", core, "megatron/core")], "double_buffered")
     assert without_source(draft) in without_source(WITHOUT_FLUSHES.read_text())
 
 
 @pytest.mark.parametrize("te", [*long("2.14", "2.17"), "2.20"])
+@pytest.mark.slow
 def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
     draft = drafted([folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")], "transformer_engine")
     assert without_source(draft) in without_source(TE.read_text())
@@ -58,9 +61,9 @@ def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
 
 def drafted(folders: list[Path], *words: str) -> str:
     """What the script prints where these folders come first on the import path."""
-    command = [sys.executable, str(ROOT / "scripts/record_release.py"), *words]
-    env = {"PYTHONPATH": python_path(*folders, ROOT)}
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    done = nursery.run("scripts.record_release", *words, environment={"PYTHONPATH": python_path(*folders, ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def without_source(text: str) -> str:

@@ -75,7 +75,7 @@ def test_kept_replayed_and_mixed(pool_of, layout):
     checked(pool_of, job, candidates)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP"])
+@pytest.mark.parametrize("layout", ["TP2+SP", *long("one rank", "TP2")])
 def test_random_plans(pool_of, layout):
     job = te_job("llama", **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)
@@ -151,6 +151,7 @@ def test_two_chunks_on_each_stage(pool_of):
     assert first[0].planned.counts[-1].offloaded_bytes > 0
 
 
+@pytest.mark.long
 def test_two_chunks_that_gather(pool_of):
     """Tensor and sequence parallel as well, and chunks that are not all alike."""
     job = te_job(layers=6, partition=(1, 2, 2, 1), pipeline=2, microbatches=4, **LAYOUTS["TP2+SP"])

@@ -89,8 +89,10 @@ def test_a_batch_that_overflows_is_skipped(pool_of, distributed_optimizer, defer
     [
         ({"pipeline": 2, "microbatches": 2}, {"defer_updates": True}),
         ({"pipeline": 2, "microbatches": 2}, {"defer_updates": False}),
-        *long(({"pipeline": 4, "microbatches": 5}, {"defer_updates": True})),
-        ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True}, {"defer_updates": True}),
+        *long(
+            ({"pipeline": 4, "microbatches": 5}, {"defer_updates": True}),
+            ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True}, {"defer_updates": True}),
+        ),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
@@ -22,7 +23,7 @@ LAYOUTS = [
     ({"pipeline": 2, "microbatches": 2}, {"defer_updates": True}),
     ({"pipeline": 2, "microbatches": 3}, {"defer_updates": False}),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, {"defer_updates": True}),
-    ({"pipeline": 2, "context": 2, "context_exchange": "all_gather", "microbatches": 3}, {"defer_updates": True}),
+    *long(({"pipeline": 2, "context": 2, "context_exchange": "all_gather", "microbatches": 3}, {"defer_updates": True})),
 ]
 BATCHES = 4
 

@@ -5,8 +5,9 @@
     transformer_engine    its own Python on a CPU, a stand-in in plain torch for its compiled extension
     apex_norms            the same for the compiled parts of Apex's LayerNorms
     latent_rotary         the same for Megatron's kernels on triton that turn rotary parts of latent attention
+    deep_ep               DeepEP's and HybridEP's buffers, over all-to-alls
 
-They are no part of the wheel. The testbed's ranks take the three stand-ins where TESTBED_STAND_INS names this package:
+They are no part of the wheel. The testbed's ranks take the stand-ins where TESTBED_STAND_INS names this package:
 `tests/conftest.py` does, and scripts and benchmarks that run such layers without a GPU do with `offer()`.
 """
 
@@ -27,6 +28,7 @@ def offer() -> None:
 def stand_in() -> StandIn:
     """Answer for the compiled parts that this machine lacks, until the returned handle is removed."""
     from tests.instruments.apex_norms import stand_in_for_apex_norms
+    from tests.instruments.deep_ep import stand_in_for_deep_ep
     from tests.instruments.latent_rotary import stand_in_for_latent_rotary
     from tests.instruments.transformer_engine import stand_in_for_transformer_engine
 
@@ -34,4 +36,5 @@ def stand_in() -> StandIn:
     undo.enter_context(stand_in_for_transformer_engine())
     undo.enter_context(stand_in_for_apex_norms())
     undo.enter_context(stand_in_for_latent_rotary())
+    undo.enter_context(stand_in_for_deep_ep())
     return StandIn(undo)

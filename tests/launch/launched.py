@@ -19,7 +19,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.hurry import skip_in_a_hurry
-from tests.nursery.process import start
+from tests.nursery.process import OF_LAUNCHES, start, with_megatron
 
 ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 4": {"pipeline": 4, "microbatches": 4},
     "pipeline 2, two chunks on each stage": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "context 2 x pipeline 2": {"context": 2, "context_exchange": "all_gather", "pipeline": 2, "microbatches": 4},
+    "tensor 2, sequence parallel": {"tensor": 2, "sequence_parallel": True, "microbatches": 4},
     "tensor 2 x pipeline 2, sequence parallel": FOUR_RANKS,
     "tensor 2 x pipeline 2, sequence parallel, two chunks on each stage": {**FOUR_RANKS, "layers_per_chunk": 1},
 }
@@ -118,9 +119,11 @@ def launch(
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
-        **(env or {}),
     }
     skip_in_a_hurry()
+    if module == "megatron_lynx.testbed" and not as_users_do:
+        environment[OF_LAUNCHES] = with_megatron(environment, "training")[0].removeprefix("\0")
+    environment |= env or {}
     with tempfile.TemporaryFile("w+") as said:
         if as_users_do:
             command = [sys.executable, "-m", "torch.distributed.run", *arguments]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.run import main
 
-from tests.nursery.process import Process, start
+from tests.nursery.process import OF_LAUNCHES, Process, start
 
 
 def from_nursery(handler: SubprocessHandler, command: tuple[str, ...], environment: dict[str, str]) -> Process:
     """`command` is `python -u -m MODULE ARGUMENTS`."""
     _, _, _, module, *arguments = command
-    return start(module, arguments, environment)
+    nursery = f"\0{environment[OF_LAUNCHES]}" if module == "megatron_lynx.testbed" and OF_LAUNCHES in environment else None
+    return start(module, arguments, environment, nursery=nursery)
 
 
 if __name__ == "__main__":

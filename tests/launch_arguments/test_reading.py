@@ -147,7 +147,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
-        ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
+        (
+            "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
+            "found ncclep, needed deepep or hybridep",
+        ),
         ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
         ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
         ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
@@ -172,8 +175,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
         (
-            "--fp8-format hybrid --fp8-recipe mxfp8",
-            "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
+            "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
+            "--fp8-param-gather: found given, needed --reuse-grad-buf-for-mxfp8-param-ag beside it",
         ),
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
@@ -181,7 +184,9 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
-        ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
+        ("--quick-geglu --swiglu", "--quick-geglu: found also --swiglu, needed one of them"),
+        ("--window-size 127,1", "--window-size: found 127,1, needed two numbers such as 127,0"),
+        ("--window-size 127,0 --window-attn-skip-freq [1,0]", "a pattern of 2 layers, needed one of --num-layers (8)"),
         ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
         ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
@@ -240,6 +245,21 @@ def test_latent_attention() -> None:
         assert found["model.latent.kv_rank"] == 64
         assert found.get("model.latent.fused_rotary", False) is fused
         assert found["model.kv_groups"] == found["model.heads"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("--moe-token-dispatcher-type alltoall", None),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", None),
+        ("--moe-token-dispatcher-type flex", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+    ],
+)
+def test_who_brings_tokens_to_experts(flags: str, dispatcher: str | None) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --expert-model-parallel-size 2 {flags}")
+    assert found.get("model.experts.dispatcher") == dispatcher
 
 
 def test_what_experts_may_have_beside_them() -> None:
@@ -384,6 +404,28 @@ def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
 
 
 DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
+
+
+def test_what_gpt_oss_has_of_its_own() -> None:
+    flags = "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable --enable-gpt-oss"
+    found = facts(f"{SMALL} {flags} --window-size 127,0 --window-attn-skip-freq 3")
+    assert (found["model.activation"], found["model.activation_clamped"], found["model.sinks"]) == ("quick_geglu", True, True)
+    assert (found["model.window.keys"], found["model.window.share"]) == (128, 0.75)
+    assert facts(f"{SMALL} --window-size (127,0) --window-attn-skip-freq ([1]*3+[0])*2")["model.window.share"] == 0.75
+
+
+def test_what_slime_sets_itself_is_read() -> None:
+    """Of a launch that packs tokens: two context-parallel ranks have one sequence of both. What is said counts."""
+    flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096 --lr 1e-4"
+    flags += " --context-parallel-size 2 --use-precision-aware-optimizer --use-tp-pp-dp-mapping --global-batch-size 64"
+    reading = read(flags)
+    assert reading.problems == ()
+    data = reading.job_data
+    assert (data["model"]["seq"], data["model"]["dtype"], data["batch"]) == (8192, "bf16", {"micro": 1, "global": 64})
+    assert data["parallel"]["distributed_optimizer"] is True
+    assert read(f"{flags} --micro-batch-size 2").job_data["batch"]["micro"] == 2
+    assert read(f"{flags} --seq-length 512 --micro-batch-size 1").job_data["model"]["seq"] == 512
+    assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
 
 
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:

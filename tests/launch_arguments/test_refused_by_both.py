@@ -25,7 +25,8 @@ BESIDE = {
     "dense": (*features.OFF, *features.ONE, "cuda_graph_impl"),
     "Transformer Engine": features.OFF_WITH_TE,
     "latent attention": latent.OFF,
-    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE, *experts.NOT, "fp8"),
+    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE, "fp8"),
+    "fused exchanges": ("moe_flex_dispatcher_backend",),
     "FP8": fp8_refusals.OFF,
 }
 """The fields that installation looks at, by what else the launch has."""
@@ -34,6 +35,7 @@ FLAGS = {
     "Transformer Engine": "--transformer-impl transformer_engine",
     "latent attention": "--multi-latent-attention",
     "experts": "--num-experts 8 --moe-token-dispatcher-type alltoall",
+    "fused exchanges": "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
     "FP8": "--fp8-format hybrid",
 }
 SET_BY = {
@@ -50,7 +52,7 @@ NO_FLAG = {
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
 }
-VALUES = {"moe_token_dispatcher_type": "flex", "cuda_graph_impl": "local", "fp8_quantizer_factory": "own.factory"}
+VALUES = {"moe_flex_dispatcher_backend": "ncclep", "cuda_graph_impl": "local", "fp8_quantizer_factory": "own.factory"}
 """What a flag is given that takes other words than these: a choice of Megatron's that is not its default, or 2."""
 
 FIELDS = [

@@ -8,6 +8,7 @@ hundred.
             <─── exit status ────────                                        gone
 
 What is imported ahead is torch, the testbed and what most ranks run here; neither Megatron nor Transformer Engine, so that a
-process finds the releases that its own PYTHONPATH names. Who goes away without waiting for a process ends it, and all of them end
-with the tests.
+process finds the releases that its own PYTHONPATH names. Ranks of a pool, and those of launches, come from a second nursery: a
+process of the first with their environment, which has stood in for a GPU and imported the Megatron that they will use. Who goes
+away without waiting for a process ends it, and all of them end with the tests.
 """

@@ -1,4 +1,8 @@
-"""The nursery's own process: `python -m tests.nursery FILE`, where FILE is the number of the socket that it is asked at."""
+"""The nursery's own process: `python -m tests.nursery FILE [WHAT]`; it is asked at the socket that has this number.
+
+With WHAT it is a process of another nursery, and imports what ranks (`megatron`), or launches (`training`), with its environment
+import, too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 
@@ -29,8 +34,34 @@ def import_ahead() -> None:
     gc.freeze()
 
 
-def serve(listener: socket.socket) -> Request:
-    """Fork whatever is asked for, for ever. Returns in the processes alone."""
+def import_megatron(what: str) -> None:
+    """That of this process's import path, as ranks or launches have it. One that cannot be imported is for them to tell."""
+    if what == "megatron":
+        from megatron_lynx.testbed.rank_process import stand_in
+    else:
+        from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine as stand_in
+
+    stand_in()
+    with suppress(Exception):
+        for module in MODULES[what]:
+            import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process that is forked has no other threads"
+    gc.collect()
+    gc.freeze()
+
+
+MODULES = {
+    "megatron": (
+        *("megatron_lynx.testbed.groups", "megatron_lynx.testbed.tiny_models", "megatron_lynx.testbed.training"),
+        *("megatron_lynx.apply", "tests.transparency.trials"),
+    ),
+    "training": ("megatron.training.training", "megatron_lynx.launch.script", "megatron_lynx.apply"),
+}
+"""What ranks import, and what launches do."""
+
+
+def serve(listener: socket.socket, stood_in: Mapping[str, str]) -> Request:
+    """Fork whatever is asked for, for ever. Returns in the processes alone. `stood_in`: variables that stand-ins have set."""
     ended, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -51,7 +82,7 @@ def serve(listener: socket.socket) -> Request:
             if (pid := os.fork()) == 0:
                 for inherited in (listener, connection, *running.values()):
                     inherited.detach()  # `become` closes them by number, and gives the numbers away
-                become(request, files)
+                become(request, files, stood_in)
                 return request
             os.setpgid(pid, pid)
             for file in files:
@@ -70,7 +101,7 @@ def bury(running: dict[int, socket.socket]) -> None:
                 connection.close()
 
 
-def become(request: Request, files: list[int]) -> None:
+def become(request: Request, files: list[int], stood_in: Mapping[str, str]) -> None:
     """Nothing of the nursery's is left in this process but its modules."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
@@ -86,7 +117,7 @@ def become(request: Request, files: list[int]) -> None:
     of_python = [entry for entry in sys.path if entry not in of_nursery]
     os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update({**request.environment, **stood_in})
     sys.path[:] = [request.folder, *python_path(), *of_python]
     sys.argv[:] = [request.module, *request.arguments]
 
@@ -99,9 +130,14 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
-    import_ahead()
+    before, stood_in = dict(os.environ), dict[str, str]()
+    if what := sys.argv[2:]:
+        import_megatron(*what)
+        stood_in = dict(os.environ.items() - before.items())
+    else:
+        import_ahead()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        request = serve(listener)
+        request = serve(listener, stood_in)
     run_anew(request.module)
 
 

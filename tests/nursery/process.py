@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from tests.nursery.request import Request, receive_number
 
 ADDRESS = "TESTS_NURSERY"
 """The environment variable that names the socket of the nursery, and its process."""
+
+OF_LAUNCHES = "TESTS_NURSERY_OF_LAUNCHES"
+"""The one that names the nursery that has imported the `megatron.training` of a launch."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,9 +37,9 @@ AT_BEGIN = dict(os.environ)
 class Process:
     """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
 
-    def __init__(self, request: Request, files: Sequence[int]) -> None:
+    def __init__(self, request: Request, files: Sequence[int], nursery: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address()[0])
+        self._socket.connect(nursery)
         request.send(self._socket, files)
         self.pid = receive_number(self._socket)
         self.returncode: int | None = None
@@ -59,9 +64,35 @@ class Process:
         return self.returncode
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
+def start(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: int | None = None,
+    nursery: str | None = None,
+) -> Process:
     """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
-    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
+    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output}, nursery)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a process, as `subprocess.CompletedProcess` has it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120) -> Ended:
+    """`python -u -m MODULE ARGUMENTS`, until it ends."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = _start(module, arguments, environment or os.environ, {1: out.fileno(), 2: err.fileno()})
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        return Ended(status, *(said.read() for said in (out, err) if said.seek(0) == 0))
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
@@ -73,20 +104,42 @@ def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Pop
         return as_ever(pool, rank, pipe)
     if not PINNED:
         environment.pop("LYNX_CORE", None)
-    environment["LYNX_PARENT"] = str(address()[1])
-    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
+    nursery = address() if "LYNX_COMPILER" in environment else with_megatron(environment)
+    environment["LYNX_PARENT"] = str(nursery[1])
+    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe}, nursery[0])
 
 
-as_ever = RankPool.process
-
-
-def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
+def _start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int], nursery: str | None = None
+) -> Process:
     """`files`: open files of this process by the number that they get."""
-    address()
+    nursery = nursery or address()[0]
     with open(os.devnull) as nothing:
         files = {0: nothing.fileno(), **files}
         environment = {**environment, ADDRESS: os.environ[ADDRESS]}
-        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()))
+        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()), nursery)
+
+
+OF_ONE_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "MASTER_ADDR", "PYTEST_CURRENT_TEST", ADDRESS}
+"""Variables that are no matter when Megatron is imported."""
+
+
+def with_megatron(environment: Mapping[str, str], what: str = "megatron") -> tuple[str, int]:
+    """The address of a nursery that was started with this environment, and has imported its Megatron; or its `training`."""
+    common = ((name, value) for name, value in environment.items() if name not in OF_ONE_RANK)
+    name, process = _with_megatron(tuple(sorted(common)), what)
+    return name, process.pid
+
+
+@cache
+def _with_megatron(environment: tuple[tuple[str, str], ...], what: str) -> tuple[str, Process]:
+    """It ends with the session: then nobody waits for it any more."""
+    name = f"\0lynx-nursery-{os.urandom(8).hex()}"
+    with listening(name) as listener:
+        file = listener.fileno()
+        parent = {"LYNX_PARENT": str(address()[1])}
+        process = _start("tests.nursery", [str(file), what], dict(environment) | parent, {1: 1, 2: 2, file: file})
+    return name, process
 
 
 as_ever = RankPool.process
@@ -96,9 +149,7 @@ as_ever = RankPool.process
 def begin() -> subprocess.Popen[bytes]:
     """The nursery of this session, which ends with it. Where it is reached goes into the environment."""
     name = f"lynx-nursery-{os.urandom(8).hex()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(64)
+    with listening(f"\0{name}") as listener:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.nursery", str(listener.fileno())],
             cwd=ROOT,
@@ -108,6 +159,13 @@ def begin() -> subprocess.Popen[bytes]:
         )
     os.environ[ADDRESS] = f"{name}:{process.pid}"
     return process
+
+
+def listening(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(64)
+    return listener
 
 
 def address() -> tuple[str, int]:

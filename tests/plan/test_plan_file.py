@@ -52,8 +52,9 @@ def problems_of(tmp_path: Path, text: str) -> list[str]:
     return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(defers=True, pieces=True))
+@pytest.mark.slow
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.yaml"
     save_plan(plan, path)
@@ -61,8 +62,9 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> Non
     assert dump_plan(load_plan(path)) == path.read_text() == dump_plan(plan)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(plans(defers=True, pieces=True))
+@pytest.mark.slow
 def test_other_readers_see_the_same(plan: Plan) -> None:
     """PyYAML itself, which knows octal, yes and no, reads our files alike."""
     assert Plan.model_validate(yaml.safe_load(dump_plan(plan))) == plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import comb
 
 import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
-from megatron_lynx.kinds.experts.planning import all_to_all_s
+from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts
 from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
@@ -155,3 +156,34 @@ def test_every_item_of_megatrons_own_layers_saves_what_its_shape_says(pool_of: C
     counted_bytes = job.gpus * (2 * EIGHT.count + 1) * FP32_BYTES  # of each expert, for the auxiliary loss: not priced
     assert 0 <= saved.pop("router") - parts.pop("router") <= counted_bytes
     assert saved == parts
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+def test_what_a_flex_dispatcher_leaves(pool_of: Callable[[int], RankPool], dispatcher: str) -> None:
+    """Rows that experts are given, to the byte; of the maps beside them no more than is priced, and not much less."""
+    experts = Experts(count=8, per_token=3, ffn=96, dispatcher=dispatcher)  # type: ignore[arg-type]
+    job = tiny_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts=experts)
+    ranks = pool_of(job.gpus).run(bytes_saved_by_items, job)
+    saved = {item: sum(each.get(item, 0) for each in ranks) for item in ("input", *experts.section.names)}
+    parts = {item: job.gpus * size for item, size in saved_parts(LayerShape.of(job)).items()}
+    rows = ("input", "pre_mlp_layernorm", "experts_fc1", "experts_activation", "experts_fc2", "mlp_bda")
+    assert {item: saved[item] for item in rows} == {item: parts[item] for item in rows}
+    maps = [sum(each[item] for item in ("router", "dispatch", "combine")) for each in (saved, parts)]
+    assert 0.8 * maps[1] < maps[0] <= maps[1]
+
+
+def test_a_fused_exchange_sends_a_token_once_to_each_rank_and_once_to_each_other_node() -> None:
+    """8 of 64 experts on 16 ranks of two nodes: of eight choices some are on one rank, and nearly all tokens go to both nodes."""
+    job = mixtral()
+    cluster, model = job.cluster, job.model
+    own = {"count": 64, "per_token": 8, "ffn": 1024}
+    sent = {}
+    for name in ("alltoall", "deepep"):
+        spread = job.model_copy(update={"parallel": job.parallel.model_copy(update={"expert": 16})})
+        job = spread.model_copy(update={"model": model.model_copy(update={"experts": Experts(**own, dispatcher=name)})})
+        sent[name] = analytic_profile(job).experts.exchange_s
+    assert expected_parts(Experts(**own), 16) == pytest.approx(16 * (1 - comb(60, 8) / comb(64, 8)))
+    token_bytes, nodes = 2 * 4096 * 4096, 2 * (1 - comb(32, 8) / comb(64, 8))
+    shared = cluster.node.gpus / cluster.nic.per_node
+    assert sent["deepep"] == pytest.approx(cluster.nic.seconds(shared * token_bytes * nodes / 2))
+    assert sent["deepep"] < sent["alltoall"] / 3

@@ -73,6 +73,7 @@ def test_errors_and_bounds() -> None:
     assert Row("s", "w", 50.0, 51.0, "GiB", bound=None).within is None
 
 
+@pytest.mark.slow
 def test_validate_prints_every_row_and_says_no_where_a_bound_is_missed() -> None:
     result = CliRunner().invoke(app, ["validate", "--json"], catch_exceptions=False)
     rows = json.loads(result.stdout)["rows"]

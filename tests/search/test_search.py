@@ -61,6 +61,7 @@ def everything(
 
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
+@pytest.mark.slow
 def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)
     expected = everything(job, 8, STOCK, offload)
@@ -69,6 +70,7 @@ def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None
         assert [(each.job, each.step_s) for each in found] == [(each.job, each.step_s) for each in expected[:top]]
 
 
+@pytest.mark.slow
 def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     job = with_budget(small_job(seq=4096, batch=4, layers=4), 8.0)
     expected = everything(job, 4, ("full", "planned"), offload=True)
@@ -78,6 +80,7 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
+@pytest.mark.slow
 def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)
     expected = everything(job, 8, STOCK, True, SCHEDULES)
@@ -118,6 +121,7 @@ def test_old_gradients_are_only_searched_on_request() -> None:
     assert all(each.job.schedule == "flush" for each in search(job, 4, top=50, policies=STOCK).candidates)
 
 
+@pytest.mark.slow
 def test_small_batches_on_long_pipelines_gain() -> None:
     """Where nothing but a long pipeline fits, and there are few micro-batches, the flush is what a step loses most by."""
     job = with_budget(catalogued_job("llama-65b", "a100-80g", gpus=1, batch=16, seq=4096, parallel={}, policy="none"), 70.0)
@@ -233,6 +237,7 @@ def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
     assert search(job, int(more.needed), top=1).candidates
 
 
+@pytest.mark.slow
 def test_other_policies_and_offloading_are_changes_that_help() -> None:
     job = catalogued_job("gpt-175b", "a100-80g", gpus=1, batch=64, parallel={}, policy="none")
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_gib": 80.0})})
@@ -278,6 +283,7 @@ def test_what_does_not_divide_lists_what_does() -> None:
 
 
 @pytest.mark.parametrize("index", [1, 6, 11])
+@pytest.mark.slow
 def test_published_winners_are_among_the_best(index: int) -> None:
     """Yuan et al., figure 9. Without context parallelism their layout is the best or among the best four; with it we find up to
     13 more that are up to 6 % faster, because at 4096 tokens cutting the sequence costs us little but the keys and values."""

@@ -192,12 +192,6 @@ def sleep(rank: int) -> None:
     time.sleep(600)
 
 
-def say_pid_and_sleep(rank: int, folder: str) -> None:
-    with open(os.path.join(folder, str(rank)), "w") as file:
-        file.write(f"{os.getpid()} {os.stat('/proc/self/ns/net').st_ino}")
-    time.sleep(600)
-
-
 def die(rank: int) -> None:
     """As under the kernel's out-of-memory killer."""
     import os

@@ -18,6 +18,7 @@ from megatron_lynx.testbed.gloo import share_one_device
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..nursery import process
 from . import on_ranks
 
@@ -95,14 +96,14 @@ def test_functions_of_main_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("links", ["None", "shaped_hosts(100)"])
+@pytest.mark.parametrize("links", [*long("None"), "shaped_hosts(100)"])
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path, links):
     """Killed with SIGKILL it can clean up nothing itself: its ranks and namespaces must end of their own accord."""
     script = (
         "from megatron_lynx.testbed.ranks import run_ranks\n"
         "from megatron_lynx.testbed.links import shaped_hosts\n"
-        "from tests.testbed import on_ranks\n"
-        f"run_ranks(on_ranks.say_pid_and_sleep, 2, {str(tmp_path)!r}, links={links})"
+        "from tests.testbed.sleeping import say_pid_and_sleep\n"
+        f"run_ranks(say_pid_and_sleep, 2, {str(tmp_path)!r}, links={links})"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:

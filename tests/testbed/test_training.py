@@ -9,6 +9,7 @@ import torch
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import with_models
 from . import on_ranks
 
 STOCK = [
@@ -27,11 +28,10 @@ LAYOUTS = [
 
 
 def name(layout):
-    return "-".join(f"{key}{value}" for key, value in layout.items()) or "one-rank"
+    return layout if isinstance(layout, str) else "-".join(f"{key}{value}" for key, value in layout.items()) or "one-rank"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@with_models(LAYOUTS, ids=name)
 def test_stock_recomputation_changes_no_bit(pool_of, like, layout):
     job = tiny_job(like, **layout)
     for rank, (none, *others) in enumerate(pool_of(job.gpus).run(on_ranks.train, job, STOCK)):

@@ -9,14 +9,14 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import TE_RELEASES, pool_with
 from . import on_ranks
 
 LAYOUTS = [
     ("gpt", "bf16", {"tensor": 2}),
-    ("llama", "fp32", {"tensor": 2}),
-    ("gpt", "fp32", {"tensor": 2, "sequence_parallel": True}),
-    ("gpt", "fp32", {"pipeline": 2}),
+    ("llama", "fp32", {"tensor": 2, "sequence_parallel": True}),
+    *long(("llama", "fp32", {"tensor": 2}), ("gpt", "fp32", {"pipeline": 2})),
 ]
 PAIRS = [("2.9", None), ("2.17", "0.19")]
 """A Transformer Engine, and a megatron-core (none: the installed one) that is built with it."""

@@ -75,8 +75,9 @@ def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:
 
 
 @pytest.mark.parametrize("layout", JOBS)
-@drawn(40)
+@drawn(15)
 @given(data=st.data())
+@pytest.mark.slow
 def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) -> None:
     """Pass by pass and in its order."""
     job = JOBS[layout]

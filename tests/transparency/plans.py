@@ -41,7 +41,8 @@ def plan_for(
         {
             "version": 1,
             "model": {name: getattr(model, name) for name in facts}
-            | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)},
+            | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)}
+            | {"moe_dispatcher": model.moe_dispatcher},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,

@@ -14,7 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.long import MODELS, with_models
+from tests.long import long, with_models
 from tests.plan.strategies import drawn, plans_for
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, replayable
@@ -35,7 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "TP2xPP2xVPP2+SP": {"tensor": 2, "sequence_parallel": True, "layers": 6, **TURNS},
 }
-every_model = pytest.mark.parametrize("like", MODELS)
 
 
 def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | None = None) -> list[list[Outcome]]:
@@ -56,9 +55,11 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
 
 COMBINED = ("TP2xPP2", "TP2xPP2+SP")
 """Layouts whose every part is in the interleaved one."""
+IN_RANDOM_PLANS = "TP2xPP2xVPP2+SP"
+"""Whose every part is in another layout, and which random plans have as a whole."""
 
 
-@with_models(LAYOUTS, COMBINED)
+@with_models(LAYOUTS, (*COMBINED, IN_RANDOM_PLANS))
 def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = replayable(job)
@@ -78,7 +79,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
     checked(pool_of, job, candidates)
 
 
-@with_models((layout for layout in reversed(LAYOUTS) if "3+1" not in layout), COMBINED)
+@with_models((layout for layout in reversed(LAYOUTS) if "3+1" not in layout), (*COMBINED, "PP2", "PP2xVPP2", "TP2"))
 def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)
@@ -134,7 +135,7 @@ def test_variants(pool_of: Pools, layout: str, like: Any) -> None:
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=gather))], trial)
 
 
-@every_model
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
 def test_deeper_ahead(pool_of: Pools, like: Any) -> None:
     """Three frames ahead: the windows of the layer above and the one above that."""
     job = tiny_job(like, tensor=2)

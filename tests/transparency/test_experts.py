@@ -101,13 +101,11 @@ CONTAINED = ("EP2, every second layer", "PP2, the first layer dense")
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     everything = replayable(job)
-    candidates = [
-        plan_for(job, lambda layer: ()),
-        plan_for(job, lambda layer: everything, windows=False),
-        plan_for(job, lambda layer: everything),
-    ]
+    candidates = [plan_for(job, lambda layer: everything, windows=False)]
     if job.parallel.sequence_parallel:
         candidates.append(plan_for(job, lambda layer: replayable(job, gather=True)))
+    else:
+        candidates += [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: everything)]
     checked_too(pool_of, job, candidates, trial_of())
 
 
@@ -118,7 +116,7 @@ def test_variants(pool_of: Pools, variant: str) -> None:
     items = replayable(job, gather=job.parallel.sequence_parallel)
     if "moe_shared_expert_overlap" in fields:  # what runs inside the dispatcher is kept
         items = tuple(item for item in items if item in DENSE["attention"].names)
-    checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3))
+    checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3 if fields is STATEFUL else 2))
 
 
 def test_exchanges_are_windows(pool_of: Pools) -> None:
@@ -181,7 +179,6 @@ def test_offloaded_with_replay(pool_of: Pools) -> None:
     candidates = [
         offloading(keeping, 1 << 20),
         offloading(keeping, 1 << 20, experts=True),
-        offloading(keeping, 8_000, experts=True),
         offloading(replaying, 4_000, experts=True),
     ]
     for trial in (Trial(tampered=True), Trial(tampered=True, model=STATEFUL, starved=True)):
@@ -192,7 +189,7 @@ def test_offloaded_with_replay(pool_of: Pools) -> None:
             assert rank > 0 or counts[0].offloaded_bytes < counts[1].offloaded_bytes
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", "PP2xVPP2", *long("PP2, EP2", "PP2xVPP2, EP2")])
+@pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", *long("PP2xVPP2", "PP2, EP2", "PP2xVPP2, EP2")])
 def test_random_plans(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     of_this_job = plans_for(job)

@@ -115,24 +115,28 @@ def together(job: Job, items: Collection[str]) -> list[str]:
 
 def candidates(job: Job) -> list[Plan]:
     everything, heads = all_of(job), together(job, HEADS)
-    plans = [
+    if job.parallel.tensor > 1:
+        return [latent_plan(job, heads), *hidden(job, everything, heads)]
+    return [
         latent_plan(job, everything),
         latent_plan(job, heads),
         latent_plan(job, together(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]])),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
         latent_plan(job, INNER_NORMS if job.model.qk_norm else together(job, ["input_layernorm", "rotary"])),
     ]
-    if job.parallel.tensor > 1:
-        last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
-        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
-        stop = "rotary" if "rotary" in everything else "linear_q_proj"
-        plans += [latent_plan(job, everything, f"bwd.mlp.0 until {stop} then bwd.mlp.{last}")] if last else []
-        plans += [uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
-    return plans
+
+
+def hidden(job: Job, everything: Collection[str], heads: Collection[str]) -> list[Plan]:
+    """What runs in windows of tensor-parallel ranks."""
+    last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
+    plans = [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
+    stop = "rotary" if "rotary" in everything else "linear_q_proj"
+    plans += [latent_plan(job, everything, f"bwd.mlp.0 until {stop} then bwd.mlp.{last}")] if last else []
+    return [*plans, uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
 
 
 CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
-TURNED = ("TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
+TURNED = ("one rank, fused", "TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
 LONG = (
     *CUT,
     *TURNED,
@@ -165,7 +169,7 @@ DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj"
 """Where weight gradients are deferred, and what else may be the only one that is."""
 
 
-@pytest.mark.parametrize("layout", [*(name for name in DEFERRING if name != "TP2"), *long("TP2")])
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("TP2", "TP2+SP, local")])
 def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
     """All of both halves' linears, of kept and of replayed halves, into whatever comes; each is computed once."""
     job = job_of(layout)
@@ -207,7 +211,7 @@ LIKE_DEEPSEEK = {
 """The first layer has an MLP, the others experts, some of which all tokens pass."""
 
 
-@pytest.mark.parametrize("spread", [{}, {"replicas": 2, "expert": 2}], ids=["one rank", "EP2"])
+@pytest.mark.parametrize("spread", [{"replicas": 2, "expert": 2}, *long({})], ids=["EP2", "one rank"])
 def test_beside_experts(pool_of: Pools, spread: dict[str, Any]) -> None:
     job = tiny_job("gpt", **LIKE_DEEPSEEK, **spread)
     plans = [

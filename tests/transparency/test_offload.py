@@ -59,7 +59,7 @@ def chunk_bytes(job: Job) -> int:
     return len(job.layers_of(0)) * layer_bytes(job)
 
 
-@pytest.mark.parametrize(("layout", "like"), [*product(LAYOUTS, ["gpt"]), ("PP2", "llama"), ("TP2xPP2+SP", "llama")])
+@pytest.mark.parametrize(("layout", "like"), [*product(LAYOUTS, ["gpt"]), *long(("PP2", "llama"), ("TP2xPP2+SP", "llama"))])
 def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = replayable(job, gather=True)

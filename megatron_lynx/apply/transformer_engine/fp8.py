@@ -113,9 +113,14 @@ def gathers_input(linear: Module) -> bool:
     return bool(linear.sequence_parallel and linear.parallel_mode == "column")
 
 
+def parts_saved(linear: Any) -> int:
+    """How many tensors a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or those of each."""
+    return 3 if linear.quantizers[FORWARD][0].supports_only_rowwise_all_gather() else 4
+
+
 def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
-    """The tensors that a node saves of a norm's output: bytes by rows, by columns, and their scale."""
-    if not gathers_input(linear):
+    """These tensors. What was made by rows stays where it is gathered again by rows, and made columns of then."""
+    if not gathers_input(linear) or parts_saved(linear) > 3:
         normalised.update_usage(rowwise_usage=False)
     return list(normalised.prepare_for_saving()[0])
 

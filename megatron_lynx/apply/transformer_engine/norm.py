@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of
+from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of, parts_saved
 from megatron_lynx.apply.transformer_engine.release import TeRelease
 from megatron_lynx.runtime.site import FirstPart
 
@@ -23,7 +23,9 @@ def norm_inside(linear: Any, item: str, release: TeRelease) -> FirstPart:
     """The norm of one `LayerNormLinear`, as the first part of its call. `item`: the name that plans have for this norm."""
 
     def slots(node: Any) -> tuple[int, ...]:
-        return release.norm_slots_fp8 if node.fp8 else release.norm_slots
+        if not node.fp8:
+            return release.norm_slots
+        return tuple(range(-2 - parts_saved(linear), 0))  # counted from the end: mean and deviation are the last
 
     return FirstPart(item=item, run=_norm_of(linear), node=release.norm_node, slots=slots)
 

@@ -18,5 +18,3 @@ class TeRelease(Release):
     """The name of the autograd node that a `LayerNormLinear` makes."""
     norm_slots: tuple[int, int, int]
     """Where, among what that node saves, the norm's output, mean and reciprocal deviation are (RMSNorm has no mean)."""
-    norm_slots_fp8: tuple[int, int, int, int, int] = (-5, -4, -3, -2, -1)
-    """The same in FP8, counted from the end. There the output is three tensors: bytes by rows, bytes by columns, their scale."""

@@ -15,11 +15,16 @@ The ranks of such a group are consecutive but for the `expert_tensor` ranks amon
 its node is waited for:
 
     6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
+
+DeepEP and HybridEP send a token once to each rank that has any of its experts, and to another node once for all of that node's
+ranks, among which NVLink hands it on; cut experts are ranks of the same group. A token that is for k of E experts, chosen evenly,
+goes to one of n parts with E/n of them with probability 1 - C(E - E/n, k) / C(E, k).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import ceil, comb
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts
@@ -146,14 +151,14 @@ def expert_matrices(model: Model) -> int:
 
 
 def _mlp(model: Model, ffn: int) -> int:
-    return model.hidden * ffn * (3 if model.activation == "swiglu" else 2)
+    return model.hidden * ffn * (3 if model.gated else 2)
 
 
 def _biases(model: Model, tensor: int) -> int:
     if not model.bias:
         return 0
     ffn = mixture(model).ffn
-    return (2 * ffn if model.activation == "swiglu" else ffn) // tensor + model.hidden
+    return (2 * ffn if model.gated else ffn) // tensor + model.hidden
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
@@ -173,13 +178,40 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
 
 
 def _exchange_s(job: Job, shape: LayerShape) -> float:
-    """One all-to-all, of which there are two in each pass: rows out, rows back."""
+    """One exchange of tokens, of which there are two in each pass: rows out, rows back."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    if experts_of(shape).dispatcher != "alltoall":
+        return _fused_exchange_s(job.cluster, shape, row_bytes)
     return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
 
 
+def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> float:
+    """The same by a flex dispatcher: every token once to each rank, and once to each other node."""
+    assert cluster.node is not None, "checked by Roofline.of"
+    assert cluster.nic is not None, "checked by Roofline.of"
+    experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
+    if ranks == 1:
+        return 0.0
+    inside, nodes = min(ranks, cluster.node.gpus), ceil(ranks / cluster.node.gpus)
+    sent_bytes = shape.own_tokens * row_bytes * experts.load
+    received = shape.parallel.expert_tensor_size * expected_parts(experts, shape.parallel.expert)
+    near_s = link_among(cluster, inside).seconds(sent_bytes * received * (inside - 1) / inside)
+    if nodes == 1:
+        return near_s
+    far_bytes = sent_bytes * expected_parts(experts, min(nodes, shape.parallel.expert)) * (nodes - 1) / nodes
+    return max(near_s, cluster.nic.seconds(far_bytes * cluster.node.gpus / cluster.nic.per_node))
+
+
+def expected_parts(experts: Experts, parts: int) -> float:
+    """To how many of so many parts, each with as many of a layer's experts, a token goes on average."""
+    others = experts.count - experts.count // parts
+    return parts * (1 - comb(others, experts.per_token) / comb(experts.count, experts.per_token))
+
+
 def _cut_s(job: Job, shape: LayerShape) -> float:
-    """Cut experts gather rows, and scatter their sums."""
+    """Cut experts gather rows, and scatter their sums, where these have not come to all of their ranks."""
+    if experts_of(shape).dispatcher != "alltoall":
+        return 0.0
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
     gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
     return link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
@@ -202,8 +234,11 @@ def _router(shape: LayerShape, roof: Roofline) -> Passes:
 
 
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
-    """On one way: permuted or put back, and sorted by expert where a rank has several. Each row is read and written."""
+    """On one way: permuted or put back, and sorted by expert where a rank has several. Each row is read and written. A flex
+    dispatcher sorts alone: what it sends it takes from where it is."""
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
+    if experts_of(shape).dispatcher != "alltoall":
+        return Passes(max(sent_s, sorted_s), max(sent_s, sorted_s))
     return Passes(sent_s + sorted_s, sent_s + sorted_s)

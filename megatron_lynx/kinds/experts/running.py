@@ -12,11 +12,11 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import exchanges, expert_load
+from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
 from megatron_lynx.apply.live_run import LINEARS, TE_MODULE, LiveRun, module_at, name_of, not_one
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, MIXTURE
+from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, MIXTURE, MIXTURES, Dispatcher
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.section import Section
 from megatron_lynx.plan.plan import Plan
@@ -28,7 +28,7 @@ LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
 """The class of the mixture of experts that a layer may have in place of an MLP."""
 _KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
 """Kinds of experts whose linears are called where a replay can find them."""
-_DISPATCHERS = (f"{_MOE}token_dispatcher.MoEAllGatherTokenDispatcher", f"{_MOE}token_dispatcher.MoEAlltoAllTokenDispatcher")
+_DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
 _LOCAL: Classes = {
     "column_parallel": (f"{LINEARS}ColumnParallelLinear",),
     "row_parallel": (f"{LINEARS}RowParallelLinear",),
@@ -52,11 +52,6 @@ OFF = {
 
 TODO = "or keep the experts' items in the plan, on the device"
 
-NOT = {
-    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU")
-}
-"""Config fields that must not have a value, which ones they may have, and what to launch with."""
-
 ONE = {
     "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards: weights are gathered by their own collectives",
 }
@@ -76,6 +71,7 @@ class HeldExperts(Running):
         "transformer.moe.experts",
         "transformer.moe.shared_experts",
         "transformer.moe.token_dispatcher",
+        "transformer.moe.fused_a2a",
     )
     local, te = _LOCAL, _TE
 
@@ -83,16 +79,17 @@ class HeldExperts(Running):
         mixture = module_at(layer, MIXTURE)
         if name_of(mixture) != LAYER_CLASS:
             return None
-        return EXPERTS if getattr(mixture, "shared_experts", None) is None else EXPERTS_WITH_SHARED
+        config: Any = layer.config
+        return MIXTURES[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
 
     def refused_settings(self, config: Any) -> Iterator[Problem]:
         if not config.num_moe_experts:
             return
         for name, drop in ONE.items():
             yield from not_one(config, name, drop)
-        for name, (value, needed, instead) in NOT.items():
-            if getattr(config, name, None) == value:
-                yield Problem(f"config.{name}", value, f"{needed} under a plan", f"launch with {instead}")
+        if config.moe_token_dispatcher_type == "flex" and (backend := _backend(config)) not in DISPATCHERS:
+            needed = " or ".join(DISPATCHERS[1:])
+            yield Problem("config.moe_flex_dispatcher_backend", backend, f"{needed} under a plan", "no other ran on a CPU")
         if config.fp8:
             needed = "none with experts under a plan"
             yield Problem("config.fp8", str(config.fp8), needed, "drop --fp8-format: not shown with experts")
@@ -131,9 +128,17 @@ class HeldExperts(Running):
             if numbers:
                 place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
                 yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
-        exchanging = run.expert if run.config.moe_token_dispatcher_type == "alltoall" else 1
-        if layers and plan.parallel.expert not in (1, exchanging):
-            place, needed = "plan: parallel.expert", f"{exchanging}, the ranks that exchange tokens by all-to-all, or 1"
+        found = run.config.moe_token_dispatcher_type
+        dispatcher = _backend(run.config) if found == "flex" else found
+        if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
+            yield Problem(
+                "plan: model.moe_dispatcher",
+                plan.model.moe_dispatcher,
+                f"{dispatcher}, which brings tokens to experts in this run",
+                "make a plan for this launch",
+            )
+        elif layers and plan.parallel.expert not in (1, run.expert):
+            place, needed = "plan: parallel.expert", f"{run.expert}, the ranks that exchange tokens, or 1"
             yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
         if layers and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
             place = "plan: model.shared_experts"
@@ -143,8 +148,21 @@ class HeldExperts(Running):
         if layers:
             tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
             yield from expert_load.claims(engine, layers.items(), tokens, run.config.moe_router_topk)
-        if plan.exchanging:
+        if plan.exchanging and plan.model.moe_dispatcher == "deepep":
+            yield from fused_exchanges.claims(engine)
+        elif plan.exchanging:
             yield from exchanges.claims(engine, run.expert_group)
+
+
+def _dispatcher(config: Any) -> Dispatcher:
+    """Who brings tokens to experts, as far as that decides what a plan may do. Others are taken for Megatron's all-to-all."""
+    backend = _backend(config) if config.moe_token_dispatcher_type == "flex" else "alltoall"
+    return next((known for known in DISPATCHERS if known == backend), DISPATCHERS[0])
+
+
+def _backend(config: Any) -> str:
+    """Whose kernels the flex dispatcher uses."""
+    return str(getattr(config, "moe_flex_dispatcher_backend", "deepep"))
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:

@@ -83,13 +83,32 @@ def _router(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     """What it keeps itself, and the rows that it hands on, with the probability of each."""
-    experts, element = experts_of(shape), shape.model.element_bytes
-    choices, rows = shape.own_tokens * experts.per_token, routed_rows(shape)
-    of_all = shape.own_tokens * experts.count * (1 + element)
-    yield SavedTensor(bytes=of_all, made_by=ROUTER, saved_by=(DISPATCH,), output=True)
-    yield SavedTensor(bytes=choices * INDEX_BYTES, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
+    experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
+    fused = experts.dispatcher != "alltoall"
+    kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
+    yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
+    yield SavedTensor(bytes=sorted_by, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
     yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
-    yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+    of_row = FP32_BYTES if fused else element
+    yield SavedTensor(bytes=rows * of_row, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+
+
+def _maps(shape: LayerShape) -> tuple[int, int]:
+    """Bytes of what says where rows go, by itself and together with the way back: of the all-to-all."""
+    experts = experts_of(shape)
+    of_all = shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
+    return of_all, shape.own_tokens * experts.per_token * INDEX_BYTES
+
+
+def _fused_maps(shape: LayerShape) -> tuple[int, int]:
+    """The same of a flex dispatcher. With DeepEP: the choices, where each row's probability is read and put
+    (`_indices_to_multihot`), and the map of what came, by experts of this rank. HybridEP's handle is taken to be as large as the
+    map that it is made of."""
+    experts, rows = experts_of(shape), routed_rows(shape)
+    if experts.dispatcher == "hybridep":
+        return shape.own_tokens * experts.count * (1 + FP32_BYTES), rows * INDEX_BYTES
+    choices, came = shape.own_tokens * experts.per_token * INDEX_BYTES, rows * local_experts(shape) // experts.per_token
+    return choices + 4 * rows * INDEX_BYTES + came, rows * INDEX_BYTES
 
 
 def remembered_bytes(shape: LayerShape) -> int:
@@ -101,7 +120,7 @@ def remembered_bytes(shape: LayerShape) -> int:
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
-    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
+    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
@@ -161,5 +180,5 @@ def expert_linears(shape: LayerShape) -> dict[str, Linear]:
 def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
     """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
     (rows, count), hidden = rows_and_count, shape.model.hidden
-    outer = 2 * width if shape.model.activation == "swiglu" else width
+    outer = 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

@@ -11,16 +11,20 @@ linears exchange nothing themselves. `experts_fc1`, `experts_activation` and `ex
 has a call of its own where they run one by one, and a half has as many of these calls in every micro-batch, whatever the load.
 Items of shared experts exist where the model has shared experts.
 
-Its windows are the all-to-alls in which tokens travel, where experts are shared out over ranks and Megatron's dispatcher is
-`alltoall`. Collectives of the tensor-parallel group inside it are none.
+Its windows are the exchanges in which tokens travel, where experts are shared out over ranks. Collectives of the tensor-parallel
+group inside it are none.
 
-    fwd.0  tokens to their experts   fwd.1  their probabilities           fwd.2  rows back
-    bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
+    alltoall    fwd.0  tokens to their experts   fwd.1  their probabilities           fwd.2  rows back
+                bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
+    deepep      fwd.0  tokens and probabilities  fwd.1  rows back                     bwd.0, bwd.1  their gradients
+    hybridep    none: its kernels run on the compute stream, which therefore waits for nothing (flex with either backend)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
+from typing import Literal, get_args
 
 from megatron_lynx.kinds.dense.section import MLP
 from megatron_lynx.kinds.section import Exchange, Item, Pass, Section
@@ -53,26 +57,39 @@ _ROUTED = (
 )
 
 
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+"""Who brings tokens to experts that are shared out over ranks: Megatron's all-to-all, or its flex dispatcher with one of two
+backends."""
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
 _TO_EXPERTS = (Exchange("tokens", "dispatch"), Exchange("probabilities", "dispatch"))
 _BACK = (Exchange("tokens", "combine"),)
-EXCHANGES: Mapping[Pass, tuple[Exchange, ...]] = {"fwd": _TO_EXPERTS + _BACK, "bwd": _BACK + _TO_EXPERTS[::-1]}
+EXCHANGES: Mapping[Dispatcher, Mapping[Pass, tuple[Exchange, ...]]] = {
+    "alltoall": {"fwd": _TO_EXPERTS + _BACK, "bwd": _BACK + _TO_EXPERTS[::-1]},
+    "deepep": {"fwd": _TO_EXPERTS[:1] + _BACK, "bwd": _BACK + _TO_EXPERTS[:1]},
+    "hybridep": {"fwd": (), "bwd": ()},
+}
 
 
-def _section(inside: tuple[Item, ...]) -> Section:
+def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
     norm, residual = Item(MLP.norm, "norm", path=MLP.norm), Item(MLP.residual, "residual")
     return Section(
         name="experts",
         half=MLP.half,
         method=MLP.method,
         items=(norm, *inside, residual),
-        exchanges_of=EXCHANGES,
+        exchanges_of=EXCHANGES[dispatcher],
         fuses_norm=False,
         profiled="experts",
     )
 
 
-EXPERTS = _section(_ROUTED)
-EXPERTS_WITH_SHARED = _section(_SHARED + _ROUTED)
+MIXTURES: Mapping[tuple[Dispatcher, bool], Section] = {
+    (dispatcher, shared): _section(_SHARED + _ROUTED if shared else _ROUTED, dispatcher)
+    for dispatcher, shared in product(DISPATCHERS, (False, True))
+}
+"""By dispatcher, and by whether there are shared experts."""
+EXPERTS, EXPERTS_WITH_SHARED = MIXTURES["alltoall", False], MIXTURES["alltoall", True]
 SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 """The items that exist with shared experts only."""
 

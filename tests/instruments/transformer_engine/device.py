@@ -5,13 +5,15 @@ torch.cuda.is_available()                 yes: its modules refuse to be built ot
 tensor.is_cuda                            yes
 device properties and capability          those of a Hopper, which has FP8, or another's
 NVTX ranges                               nothing
+gathers that go out together              one by one: gloo has no other way
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,10 +41,48 @@ def answer_transformer_engine(undo: ExitStack) -> None:
         replace(undo, torch.cuda, name, told_to_transformer_engine(answer, getattr(torch.cuda, name)))
     for name, answer in {"range_push": 0, "range_pop": 0, "range": nullcontext()}.items():
         replace(undo, torch.cuda.nvtx, name, told_to_transformer_engine(answer, getattr(torch.cuda.nvtx, name)))
+    manager = "_coalescing_manager"
+    replace(undo, torch.distributed, manager, one_by_one(getattr(torch.distributed, manager)))
     make = with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
     replace(undo, torch.Tensor, "_make_wrapper_subclass", staticmethod(make))
     is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
     replace(undo, torch.Tensor, "is_cuda", property(lambda tensor: asked_by_transformer_engine() or is_cuda(tensor)))
+
+
+class Gathers:
+    """The `Work` of several gathers."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def one_by_one(original: Any) -> Any:
+    """`_coalescing_manager`: what is gathered inside is under way when it ends, or over."""
+
+    @contextmanager
+    def together(gathers: Gathers, wait: bool) -> Iterator[Gathers]:
+        with ExitStack() as undo:
+            gather = torch.distributed.all_gather_into_tensor
+            replace(
+                undo,
+                torch.distributed,
+                "all_gather_into_tensor",
+                lambda *args, **kwargs: gathers.works.append(gather(*args, **{**kwargs, "async_op": True})),
+            )
+            yield gathers
+        if wait:
+            gathers.wait()
+
+    def manager(*args: Any, async_ops: bool = False, **kwargs: Any) -> Any:
+        if not asked_by_transformer_engine():
+            return original(*args, async_ops=async_ops, **kwargs)
+        return together(Gathers(), not async_ops)
+
+    return manager
 
 
 def told_to_transformer_engine(answer: Any, otherwise: Any) -> Any:
