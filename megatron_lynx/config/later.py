@@ -27,6 +27,9 @@ LATER: dict[str, dict[str, Any]] = {
         "glu_offset": True,
         "kinds": (),
         "mtp": 0,
+        "activation_clamped": False,
+        "window": None,
+        "sinks": False,
     },
     "parallel": {
         "expert": 1,

@@ -34,6 +34,20 @@ class Fp8(Part):
     optimizer. Otherwise they stay in the model's type, and have copies in FP8."""
 
 
+class Window(Part):
+    """Attention that sees a window. Seconds and FLOPs of the core attention are the mean of all layers'."""
+
+    keys: int = Field(ge=1)
+    """How many keys a query sees, its own among them."""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the layers in which that is so; in the others it sees all."""
+
+    def seen(self, seq: int) -> float:
+        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves of a sequence."""
+        keys = min(self.keys, seq)
+        return 1 - self.share + self.share * keys * (2 * seq - keys + 1) / (seq * (seq + 1))
+
+
 class Model(Part):
     """A decoder-only transformer in Megatron's terms. Sizes count elements, not bytes."""
 
@@ -53,7 +67,7 @@ class Model(Part):
     """Tokens of one sequence (s)."""
     kv_channels: int | None = Field(default=None, ge=1)
     """Width of a head (d), as Megatron's `--kv-channels`. None: hidden / heads."""
-    activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
+    activation: Literal["gelu", "swiglu", "quick_geglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
     """Default: rope with rmsnorm, as Llama-like models have them, and with latent attention, else learned."""
@@ -75,7 +89,13 @@ class Model(Part):
     """Megatron's fusions that the launch has on: layers are measured and compared with them, and estimated by them. None: what
     Megatron has on if nothing is said, on GPUs; on CPU ranks none."""
     glu_offset: bool = True
-    """Whether SwiGLU that is not fused adds Megatron's offset (0) to its linear half, as it does since 0.14."""
+    """Whether a gated activation that is not fused adds an offset to its linear half (of SwiGLU 0), as it does since 0.14."""
+    activation_clamped: bool = False
+    """Whether a gated activation is handed clamped values (`--activation-func-clamp-value`)."""
+    window: Window | None = None
+    """What queries see of the keys before them, in some layers (`--window-size`). None: all, in every layer."""
+    sinks: bool = False
+    """Whether each head's softmax has a logit more, which is learned (`--softmax-type learnable`)."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
     Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
@@ -129,6 +149,10 @@ class Model(Part):
                 problems.append(f"fp8 needs {name} {needed}, found {found}")
         if self.deterministic and self.cross_entropy != "unfused":
             problems.append(f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it")
+        if self.sinks and self.latent is not None:
+            problems.append("sinks go with no latent attention, found both")
+        if self.activation_clamped and not self.gated:
+            problems.append(f"activation_clamped needs activation swiglu or quick_geglu, found {self.activation}")
         problems += self._beside_latents()
         if problems:
             raise ValueError("; ".join(problems))
@@ -247,9 +271,19 @@ class Model(Part):
         return self.query_width + 2 * self.kv_groups * self.head_size
 
     @property
+    def gated(self) -> bool:
+        """Whether one half of what the first linear makes gates the other."""
+        return self.activation in ("swiglu", "quick_geglu")
+
+    @property
+    def seen(self) -> float:
+        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves."""
+        return 1.0 if self.window is None else self.window.seen(self.seq)
+
+    @property
     def fc1_width(self) -> int:
-        """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H with SwiGLU."""
-        return 2 * self.ffn if self.activation == "swiglu" else self.ffn
+        """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H where it is gated."""
+        return 2 * self.ffn if self.gated else self.ffn
 
     def norm_parameters(self, width: int | None = None) -> int:
         """Parameters of one norm, of what is so wide: the residual stream where nothing is given."""

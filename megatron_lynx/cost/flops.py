@@ -25,7 +25,7 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     predicting = passed_weights(model, experts=model.layers in model.expert_layers) + projection_weights(model)
     matrices += model.mtp * (predicting + model.hidden * model.vocab)
     attention = (6 if convention == "causal" else 12) * (model.layers + model.mtp) * model.query_width * model.seq
-    return 6 * matrices + attention
+    return 6 * matrices + round(attention * model.seen)
 
 
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:

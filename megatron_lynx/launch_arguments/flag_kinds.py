@@ -70,7 +70,8 @@ READ = names_in(
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
-    mtp_num_layers optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    mtp_num_layers quick_geglu activation_func_clamp_value glu_linear_offset softmax_type window_size window_attn_skip_freq
+    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -105,13 +106,7 @@ REFUSED = {
     "use_legacy_models": _OTHER_LAYERS,
     "decoder_num_layers": "encoder-decoder models are not modelled",
     "relative_attention_num_buckets": "relative positions are not modelled",
-    "quick_geglu": "only GELU, squared ReLU and SwiGLU are modelled",
     "use_te_activation_func": _OTHER_CALLS,
-    "activation_func_clamp_value": _MORE_SAVED,
-    "glu_linear_offset": _MORE_SAVED,
-    "softmax_type": "only the plain softmax is modelled",
-    "window_size": "sliding-window attention is not modelled",
-    "window_attn_skip_freq": "sliding-window attention is not modelled",
     "qk_l2_norm": _MORE_SAVED,
     "fp32_residual_connection": "a residual stream in fp32 is not modelled",
     "apply_residual_connection_post_layernorm": "post-norm layers are not modelled",

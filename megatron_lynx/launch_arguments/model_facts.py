@@ -109,6 +109,8 @@ def _entries(path: Path) -> int | None:
 
 def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _activation(given, problems)
+    if given["activation_func_clamp_value"] is not None:
+        yield Fact("model.activation_clamped", True, given.origin("activation_func_clamp_value"))
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
     if given["mtp_num_layers"]:
@@ -163,6 +165,10 @@ def _activation(given: Given, problems: list[Problem]) -> Fact:
         if given["swiglu"]:
             problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))
         return Fact("model.activation", "squared_relu", given.origin("squared_relu"))
+    if given["quick_geglu"]:
+        if given["swiglu"]:
+            problems.append(Problem(given.origin("quick_geglu"), "also --swiglu", "one of them"))
+        return Fact("model.activation", "quick_geglu", given.origin("quick_geglu"))
     return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
 

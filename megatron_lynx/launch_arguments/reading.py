@@ -48,6 +48,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     overlap_facts,
 )
 from megatron_lynx.launch_arguments.today import REPLACED, Today, against_megatron, today_of
+from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
 
@@ -124,6 +125,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
+    facts += window_facts(given, problems)
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems)
     problems += _in_a_file(given, today) if planning else ()

@@ -72,7 +72,7 @@ def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
 
 def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
     """Of experts' activation, whose result is multiplied with each row's probability: by the same kernel for SwiGLU alone."""
-    if model.fuses_activation and model.activation == "swiglu":
+    if model.fuses_activation and model.gated:
         return activation_kernels(model, rows, width)
     made, probabilities = model.element_bytes * rows * width, model.element_bytes * rows
     alone = model.model_copy(update={"fusions": ()}) if model.activation == "gelu" else model
@@ -81,15 +81,16 @@ def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
 
 
 def _given_width(model: Model, width: int) -> int:
-    return 2 * width if model.activation == "swiglu" else width
+    return 2 * width if model.gated else width
 
 
 def _apart(model: Model, made: int, given: int) -> Kernels:
     """The activation alone. Squared ReLU is compiled to one kernel whatever a launch says of its bias."""
-    if model.activation != "swiglu":
+    if not model.gated:
         return one_kernel(given + made, 2 * given + made)
-    offset = (2 * made,) if model.glu_offset else ()
-    return Kernels((2 * made, *offset, 3 * made), (3 * made, 3 * made, 3 * made, 2 * given))
+    more = (2 * made,) * (model.glu_offset + 2 * model.activation_clamped)  # both halves are clamped
+    clamped = (3 * made,) * (2 * model.activation_clamped)
+    return Kernels((2 * made, *more, 3 * made), (3 * made, 3 * made, 3 * made, *clamped, 2 * given))
 
 
 def residual_kernels(shape: LayerShape) -> Kernels:

@@ -99,10 +99,11 @@ class LayerShape:
 
     @property
     def gates_apart(self) -> int:
-        """Blocks that SwiGLU saves beside what it is given: SiLU of one half, and the other half plus Megatron's offset of 0."""
-        if self.model.activation != "swiglu" or not self.activation_apart:
+        """Blocks that a gated activation saves beside what it is given: the function of one half, what that was clamped to, and
+        the other half plus its offset."""
+        if not self.model.gated or not self.activation_apart:
             return 0
-        return 1 + self.model.glu_offset
+        return 1 + self.model.glu_offset + self.model.activation_clamped
 
     @property
     def added_gradient_bytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -35,7 +35,12 @@ from megatron_lynx.testbed.userbuffers import make_userbuffers
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "swiglu": torch.nn.functional.silu, "squared_relu": squared_relu}
+ACTIVATIONS = {
+    "gelu": torch.nn.functional.gelu,
+    "swiglu": torch.nn.functional.silu,
+    "quick_geglu": quick_gelu,
+    "squared_relu": squared_relu,
+}
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """Variables by which Megatron tells Transformer Engine which attention a model has. It refuses a model that wants another one
@@ -53,7 +58,6 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if fused and not (model.uses_te and torch.cuda.is_available()):
         problem = Problem("job: model.attention", "flash", "unfused", "the testbed's layers keep the scores")
         raise ConfigError("The testbed cannot build this model.", [problem])
-    swiglu = model.activation == "swiglu"
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {
         "num_layers": model.layers,
@@ -68,7 +72,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "add_bias_linear": model.bias,
         "qk_layernorm": model.qk_norm,
-        "gated_linear_unit": swiglu,
+        "gated_linear_unit": model.gated,
         "activation_func": ACTIVATIONS[model.activation],
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -93,6 +97,16 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
     fields |= fusion_fields(job) | expert_fields(job) | latent_fields(job)
+    if model.activation == "quick_geglu":
+        fields["glu_linear_offset"] = 1.0
+    if model.activation_clamped:
+        fields["activation_func_clamp_value"] = 7.0
+    if model.sinks:
+        fields["softmax_type"] = "learnable"
+    if model.window is not None:
+        all_seen = round((1 - model.window.share) * model.layers)
+        seen = [0] * all_seen + [1] * (model.layers - all_seen)
+        fields |= {"window_size": (model.window.keys - 1, 0), "window_attn_skip_freq": seen}
     if model.mtp:
         fields |= {"mtp_num_layers": model.mtp, "mtp_loss_scaling_factor": 0.3}
     if job.userbuffers:

@@ -184,7 +184,9 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
-        ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
+        ("--quick-geglu --swiglu", "--quick-geglu: found also --swiglu, needed one of them"),
+        ("--window-size 127,1", "--window-size: found 127,1, needed two numbers such as 127,0"),
+        ("--window-size 127,0 --window-attn-skip-freq [1,0]", "a pattern of 2 layers, needed one of --num-layers (8)"),
         ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
         ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
@@ -402,6 +404,14 @@ def test_layers_that_predict_more_tokens_are_in_layouts() -> None:
 
 
 DEEPSEEK = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et*2|(tt|)*22t|(tt|)*7mL"
+
+
+def test_what_gpt_oss_has_of_its_own() -> None:
+    flags = "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable --enable-gpt-oss"
+    found = facts(f"{SMALL} {flags} --window-size 127,0 --window-attn-skip-freq 3")
+    assert (found["model.activation"], found["model.activation_clamped"], found["model.sinks"]) == ("quick_geglu", True, True)
+    assert (found["model.window.keys"], found["model.window.share"]) == (128, 0.75)
+    assert facts(f"{SMALL} --window-size (127,0) --window-attn-skip-freq ([1]*3+[0])*2")["model.window.share"] == 0.75
 
 
 def test_what_slime_sets_itself_is_read() -> None:

@@ -79,11 +79,12 @@ class DenseAttention(Planning):
         matrices = model.hidden * (model.qkv_width + model.query_width)
         heads = 2 * model.norm_parameters(model.head_size) if model.qk_norm else 0  # one norm for all queries, one for all keys
         biases = model.hidden + model.qkv_width // layout.tensor if model.bias else 0
+        biases += model.heads // layout.tensor if model.sinks else 0
         return HalfParameters(
             cut=matrices,
             passed=matrices,
             vectors=model.norm_parameters() + heads + biases,
-            weights=2,
+            weights=2 + model.sinks,
             biased=2,
             norms=3 if model.qk_norm else 1,
             largest=model.hidden * model.qkv_width,

@@ -151,14 +151,14 @@ def expert_matrices(model: Model) -> int:
 
 
 def _mlp(model: Model, ffn: int) -> int:
-    return model.hidden * ffn * (3 if model.activation == "swiglu" else 2)
+    return model.hidden * ffn * (3 if model.gated else 2)
 
 
 def _biases(model: Model, tensor: int) -> int:
     if not model.bias:
         return 0
     ffn = mixture(model).ffn
-    return (2 * ffn if model.activation == "swiglu" else ffn) // tensor + model.hidden
+    return (2 * ffn if model.gated else ffn) // tensor + model.hidden
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:

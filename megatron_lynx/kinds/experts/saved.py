@@ -120,7 +120,7 @@ def remembered_bytes(shape: LayerShape) -> int:
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
-    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
+    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
@@ -180,5 +180,5 @@ def expert_linears(shape: LayerShape) -> dict[str, Linear]:
 def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
     """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
     (rows, count), hidden = rows_and_count, shape.model.hidden
-    outer = 2 * width if shape.model.activation == "swiglu" else width
+    outer = 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}
