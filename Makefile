@@ -30,7 +30,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
 	$(BIN)/megatron-lynx plan jobs/demo --profile $(DEMO)/profile.yaml -o $(DEMO)/plan.yaml
-	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
+	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO) --rounds 3
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: releases

@@ -204,6 +204,8 @@ class Launch:
             f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
             f"megatron-core {installed_version()}, {held}{locked}"
         )
+        if checkpointed := self._plan.checkpointed:
+            on_rank_0(f"megatron-lynx: checkpointed layers: {checkpointed}; all inside runs again, with what it communicates")
         if self._plan.head is not None:
             on_rank_0(
                 f"megatron-lynx: inexact: the head runs in {self._plan.head.pieces} pieces, and the gradient of its weight is "

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
 
@@ -48,6 +49,15 @@ class PlanContents(Part):
         """The layers whose windows in the MLP half are exchanges of tokens."""
         windows = self.parallel.expert > 1 and self.model.exchanges_in_windows
         return _layers_in(self.model.moe_layers) if windows else frozenset()
+
+    @property
+    def checkpointed(self) -> str:
+        """The layers that are checkpointed, in words; empty where none is."""
+        rules = joined(rule for stage in self.stages for rule in stage.rules)
+        named = (
+            (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ")) for rule in rules if rule.checkpoint is not None
+        )
+        return ", ".join(f"{layers} ({said})" for layers, said in named)
 
     def place_of(self, entry: Stage) -> str:
         """Where an entry stands in the plan, for messages: `stages.3`."""

@@ -72,6 +72,10 @@ def _heading(plan: Plan) -> Iterator[Text]:
         tokens = f"as many tokens for every expert{load}"
         yield Text(f"experts in layers {layers}, {tokens}: of their MLP halves what the table does not name is kept")
         yield from _load(plan)
+    if plan.checkpointed:
+        yield Text(
+            f"checkpointed layers {plan.checkpointed}: one input is kept; all inside runs again, with what it communicates"
+        )
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")

@@ -24,7 +24,7 @@ def stages_of(
     """
     held = dict(_planned(plan)) if memory is None else {stage: (each.moment, used_kinds(each)) for stage, each in memory.items()}
     entries = sorted(plan.stages, key=lambda entry: (entry.stage, entry.chunk))
-    return [_entry(entry, simulation, held, measured_bytes or {}) for entry in entries]
+    return [_entry(plan, entry, simulation, held, measured_bytes or {}) for entry in entries]
 
 
 def _planned(plan: Plan) -> Iterator[tuple[int, tuple[str, dict[str, int]]]]:
@@ -38,6 +38,7 @@ def _planned(plan: Plan) -> Iterator[tuple[int, tuple[str, dict[str, int]]]]:
 
 
 def _entry(
+    plan: Plan,
     entry: Stage,
     simulation: Simulation | None,
     held: Mapping[int, tuple[str, dict[str, int]]],
@@ -51,7 +52,7 @@ def _entry(
         stage=entry.stage,
         chunk=entry.chunk,
         layers=str(entry.layers),
-        treatments=[_treatment(rule, half) for rule in entry.rules for half in HALVES],
+        treatments=[_treatment(plan, rule, half) for rule in entry.rules for half in HALVES],
         offloaded_bytes=0 if entry.offload is None else entry.offload.bytes,
         deferred_bytes=0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
         hidden_replay_s=hidden_s,
@@ -67,9 +68,12 @@ def used_kinds(memory: StageMemory) -> dict[str, int]:
     return {name: size for name, size in memory.kinds.items() if size}
 
 
-def _treatment(rule: Rule, half: Half) -> Treatment:
+def _treatment(plan: Plan, rule: Rule, half: Half) -> Treatment:
     section = rule.filling(half)
-    replayed = rule.recomputed(section)
+    replayed = rule.replays(half)
+    if rule.checkpoints(half):  # it names no items
+        section = plan.model.sections_of(rule.layers.last)[HALVES.index(half)]
+        replayed = section.run_again(whole=rule.feeds(rule.layers.first, half))
     return Treatment(
         layers=str(rule.layers),
         half=half,

@@ -26,6 +26,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count, count_with_rows
+from tests.long import long
 
 SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}
 ROW_BYTES = 64
@@ -51,8 +52,11 @@ JOBS = {
     ),
 }
 
+COMBINED = ("pipeline", "tensor")
+"""What another one has together."""
 
-@pytest.mark.parametrize("name", JOBS)
+
+@pytest.mark.parametrize("name", [*(name for name in JOBS if name not in COMBINED), *long(*COMBINED)])
 def test_every_moment_of_a_step_holds_what_is_predicted(own_pool_of, name):
     like, fields = JOBS[name]
     job = tiny_job(like, **{**SIZE, **fields})

@@ -18,6 +18,8 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..transparency.checkpoints import checkpointed
+from ..transparency.plans import plan_for
 from .launched import MODEL, SIZE, saved
 
 HERE = Path(__file__).parent
@@ -128,3 +130,13 @@ def test_a_pytorch_with_cuda_has_no_room_to_ask_for_without_a_gpu(monkeypatch):
     """It was asked whether PyTorch is built with CUDA, and then how much memory the GPU has that is not there."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert room_bytes(next(torch.nn.Linear(1, 1).parameters()).device) is None
+
+
+def test_a_plan_with_checkpoints_says_so_and_its_frames_are_checked(run, tmp_path):
+    plan = checkpointed(plan_for(tiny_job("gpt", microbatches=4, **SIZE), lambda layer: ()), "layer")
+    flags = [*MODEL, "--train-iters", "2", "--lynx-plan", saved(plan, tmp_path / "plan.yaml"), "--lynx-check", "frames:2"]
+    checked = run(HERE / "pretrain_tiny.py", flags)
+    assert checked.status == 0, checked.text
+    said = f"checkpointed layers: {plan.stages[0].layers} (layer); all inside runs again, with what it communicates"
+    assert checked.ours[1] == f"megatron-lynx: {said}"
+    assert re.search("replayed [1-9][0-9]* layer halves: 0 inside windows", checked.ours[-1]), checked.ours

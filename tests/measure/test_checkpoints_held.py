@@ -13,6 +13,8 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.measure.on_ranks import held
+from tests.te_releases import pool_with
+from tests.transparency import test_latent
 from tests.transparency.checkpoints import FULL, checkpointed
 from tests.transparency.plans import plan_for
 
@@ -81,3 +83,62 @@ def test_with_experts_what_the_router_decided_is_held_beside_it(own_pool_of: Poo
     for name, (stocks, _), (ours, _) in counted(own_pool_of(1), job):
         layers = {"none": 0, "block 1": 1, "block 3": 3}.get(name, 4)
         assert -STATES * layers <= ours - stocks <= ROUTED * tokens * layers + IN_FLIGHT, name
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+def replaying(job: Job, *items: str) -> Plan:
+    return plan_for(job, lambda layer: items, windows=False)
+
+
+@pytest.fixture(scope="module")
+def te_pool() -> Iterator[RankPool]:
+    with pool_with("2.9", 1) as pool:
+        yield pool
+
+
+def of_modules(kind: str) -> tuple[Job, list[tuple[dict[str, Any], Plan]]]:
+    """A job, and some of stock's `recompute_modules`, each with the plan that stands for it."""
+    experts = {"layers": 2, "experts": EXPERTS, "bias": False}
+    if kind == "dense":
+        job = tiny_job("llama", **{**SIZE, "layers": 2})
+        core, mlp = ("core_attention",), ("linear_fc1", "activation")
+        pairs = [(("core_attn",), core), (("mlp",), mlp), (("core_attn", "mlp"), core + mlp)]
+    elif kind == "experts":
+        job = tiny_job("llama", **{**SIZE, **experts})
+        pairs = [(("shared_experts",), ("shared_fc1", "shared_activation"))]
+    elif kind == "Transformer Engine's experts":
+        job = tiny_job("llama", **{**SIZE, **experts, "implementation": "transformer_engine", "dtype": "bf16"})
+        norm, activation = ("pre_mlp_layernorm",), ("experts_activation",)
+        pairs = [(("moe_act",), activation), (("layernorm",), norm), (("layernorm", "moe_act"), norm + activation)]
+    else:
+        job = tiny_job("gpt", **{**SIZE, "layers": 2, "latent": test_latent.SIZES, "implementation": "transformer_engine"})
+        up = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj", "rotary")
+        return job, [(selective("mla_up_proj"), test_latent.latent_plan(job, up))]
+    found = [(selective(*modules), replaying(job, *items)) for modules, items in pairs]
+    if kind == "experts":
+        found.append((selective("moe"), kept_but_for(job, "mlp")))
+        found.append((selective("moe", "core_attn"), checkpointed(replaying(job, "core_attention"), "mlp")))
+    return job, found
+
+
+MORE_IS_DROPPED = (["core_attn"], ["core_attn", "mlp"], ["moe"], ["moe", "core_attn"])
+"""Where ours holds less: beside a checkpoint of the core attention stock keeps queries and keys as they were turned, and what the
+attention returned; beside one of `moe`, what the norm before it made."""
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "Transformer Engine's experts", "latent attention"])
+def test_modules_of_stock_are_sets_of_items(te_pool: RankPool, kind: str) -> None:
+    job, pairs = of_modules(kind)
+    model = {"moe_grouped_gemm": True, "bias_activation_fusion": True} if kind.startswith("Transformer") else {}
+    cases = [({**model, **fields}, None) for fields, _ in pairs] + [(model, plan) for _, plan in pairs]
+    [found] = te_pool.run(held, job, [({**model}, None), *cases])
+    for (fields, _), (stocks, _), (ours, _) in zip(pairs, found[1 : len(pairs) + 1], found[len(pairs) + 1 :], strict=True):
+        modules = fields["recompute_modules"]
+        remembered = STATES * len(modules) * job.model.layers
+        assert ours <= stocks * 1.001, modules
+        assert found[0][0] > stocks, modules
+        if modules not in MORE_IS_DROPPED:
+            assert stocks - ours <= remembered + IN_FLIGHT, modules

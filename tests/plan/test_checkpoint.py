@@ -84,7 +84,12 @@ def test_it_is_explained():
     console = Console(width=160, file=StringIO())
     console.print(explanation(checkpointed(NOTHING, {"layers": 2})))
     text = console.file.getvalue()
-    for words in ("the input of every 2 layers", "nothing: attention makes its input", "all, what communicates too"):
+    for words in (
+        "checkpointed layers 1-4 ({layers: 2}): one input is kept",
+        "the input of every 2 layers",
+        "nothing: attention makes its input",
+        "all, what communicates too",
+    ):
         assert words in text
 
 

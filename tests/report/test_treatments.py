@@ -5,7 +5,10 @@ from __future__ import annotations
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.plan.stage import WeightGradients
 from megatron_lynx.report.treatments import stages_of
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.report.samples import PLAN
+from tests.transparency.checkpoints import checkpointed
+from tests.transparency.plans import plan_for
 
 
 def test_weight_gradients_that_are_put_off_are_named_with_their_waits() -> None:
@@ -20,6 +23,22 @@ def test_weight_gradients_that_are_put_off_are_named_with_their_waits() -> None:
     for treatment in first["treatments"]:
         assert treatment["deferred"] == ["linear_fc2: bwd.attention.0, pipe.recv_backward"] * (treatment["half"] == "mlp")
     assert all(treatment["deferred"] == [] for treatment in second["treatments"])
+
+
+def test_a_checkpoint_shows_what_runs_again_and_what_it_keeps() -> None:
+    job = tiny_job("gpt", experts={"count": 4, "per_token": 2, "ffn": 32, "layers": "all"}, bias=False)
+    attention, mlp = stages_of(checkpointed(plan_for(job, lambda layer: ()), "layer"))[0]["treatments"]
+    assert (attention["window"], mlp["window"]) == (
+        "checkpoint is layer: keeps the layer's input",
+        "checkpoint is layer: keeps nothing: attention makes its input",
+    )
+    assert dict(attention["items"])["linear_proj"] == "replay", "its output is the MLP half's input"
+    assert {item: said for item, said in mlp["items"] if item in ("router", "dispatch", "experts_fc1", "combine")} == {
+        "router": "keep",
+        "dispatch": "replay",
+        "experts_fc1": "replay",
+        "combine": "keep",
+    }
 
 
 def test_where_halves_are_replayed_by_phase() -> None:

@@ -19,6 +19,7 @@ from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
+from tests.long import long
 from tests.search.jobs import small_job, with_budget
 
 TIGHT_GIB = 24.0
@@ -59,7 +60,7 @@ def everything(
     return [candidate for _, _, candidate in sorted(found, key=lambda each: each[:2])]
 
 
-@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("offload", [True, *long(False)])
 @pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
 @pytest.mark.slow
 def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None:
@@ -79,7 +80,7 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[: len(found)]])
 
 
-@pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
+@pytest.mark.parametrize("memory_gib", [TIGHT_GIB, *long(60.0)])
 @pytest.mark.slow
 def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)

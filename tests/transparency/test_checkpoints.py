@@ -19,7 +19,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.transparency.checkpoints import FULL, checkpointed
-from tests.transparency.plans import plan_for
+from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.test_experts import STATEFUL, job_of
 from tests.transparency.trials import Trial, stock_seen
@@ -59,6 +59,16 @@ def test_tokens_travel_again_as_the_router_decided(pool_of: Pools, layout: str) 
         if layout == "EP2":
             passes = job.model.layers * job.microbatches
             assert (layers["c10d::alltoall_base_"], groups["c10d::alltoall_base_"]) == (2 * passes, 2 * passes + passes // 2)
+
+
+@pytest.mark.parametrize("layout", ["TP2xPP2xVPP2+SP", *long("TP2", "TP2+SP")])
+def test_beside_halves_that_are_replayed_in_windows(pool_of: Pools, layout: str) -> None:
+    """A half that is checkpointed has windows for others: what is recomputed in them is not moved by what it communicates."""
+    job = tiny_job("llama", **LAYOUTS[layout])
+    everything = plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel))
+    some: tuple[tuple[Any, tuple[int, ...]], ...] = (("mlp", (1, 3)), ("layer", (2,)), ("attention", (2, 3)))
+    for outcomes in checked(pool_of, job, [checkpointed(everything, *each) for each in some]):
+        assert all(counts.hidden > 0 for outcome in outcomes for counts in outcome.planned.counts)
 
 
 AGAIN = {
