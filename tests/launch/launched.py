@@ -146,9 +146,12 @@ def plan_of(
     experts: bool = False,
     latent: bool = False,
     userbuffers: bool = False,
+    fp8: str | None = None,
     **options: Any,
 ) -> Plan:
-    also = {**(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
+    """`fp8`: the recipe of linears whose weights are held in FP8."""
+    held = {"fp8": {"recipe": fp8, "parameters": True}, "distributed_optimizer": True, "dtype": "bf16"} if fp8 else {}
+    also = {**held, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 

@@ -103,6 +103,17 @@ def test_with_latent_attention(script, tmp_path):
     check_every_digit(script, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine", latent=True)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise", "blockwise")])
+def test_with_weights_that_are_held_in_fp8(script, recipe, tmp_path):
+    """The script makes their main parameters of what they were before, and gathers them in FP8. (Of weights that were made on the
+    CPU Transformer Engine remembers what was in their memory before.)"""
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
+    model = [flag for flag in MODEL if flag != "--use-cpu-initialization"]
+    held = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--fp8-param-gather", "--use-distributed-optimizer"]
+    facts = {"implementation": "transformer_engine", "fp8": recipe}
+    check_every_digit(script, [*model, *TE, *held, "--mock-data"], "1", tmp_path, path=[folder], **facts)
+
+
 def test_with_deferred_weight_gradients_of_experts(script, tmp_path):
     """Of attention and of each expert, into exchanges of tokens and collectives. They are added up where they lie, as on GPUs, by
     a stand-in for the extension that does it."""
