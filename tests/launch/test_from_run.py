@@ -25,8 +25,9 @@ NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
 
 FEW_TENSORS = 0.025
-"""One activation of a layer is 0.8 % of what these ranks hold. What a backward has in hand is counted beside every half as the half
-has it that needs most (`cost.in_hand`): a plan that is fullest in another half than its forerunner learns that much too little."""
+"""One activation of a layer is 0.8 % of what these ranks hold. What a backward has in hand is counted beside every half as that
+half has it which needs most (`cost.in_hand`): a plan that is fullest in another half than its forerunner learns so much too
+little."""
 
 
 @pytest.mark.long
