@@ -212,7 +212,10 @@ def row(what: str, job: Job) -> Row:
     hidden_s, exposed_s = (sum(seconds) for seconds in zip(*replays, strict=True))
     waits = [waits_of(decision, stage) for stage in range(job.parallel.pipeline)]
     usable_s, all_s = (
-        sum(min(sum(both), max(room_s, both[0])) for both, room_s in zip(replays, rooms_s, strict=True))
+        sum(
+            min(sum(both) - each.never_s, max(room_s, both[0]))
+            for both, room_s, each in zip(replays, rooms_s, waits, strict=True)
+        )
         for rooms_s in ([each.usable_s for each in waits], [each.all_s for each in waits])
     )
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
@@ -267,6 +270,8 @@ class Waits(NamedTuple):
     """What weight gradients fill of all these."""
     forward_s: float
     """Collectives of forwards that come before another micro-batch's backward."""
+    never_s: float
+    """What checkpoints recompute, which communicate again and so run in no wait."""
 
     @property
     def all_s(self) -> float:
@@ -298,7 +303,9 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         - sum(window_lengths_s(profile, "bwd", each, message_bytes))
         for each, linears in deferred
     )
-    free_s = sum(half.replay_s for half in halves if half.planned.replay and half.planned.steady.gather is None)
+    plain = [half for half in halves if half.planned.replay and not half.planned.checkpoint]
+    free_s = sum(half.replay_s for half in plain if half.planned.steady.gather is None)
+    never_s = sum(half.replay_s + half.communicates_s for half in halves if half.planned.checkpoint)
     forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
@@ -308,6 +315,7 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         job.microbatches * opened_s / profile.interference,
         filled_in_backwards_s(decision, stage, profile.interference),
         job.layers_on(stage) * forward_s / profile.interference,
+        job.microbatches * never_s,
     )
 
 

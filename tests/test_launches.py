@@ -57,6 +57,7 @@ def test_a_launch_is_for_its_plan(name: str, cluster: str) -> None:
     assert sizes["batch"]["global"] == sizes["batch"]["micro"] * plan.batch.microbatches * replicas
 
 
+@pytest.mark.slow
 def test_planned_from_a_shell_a_launch_leads_to_its_plan(tmp_path: Path) -> None:
     """With the layers left open, as the ready plan was made; each word on a line, so that xargs need not guess."""
     script, path = FOLDER / "llama3_70b.sh", tmp_path / "plan.yaml"

@@ -112,6 +112,7 @@ def test_an_estimate_of_a_plan_is_the_plans(roomy: Decision) -> None:
     assert "gradient_age_updates" not in estimate(job_of("flush")).as_json
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     """plan, explain, simulate, estimate and compare, of one job."""
     job_file, plan_file = tmp_path / "job.yaml", tmp_path / "plan.yaml"

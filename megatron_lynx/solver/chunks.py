@@ -40,10 +40,12 @@ from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.placement import Placement
 from megatron_lynx.solver.problem import Option, Receive, StageProblem, received_memory
+from megatron_lynx.solver.sweep import least_memory
 from megatron_lynx.units import SECOND_DIGITS
 
 RESERVES = 16
-"""How many parts of what the model's last chunk needs to keep everything are tried as room that the others leave it. [4]"""
+"""How many parts of what the model's last chunk needs to keep everything are tried as room that the others leave it, beside the
+least with which it can do. [4]"""
 
 
 class _SharedOut(NamedTuple):
@@ -90,13 +92,16 @@ class Chunks:
         last = self._problem(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None or not last.layers:
             return self._with_last(stage, in_flight, budget_bytes, solver)
-        most_bytes, found, error = keep_all(last).peak_bytes, list[_SharedOut](), None
-        for part in range(RESERVES + 1):
+        least, most_bytes = least_memory(replace(last, in_flight=1)), keep_all(last).peak_bytes
+        enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
+        reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
+        found, error = list[_SharedOut](), None
+        for reserved_bytes in sorted(reserves):
             try:
-                found.append(self._with_last(stage, in_flight, budget_bytes, solver, part * most_bytes // RESERVES))
+                found.append(self._with_last(stage, in_flight, budget_bytes, solver, reserved_bytes))
             except Infeasible as too_little:
                 error = error or too_little
-                if part:  # the others have not so much to leave
+                if found and reserved_bytes:  # the others have not so much to leave
                     break
             if found and found[0].chunks[-1].longer_s <= 0:
                 break

@@ -113,6 +113,7 @@ def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -
     assert "What would fit, nearest first:" in printed(found, 80)
 
 
+@pytest.mark.slow
 def test_the_share_of_the_optimizer_that_would_do_has_a_plan_in_the_launch_with_its_flags() -> None:
     said = next(each for each in answer(FULL, 17).would_fit if each.startswith("optimizer on the host: "))
     assert " a step (gradients out " in said

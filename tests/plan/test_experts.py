@@ -84,6 +84,7 @@ def test_what_experts_refuse(moe_layers: list[int | str], rule: dict[str, Any], 
         parallel=ParallelFacts(tensor=2, pipeline=2, sequence_parallel=True),
     )
 )
+@pytest.mark.slow
 def test_drawn_plans_name_what_layers_have(plan: Plan) -> None:
     replayed = {layer: stage.rule_for(layer).replays("mlp") for stage in plan.stages for layer in stage.layers}
     assert all({*replayed[layer]} <= {*EXPERTS.replayable} for layer in (2, 4, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from megatron_lynx.plan import Plan
@@ -12,6 +13,7 @@ from tests.plan.strategies import plans
 
 @settings(deadline=None, max_examples=30)
 @given(plans())
+@pytest.mark.slow
 def test_joining_single_layers(plan: Plan) -> None:
     for stage in plan.stages:
         single = [stage.rule_for(n).model_copy(update={"layers": LayerRange(first=n, last=n)}) for n in stage.layers]

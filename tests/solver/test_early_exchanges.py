@@ -101,6 +101,7 @@ def test_every_seat_is_one_that_a_plan_accepts_and_holds_no_more_than_was_said()
         assert found.exposed_replay_s(0) <= answer.exposed_s * job.microbatches * (1 + 1e-9) + 1e-12
 
 
+@pytest.mark.slow
 def test_whatever_a_plan_says_of_them_memory_comes_back() -> None:
     """Of drawn plans, among them some that replay in exchanges of forwards what other windows go on with, or nobody waits for."""
     job, profile = tiny()

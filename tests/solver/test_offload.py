@@ -24,6 +24,7 @@ def least_and_most_gib():
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.001, 1))
+@pytest.mark.slow
 def test_the_smallest_share_fits_and_a_thousandth_less_does_not(place):
     least, most = least_and_most_gib()
     job = with_budget(least + place * (most - least))

@@ -118,6 +118,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     st.sampled_from(["planned", "planned", "none", "selective", "full"]),
     st.sampled_from(["h800-80g", "a100-80g"]),
 )
+@pytest.mark.slow
 def test_any_answer_fits_in_the_rehearsal(share: float, ratio: Any, layout: dict[str, Any], policy: str, cluster: str) -> None:
     job = job_of(share, ratio, policy, cluster, **layout)
     try:

@@ -1,0 +1,111 @@
+"""What plans do at exactly the bytes of stock's full recomputation: a row for each bundled job, or for each launch of a folder.
+
+python -m benchmarks.never_less                              bundled jobs: `docs/when_not.md` has the table
+python -m benchmarks.never_less --launches FOLDER            launches that recompute today, each at its own bytes
+
+Simulated, without the optimizer's update. A job with experts gets what its routers keep beside that: they decide once, where
+stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as all-to-all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_lynx.advise.today import asked_launch
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.loader import job_path, load_job
+from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.section import priced as priced_section
+from megatron_lynx.cost.stage import chunks_in_flight
+from megatron_lynx.errors import LynxError
+from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.stock import FULL, NONE, StockSetting, priced
+from megatron_lynx.units import GIB
+
+JOBS = (
+    "llama3-8b-a100-80g",
+    "llama3-8b-h800-80g",
+    "llama3-70b-a100-80g",
+    "llama3-70b-h800-80g",
+    "llama3-70b-256k-h100-80g",
+    "llama-7b-a100-80g",
+    "gpt-22b-a100-80g",
+    "qwen3-30b-a3b-h100-80g",
+    "mixtral-8x7b-h100-80g",
+    "deepseek-v2-lite-h100-80g",
+    "deepseek-v3-h100-80g",
+)
+DISPATCHER = "--moe-token-dispatcher-type"
+
+
+def kept_by_routers(job: Job, profile: Profile) -> int:
+    """Bytes on the device where it is most, if every layer with experts is checkpointed."""
+    if job.model.experts is None:
+        return 0
+    section, fed = job.model.experts.section, Checkpoint(fed=True)
+    each = priced_section(profile, section, fed.items(section), fed).memory.resident
+    stages = range(job.parallel.pipeline)
+    return each * max(chunks_in_flight(job, stage) * max(job.chunk_layers(stage)) for stage in stages)
+
+
+def row(name: str, job: Job, setting: StockSetting) -> tuple[str, float | None]:
+    """A line of Markdown, and the plan's step over stock's."""
+    profile = analytic_profile(job)
+    none, today = priced(job, profile, NONE), priced(job, profile, setting)
+    beside = kept_by_routers(job, profile)
+    budget = job.budget.model_copy(update={"memory_gib": (today.most_bytes + beside) / GIB, "activation_mib": None})
+    begin = f"| {name} | {setting.name} | {today.most_bytes / GIB:.2f} | {today.step_s / none.step_s:.2f} |"
+    try:
+        decision = decide(job.model_copy(update={"budget": budget, "policy": "planned"}), profile)
+    except LynxError as error:
+        return f"{begin} none: {error.headline} | | |", None
+    rules = [rule for stage in decision.plan.stages for rule in stage.rules if rule.checkpoint]
+    layers, ours_s = sum(len(rule.layers) for rule in rules), decision.simulation.step_s
+    ratio = ours_s / today.step_s
+    beside_gib = f" + {beside / GIB:.2f}" if beside else ""
+    return f"{begin[:-2]} | {ours_s / none.step_s:.2f}{beside_gib and f' at{beside_gib} GiB'} | {layers} | {ratio:.2f} |", ratio
+
+
+def launched(path: Path) -> tuple[Job, StockSetting]:
+    """A launch and what it recomputes today. Raises `ConfigError` where it cannot be read."""
+    file = read_launch_file(path)
+    words = list(file.words)
+    if DISPATCHER in words:
+        words[words.index(DISPATCHER) + 1] = "alltoall"
+    asked = asked_launch(words, file.cluster or "h100-80g")
+    return asked.job, asked.reading.today.setting
+
+
+def lines(folder: Path | None) -> Iterator[str]:
+    yield "| job | stock | GiB | stock's step / none's | ours / none's | layers checkpointed | ours / stock |"
+    yield "|---|---|--:|--:|--:|--:|--:|"
+    ratios = []
+    for name in JOBS if folder is None else sorted(folder.glob("*.args")):
+        try:
+            job, setting = launched(name) if isinstance(name, Path) else (load_job(job_path(f"jobs/{name}")), FULL)
+        except LynxError as error:
+            yield f"| {name.stem if isinstance(name, Path) else name} | not read: {error.headline} | | | | | |"
+            continue
+        if setting == NONE:
+            continue
+        line, ratio = row(name.stem if isinstance(name, Path) else name, job, setting)
+        ratios += [] if ratio is None else [ratio]
+        yield line
+    yield f"\nMean of the last column: {statistics.mean(ratios):.2f}, at most {max(ratios):.2f}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launches", type=Path)
+    for line in lines(parser.parse_args().launches):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

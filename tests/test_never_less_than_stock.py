@@ -1,0 +1,107 @@
+"""Whatever stock Megatron is told to recompute, there is a plan that holds no more and is no slower: simulated, over drawn jobs.
+
+Of experts a plan keeps what their routers decided, which stock's `full` and `moe` decide again: so much more is allowed. And
+where layers are not checkpointed, a plan counts with either half the larger of what both have in hand (`cost.in_hand`). Bytes are
+equal to a hundredth.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.config import Job
+from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
+from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.section import priced as priced_section
+from megatron_lynx.cost.stage import chunks_in_flight
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock import FULL, NONE, StockSetting, priced
+from megatron_lynx.stock.legality import Facts, offered
+from megatron_lynx.stock.modules import RECOMPUTED
+from megatron_lynx.stock.setting import block
+from megatron_lynx.units import GIB
+from megatron_lynx.yaml_file import read_yaml
+
+MODELS = ("llama3-8b", "gpt-22b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b")
+SAME = 1.01
+CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    shape: dict[str, Any] = dict(read_yaml(bundled_configs() / "models" / f"{draw(st.sampled_from(MODELS))}.yaml"))
+    tensor, pipeline, copies = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 2)))
+    chunks = copies if pipeline > 1 else 1
+    layers = draw(st.integers(1, 3)) * pipeline * chunks
+    parallel = {"tensor": tensor, "pipeline": pipeline, "distributed_optimizer": True}
+    parallel |= {"layers_per_chunk": layers // pipeline // chunks} if chunks > 1 else {}
+    replicas, sliced = 1, draw(st.booleans())
+    if "experts" in shape:
+        replicas = parallel["expert"] = draw(st.sampled_from((1, 2, 4)))
+        having = "all" if layers == 1 or draw(st.booleans()) else list(range(2, layers + 1))
+        shape["experts"] = shape["experts"] | {"layers": having}
+    implementation = "transformer_engine" if "experts" in shape else draw(st.sampled_from(("local", "transformer_engine")))
+    data = {
+        "model": shape | {"layers": layers, "implementation": implementation},
+        "cluster": cluster_data(bundled_configs() / "clusters" / f"{draw(st.sampled_from(CLUSTERS))}.yaml"),
+        "gpus": tensor * pipeline * replicas,
+        "parallel": parallel | {"sequence_parallel": tensor > 1 and (sliced or "experts" in shape)},
+        "batch": {"micro": draw(st.sampled_from((1, 2))), "global": replicas * 4 * pipeline},
+        "policy": "planned",
+    }
+    return Job.model_validate(data)
+
+
+def settings_of(job: Job) -> list[StockSetting]:
+    """None, whole layers, each module and each two of them."""
+    names = [module.name for module in RECOMPUTED]
+    sets = [StockSetting(recompute=chosen) for count in (1, 2) for chosen in combinations(names, count)]
+    return [NONE, block(1), *(setting for setting in sets if offered(setting, Facts.of(job)))]
+
+
+def kept_by_routers(job: Job, profile: Profile) -> int:
+    """The most on any device."""
+    if job.model.experts is None:
+        return 0
+    section, fed = job.model.experts.section, Checkpoint(fed=True)
+    each = priced_section(profile, section, fed.items(section), fed).memory.resident
+    stages = range(job.parallel.pipeline)
+    return each * max(chunks_in_flight(job, stage) * max(job.chunk_layers(stage)) for stage in stages)
+
+
+def within(job: Job, size_bytes: int) -> Job:
+    return job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": size_bytes / GIB})})
+
+
+@settings(max_examples=8, deadline=None)
+@given(jobs(), st.data())
+def test_a_plan_holds_no_more_and_is_no_slower(job: Job, data: st.DataObject) -> None:
+    profile = analytic_profile(job)
+    for setting in (FULL, data.draw(st.sampled_from(settings_of(job)))):
+        rival = priced(job, profile, setting)
+        in_hand = 0 if setting == FULL else less_in_hand_bytes(LayerShape.of(job))
+        allowed = int(SAME * rival.most_bytes) + kept_by_routers(job, profile) + in_hand
+        decision = decide(within(job, allowed), profile)
+        assert max(stage.total for stage in decision.memory) <= allowed
+        assert decision.simulation.step_s <= rival.step_s * (1 + 1e-9), setting.name
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-a100-80g", "llama3-70b-h800-80g"])
+def test_with_tensor_parallelism_a_tenth_less_than_full_recomputation_in_its_bytes(name: str) -> None:
+    job = load_job(job_path(f"jobs/{name}"))
+    profile = analytic_profile(job)
+    full = priced(job, profile, FULL)
+    decision = decide(within(job, full.most_bytes), profile)
+    rules = [rule for stage in decision.plan.stages for rule in stage.rules]
+    assert any(rule.checkpoint == "layer" for rule in rules)
+    assert max(stage.total for stage in decision.memory) <= full.most_bytes
+    assert decision.simulation.step_s <= 0.9 * full.step_s
