@@ -114,6 +114,10 @@ class Gather(Part):
         return getattr(gather, phase) if isinstance(gather, GatherByPhase) else gather
 
 
+CheckpointName = Literal["layer", "halves", Half]
+"""A layer, both of its halves each by itself, or one of them."""
+
+
 class CheckpointGroups(Part):
     """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
@@ -129,7 +133,7 @@ class Rule(Part):
     """
 
     layers: Layers
-    checkpoint: Literal["layer", "halves", "attention", "mlp"] | CheckpointGroups | None = None
+    checkpoint: CheckpointName | CheckpointGroups | None = None
     """What keeps its input alone, so that all inside runs again in backward, what communicates included: the layer; both halves,
     each by itself; one of them; or several layers at a time. A router of experts decides once."""
     keep: tuple[ItemName, ...] = ()

@@ -34,7 +34,7 @@ from megatron_lynx.plan.plan import (
     Rule,
     Stage,
 )
-from megatron_lynx.plan.rule import joined
+from megatron_lynx.plan.rule import CheckpointName, joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.profiler.shape import LayerShape
@@ -43,8 +43,6 @@ from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
 from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
-
-CheckpointName = Literal["layer", "halves", "attention", "mlp"]
 
 
 def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
@@ -296,7 +294,7 @@ def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
     """What keeps its input alone, as a plan says it."""
     if choice.attention.joined:
         return "layer"
-    attention, mlp = (option.checkpoint is not None for option in choice.halves)
-    if attention and mlp:
+    found = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]
+    if found[1:]:
         return "halves"
-    return "attention" if attention else "mlp" if mlp else None
+    return found[0] if found else None

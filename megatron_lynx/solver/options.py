@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, Half, Section
+from megatron_lynx.anatomy import ATTENTION, HALVES, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -72,7 +72,7 @@ class Subset:
         )
 
 
-LAYER: Mapping[Half, Checkpoint] = {"attention": Checkpoint(feeds=True), "mlp": Checkpoint(fed=True)}
+LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
 

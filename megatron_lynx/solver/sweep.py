@@ -236,13 +236,13 @@ class _Sweep:
                 yield below, below
 
     @cached_property
-    def _checkpointable(self) -> list[tuple[tuple[int, int], ...]]:
+    def _checkpointable(self) -> list[tuple[tuple[int, ...], ...]]:
         """Sets of kinds of lower layers, of which all can be checkpointed: each by the kinds of its halves."""
-        kinds = self._kind_of_half.tolist()
-        layers = [layer for layer in dict.fromkeys(zip(kinds[::2], kinds[1::2], strict=True)) if self._may_join(layer)]
+        of_layers = map(tuple, self._kind_of_half.reshape(-1, len(HALVES)).tolist())
+        layers = [layer for layer in dict.fromkeys(of_layers) if self._may_join(layer)]
         return [chosen for count in range(1, len(layers) + 1) for chosen in combinations(layers, count)]
 
-    def _may_join(self, layer: tuple[int, int]) -> bool:
+    def _may_join(self, layer: tuple[int, ...]) -> bool:
         return all(self._kinds[kind].joined for kind in layer)
 
     def _weighed(self, choices: Choices, moment: str, part: float) -> Floats:
