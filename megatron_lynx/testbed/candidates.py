@@ -3,6 +3,7 @@
 none                                     what ratios refer to
 selective, full                          stock's two usual answers
 modules {...}, offload {...}, block N    opponents: the fastest stock setting of no more bytes than ours may be one of them
+ours, checkpointed                       every layer keeps its input alone, as under stock full, whose bytes it holds
 ours, on demand                          the plan without what fills waits: what replaying costs if nothing hides it
 ours, no weight gradient deferred        the same plan with its replays in windows, and nothing else in waits (if it defers any)
 ours                                     the plan
@@ -66,6 +67,19 @@ def ours(plan: Plan) -> tuple[Candidate, ...]:
     if first == plan:
         return on_demand, whole
     return on_demand, Candidate("ours, no weight gradient deferred", plan=first), whole
+
+
+def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
+    """A plan that keeps what stock's full recomputation does, and repeats less of it; none where no layer may run again whole."""
+    if plan.parallel.userbuffers:
+        return ()
+    nothing_else = {"ahead_depth": 0, "offload": None, "whole": None}
+    stages = (
+        stage.model_copy(update={**nothing_else, "rules": (Rule(layers=stage.layers, checkpoint="layer"),)})
+        for stage in without_deferral(plan).stages
+    )
+    whole = Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+    return (Candidate("ours, checkpointed", plan=whole),)
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:

@@ -31,6 +31,7 @@ from megatron_lynx.testbed.candidates import (
     SELECTIVE,
     Candidate,
     blocks,
+    checkpointed,
     module_sets,
     no_offloading,
     offload_sets,
@@ -90,7 +91,7 @@ def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Cens
     none = Subject(job, NONE)
     reference = none.repeatable_step()
     census.counted.append(_count(none))
-    for candidate in (SELECTIVE, FULL, *ours(plan)):
+    for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan)):
         census.counted.append(_count(Subject(job, candidate, none), reference))
     if module_sets_too:
         _count_module_sets(census, job, none, reference)
