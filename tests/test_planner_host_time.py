@@ -171,6 +171,6 @@ def test_copies_to_the_host_are_issued_too() -> None:
     """Stage 0 has four layers of two halves; offloading takes 100 us more in each pass of a half."""
     job = small_job(made_up_host_time(), parallel={"tensor": 1, "pipeline": 8}, offload_ratio=0.5)
     profile = analytic_profile(job)
-    offloading = Stages(job, profile).least(0)
-    keeping = Stages(job.model_copy(update={"offload_ratio": 0.0}), profile).least(0)
+    offloading = Stages(job, profile).answer(0)
+    keeping = Stages(job.model_copy(update={"offload_ratio": 0.0}), profile).answer(0)
     assert offloading.host.both_s - keeping.host.both_s == pytest.approx(4 * 2 * 200e-6)

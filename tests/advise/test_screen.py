@@ -118,7 +118,7 @@ def test_the_share_of_the_optimizer_that_would_do_has_a_plan_in_the_launch_with_
     said = next(each for each in answer(FULL, 17).would_fit if each.startswith("optimizer on the host: "))
     assert " a step (gradients out " in said
     flags = said[said.index("--use-precision-aware-optimizer") :]
-    assert flags.endswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.75")
+    assert flags.endswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.5")
     found = answer(f"{FULL} {flags}", 17)
     assert found.plan is not None
     assert found.on_host is not None

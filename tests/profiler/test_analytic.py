@@ -82,7 +82,7 @@ def test_a_linear_in_fp8_is_twice_as_fast_and_pays_for_its_casts():
     assert delayed.attention.items["core_attention"].forward_s == current.attention.items["core_attention"].forward_s
 
 
-def test_plans_are_made_for_the_recipes_that_a_replay_is_known_to_leave_alone():
+def test_plans_are_made_with_scales_by_tensor_and_by_block():
     job = catalogued_job(
         "llama-7b",
         "h800-80g",
@@ -94,8 +94,7 @@ def test_plans_are_made_for_the_recipes_that_a_replay_is_known_to_leave_alone():
     )
     assert make_plan(job, analytic_profile(job)).model.fp8 == "tensorwise"
     block = job.model_copy(update={"model": job.model.model_copy(update={"fp8": Fp8(recipe="blockwise")})})
-    with pytest.raises(ConfigError, match=r"model\.fp8\.recipe: found blockwise, needed delayed or tensorwise, or none"):
-        make_plan(block, analytic_profile(block))
+    assert make_plan(block, analytic_profile(block)).model.fp8 == "blockwise"
 
 
 def test_what_is_gathered_in_fp8_is_half_of_it():

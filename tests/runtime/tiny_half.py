@@ -111,7 +111,7 @@ def policy(replay: Iterable[str] = (), **more: Any) -> HalfPolicy:
 def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Frame, Tensor]:
     """The frame of one call, and what the call returned. Backward replays on demand."""
     inputs: Any = ((detached(hidden),), {})
-    frame = Frame(policy(replay), MicroBatch(0), half.forward, inputs=inputs, random=TorchRandom().capture())
+    frame = Frame(policy(replay), MicroBatch(0), half.forward, inputs=inputs, draws=True, random=TorchRandom().capture())
 
     def take(handle: Any) -> Tensor:
         if frame.wanted:
@@ -129,4 +129,5 @@ def replayed(half: TinyHalf, frame: Frame, until: str | None = None) -> Tensor |
     """What the replay up to `until` reached."""
     replayer = Replayer(frame, TorchRandom(), until)
     half.report = replayer.site
-    return replayer.run()
+    replayer.run()
+    return replayer.argument
