@@ -114,7 +114,7 @@ def heaviest_load_fits(decided: Decision, profile: Profile) -> None:
             assert held <= decided.job.memory_budget_bytes
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(jobs(), BUDGETS)
 def test_every_plan_keeps_its_budget(job, budget) -> None:
     keeps_budget(job, *budget)

@@ -56,7 +56,7 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert reference.ours_s < reference.hidden_best_s < reference.in_place_s < reference.best_stock_s
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_experts_are_current() -> None:
     """One of them: each takes seconds."""
     for what, change in when_not_experts.CASES[1:2]:

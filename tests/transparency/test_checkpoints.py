@@ -17,7 +17,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.long import long
+from tests.long import long, with_models
 from tests.transparency.checkpoints import FULL, checkpointed
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import LAYOUTS, checked
@@ -31,8 +31,7 @@ def kept_but_for(job: Job, checkpoint: Any, layers: Any = None) -> Plan:
     return checkpointed(plan_for(job, lambda layer: ()), checkpoint, layers)
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP", "PP2", "TP2xPP2xVPP2+SP"])
+@with_models(["one rank", "TP2", "TP2+SP", "PP2", "TP2xPP2xVPP2+SP"])
 def test_every_bit(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     candidates = [kept_but_for(job, one) for one in ("layer", "halves", "attention", "mlp", {"layers": 2}, {"layers": 3})]
