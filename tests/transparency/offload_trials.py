@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,10 +59,7 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
         step()
     except OffloadError as error:
         result.error = str(error)
-    gc.collect()
-    result.left = [
-        type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")
-    ]
+    result.left = left_over()
     result.busy = installation.engine.busy
     installation.remove()
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
@@ -84,6 +82,18 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
         return start(pairs, owner, after)
 
     copier.start = starting
+
+
+def left_over(within_s: float = 0) -> list[str]:
+    """What of a step is still alive. `within_s`: how long threads of groups that were left in the middle may take to let go."""
+    until_s = time.monotonic() + within_s
+    while True:
+        gc.collect()
+        kinds = (type(thing).__name__ for thing in gc.get_objects())
+        found = [kind for kind in kinds if kind in ("Frame", "OffloadedStorage", "Block")]
+        if not found or time.monotonic() >= until_s:
+            return found
+        time.sleep(0.1)
 
 
 PATIENCE = timedelta(seconds=60)
@@ -115,10 +125,7 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
                 run_schedule(training.chunks, job, synthetic_batches(job), forward_step_func=function)
             except Exception as error:  # noqa: BLE001 (on the other stage it is gloo's)
                 result.error = f"{type(error).__name__}: {error}"
-        gc.collect()
-        result.left = [
-            type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")
-        ]
+        result.left = left_over(within_s=10)
         result.busy = installation.engine.busy
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
     shut_down()
