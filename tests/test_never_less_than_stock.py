@@ -14,15 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.never_less import kept_by_routers
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.replay import Checkpoint
-from megatron_lynx.cost.section import priced as priced_section
-from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
 from megatron_lynx.stock.legality import Facts, offered
@@ -66,16 +63,6 @@ def settings_of(job: Job) -> list[StockSetting]:
     names = [module.name for module in RECOMPUTED]
     sets = [StockSetting(recompute=chosen) for count in (1, 2) for chosen in combinations(names, count)]
     return [NONE, block(1), *(setting for setting in sets if offered(setting, Facts.of(job)))]
-
-
-def kept_by_routers(job: Job, profile: Profile) -> int:
-    """The most on any device."""
-    if job.model.experts is None:
-        return 0
-    section, fed = job.model.experts.section, Checkpoint(fed=True)
-    each = priced_section(profile, section, fed.items(section), fed).memory.resident
-    stages = range(job.parallel.pipeline)
-    return each * max(chunks_in_flight(job, stage) * max(job.chunk_layers(stage)) for stage in stages)
 
 
 def within(job: Job, size_bytes: int) -> Job:

@@ -19,7 +19,7 @@ class Optimizer(Part):
 
     gradients: Literal["fp32", "bf16"] = "fp32"
     """The type in which gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
-    states: int = Field(default=2, ge=0, le=8)
+    states: int = Field(default=ADAMS, ge=0, le=8)
     """Numbers that are remembered of each parameter, beside what is stepped: two moments of Adam, one of SGD with momentum and of
     Lion, three of AdEMAMix."""
     precision_aware: bool = False

@@ -87,7 +87,7 @@ class HeldExperts(Running):
             return
         for name, drop in ONE.items():
             yield from not_one(config, name, drop)
-        if config.moe_token_dispatcher_type == "flex" and (backend := _backend(config)) not in DISPATCHERS:
+        if config.moe_token_dispatcher_type == "flex" and (backend := _dispatched_by(config)) not in DISPATCHERS:
             needed = " or ".join(DISPATCHERS[1:])
             yield Problem("config.moe_flex_dispatcher_backend", backend, f"{needed} under a plan", "no other ran on a CPU")
         if config.fp8:
@@ -128,8 +128,7 @@ class HeldExperts(Running):
             if numbers:
                 place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
                 yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
-        found = run.config.moe_token_dispatcher_type
-        dispatcher = _backend(run.config) if found == "flex" else found
+        dispatcher = _dispatched_by(run.config)
         if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
             yield Problem(
                 "plan: model.moe_dispatcher",
@@ -156,13 +155,14 @@ class HeldExperts(Running):
 
 def _dispatcher(config: Any) -> Dispatcher:
     """Who brings tokens to experts, as far as that decides what a plan may do. Others are taken for Megatron's all-to-all."""
-    backend = _backend(config) if config.moe_token_dispatcher_type == "flex" else "alltoall"
-    return next((known for known in DISPATCHERS if known == backend), DISPATCHERS[0])
+    named = _dispatched_by(config)
+    return next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])
 
 
-def _backend(config: Any) -> str:
-    """Whose kernels the flex dispatcher uses."""
-    return str(getattr(config, "moe_flex_dispatcher_backend", "deepep"))
+def _dispatched_by(config: Any) -> str:
+    """As the launch names it: Megatron's dispatcher, or whose kernels its flex dispatcher uses."""
+    dispatcher = str(config.moe_token_dispatcher_type)
+    return str(getattr(config, "moe_flex_dispatcher_backend", "deepep")) if dispatcher == "flex" else dispatcher
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
