@@ -28,7 +28,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
-from megatron_lynx.stock.price import Priced, exchanges_hidden, priced
+from megatron_lynx.stock.combined import MEASURED
+from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes, format_seconds
@@ -128,13 +129,11 @@ class LaunchEstimate:
         return {"launch": launch, "verdict": self.in_words}
 
 
-def estimate(
-    job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, exchanges_overlap: bool = False
-) -> Estimate:
+def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None) -> Estimate:
     """What the job costs. With a measured `profile` of its layers, the cluster's description gives the links alone.
 
-    `setting`: stock Megatron's, in place of the job's policy; it is simulated. `exchanges_overlap`: whether those of experts run
-    beside the computing of another micro-batch. Without flushes and with an offload ratio the policy counts.
+    `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
+    policy counts.
 
     Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
     figures. A job that does not fit is an answer, not an error.
@@ -145,7 +144,7 @@ def estimate(
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
     if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
-        return _of_stock(job, costs, setting, exchanges_overlap=exchanges_overlap)
+        return _of_stock(job, costs, setting)
     ratio, missing = _ratio(job)
     return Estimate(
         job=job,
@@ -160,16 +159,15 @@ def estimate(
     )
 
 
-def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchanges_overlap: bool) -> Estimate:
+def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
     """What a setting of stock Megatron's costs. Without figures its bytes are known, but for those of copies on their way."""
     if costs is None:
         memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
-    price, hiding = priced(job, costs, setting), costs
-    if exchanges_overlap:
-        hiding = exchanges_hidden(hiding)
+    price, hiding = priced(job, costs, setting, MEASURED), costs
     if job.userbuffers:
         hiding = hiding.model_copy(update={"hiding": "userbuffers"})
+    ranged = setting.overlap or job.userbuffers
     return Estimate(
         job=job,
         offload_ratio=0.0,
@@ -178,7 +176,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchang
         shortages=(*too_much(job, price.stages), *_host_shortage(job, price.host_bytes)),
         step=_of_price(job, costs, price),
         host=host_report(job, costs),
-        step_at_best=None if hiding is costs else _of_price(job, costs, priced(job, hiding, setting)),
+        step_at_best=_of_price(job, costs, priced(job, hiding, setting)) if ranged else None,
     )
 
 

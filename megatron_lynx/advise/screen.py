@@ -99,7 +99,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if launch.unknown:
         yield f"today: {launch.unknown}"
     if launch.at_best_s is not None:
-        yield "today's seconds: if overlapped exchanges are hidden whole, to not at all; what they hold more is not counted"
+        yield "today's seconds: if overlapped exchanges and computing slow each other down not at all, to as much as on H100s"
     if answer.on_host is not None:
         yield answer.on_host.in_words
     if launch.flags and not answer.refused:

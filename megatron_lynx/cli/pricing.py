@@ -53,8 +53,7 @@ def estimate(
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
     today = None if reading is None else priceable(reading)
-    setting, overlap = (None, False) if today is None else (today.setting, today.overlaps_exchanges)
-    answer = estimated(job, measured, setting, exchanges_overlap=overlap)
+    answer = estimated(job, measured, None if today is None else today.setting)
     launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
         show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})
