@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.between import BetweenSteps, between_steps
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
@@ -58,6 +59,11 @@ class Estimate:
     """An optimizer that is on the host, wholly or in part."""
 
     @property
+    def between(self) -> BetweenSteps | None:
+        """What stays between two steps, where others have a part of the device."""
+        return between_steps(self.job, self.stages)
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second of all devices together."""
         return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.total_s
@@ -89,6 +95,7 @@ class Estimate:
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,
             "device": self.job.device_reserve.as_json,
+            **({} if self.between is None else {"between_steps": self.between.as_json}),
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             "step_s": None if self.step is None else self.step.total_s,

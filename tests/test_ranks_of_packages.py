@@ -23,6 +23,7 @@ FOUNDATION = {
     "kinds.latent.sizes",
     "kinds.section",
     "kinds.sections",
+    "bridge_settings",
     "errors",
     "fp8_recipes",
     "free_memory",
@@ -83,7 +84,7 @@ MAY_IMPORT = {
         *("launch_arguments", "advise.today"),
     },
 }
-ANYTHING = {"cli", "launch", "testbed"}
+ANYTHING = {"cli", "launch", "bridge", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
