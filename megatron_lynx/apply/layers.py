@@ -4,10 +4,12 @@ its MLP there may be another section in some layers, of which nothing is asked h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Item
+from megatron_lynx.anatomy import HALVES, Item
+from megatron_lynx.apply.hybrid import CLASSES, owner_of
 from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.apply.site import modules_of
 from megatron_lynx.errors import Problem
@@ -36,8 +38,8 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
     """Layers of another kind, and what makes a linear of Transformer Engine unfit."""
     first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
-        if name_of(layer) != _LAYER_CLASS:
-            yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
+        if others := [*_other_layers(number, layer)]:
+            yield from others
             continue
         try:
             sections = [section for section in sections_in(layer) if not section.in_some_layers]
@@ -53,6 +55,15 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
     if run.userbuffers and run.layers and not run.uses_te:
         todo = "drop --tp-comm-overlap, or launch with --transformer-impl transformer_engine"
         yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
+
+
+def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
+    """A live layer, or each of the two of a hybrid stack that are one, of another class than Megatron's."""
+    of_half = dict.fromkeys(HALVES, _LAYER_CLASS) if isinstance(layer, Module) else CLASSES
+    owners = {owner_of(layer, half): needed for half, needed in of_half.items()}
+    for owner, needed in owners.items():
+        if name_of(owner) != needed:
+            yield Problem(f"layer {number}", name_of(owner), needed, _OTHER_KINDS)
 
 
 def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from torch.nn import Module, Parameter
 
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.apply.site import modules_named
 from megatron_lynx.errors import Problem
@@ -92,7 +93,7 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 def _layers_of(run: LiveRun, chunk: int) -> list[int]:
     if chunk >= len(run.chunks):
         return []
-    return [layer.layer_number for layer in run.chunks[chunk].decoder.layers]  # type: ignore[union-attr]
+    return [layer.layer_number for layer in layers_in(run.chunks[chunk])]
 
 
 def _ungraded(linears: dict[LinearOf, Module]) -> Iterator[Problem]:

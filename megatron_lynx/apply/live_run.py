@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.anatomy import ATTENTION, filling
+from megatron_lynx.apply.hybrid import is_hybrid, layers_in, refused_stack
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -45,7 +46,12 @@ class LiveRun:
     @property
     def layers(self) -> dict[int, Module]:
         """The rank's transformer layers by Megatron's layer number, chunk by chunk."""
-        return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
+        return {layer.layer_number: layer for chunk in self.chunks for layer in layers_in(chunk)}
+
+    @property
+    def all_layers(self) -> int:
+        """How many layers the whole model has, counted as a plan does."""
+        return int(self.config.num_layers) // (2 if is_hybrid(self.chunks[0]) else 1)
 
     @property
     def uses_te(self) -> bool:
@@ -92,6 +98,8 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
     for chunk in chunks:
         if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
             return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
+        if (problem := refused_stack(chunk)) is not None:
+            return [problem]
     if len({id(chunk) for chunk in chunks}) < len(chunks) or not chunks:
         return [Problem("model", f"{len(chunks)} chunks, not all different", "the list of chunks as Megatron built it")]
 

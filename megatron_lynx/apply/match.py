@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.apply.fp8_refusals import recipe_of
+from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import layers_by_kind
@@ -52,7 +53,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     config = run.config
     latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
     live = {
-        "layers": config.num_layers,
+        "layers": run.all_layers,
         "hidden": config.hidden_size,
         "ffn": config.ffn_hidden_size,
         "heads": config.num_attention_heads,
@@ -75,7 +76,7 @@ def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     for entry, chunk in zip(plan.chunks_of(run.stage), run.chunks, strict=True):
-        live = [layer.layer_number for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        live = [layer.layer_number for layer in layers_in(chunk)]
         if list(entry.layers) != live:
             span = f"{live[0]}-{live[-1]}" if live else "none"
             todo = "launch with the plan's layout, or make a plan for this one"

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hybrid import owner_of
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.policy import HalfPolicy
@@ -27,7 +28,7 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], sh
     for policy in policies.values():
 
         def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
-            code = _leaving_as_it_was(layer, original) if policy.replay else original
+            code = _leaving_as_it_was(owner_of(layer, policy.section.half), original) if policy.replay else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 if policy.replay and torch.is_grad_enabled():
@@ -36,7 +37,8 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], sh
 
             return run_half
 
-        yield Claim(layer, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
+        owner = owner_of(layer, policy.section.half)
+        yield Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
 
 
 PER_CALL = "mlp_norm_manager"
