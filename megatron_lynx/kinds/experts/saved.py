@@ -7,6 +7,7 @@
 T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
 rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
 `MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
+Bytes are counted for `experts.holds` times as many, where that is said.
 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
@@ -83,7 +84,7 @@ def _router(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     """What it keeps itself, and the rows that it hands on, with the probability of each."""
-    experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
+    experts, element, rows = experts_of(shape), shape.model.element_bytes, held_rows(shape)
     fused = experts.dispatcher != "alltoall"
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
     yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
@@ -104,7 +105,7 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
     """The same of a flex dispatcher. With DeepEP: the choices, where each row's probability is read and put
     (`_indices_to_multihot`), and the map of what came, by experts of this rank. HybridEP's handle is taken to be as large as the
     map that it is made of."""
-    experts, rows = experts_of(shape), routed_rows(shape)
+    experts, rows = experts_of(shape), held_rows(shape)
     if experts.dispatcher == "hybridep":
         return shape.own_tokens * experts.count * (1 + FP32_BYTES), rows * INDEX_BYTES
     choices, came = shape.own_tokens * experts.per_token * INDEX_BYTES, rows * local_experts(shape) // experts.per_token
@@ -120,7 +121,7 @@ def remembered_bytes(shape: LayerShape) -> int:
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
-    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
+    block, gated = held_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
@@ -149,8 +150,16 @@ def experts_of(shape: LayerShape) -> Experts:
 
 def routed_rows(shape: LayerShape) -> int:
     """Rows that the experts of the fullest rank are given (R)."""
-    experts = experts_of(shape)
-    return ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
+    return _rows(shape, experts_of(shape).load)
+
+
+def held_rows(shape: LayerShape) -> int:
+    """Rows of the fullest rank for which bytes are counted: of `experts.holds`, where that is said."""
+    return _rows(shape, experts_of(shape).held_load)
+
+
+def _rows(shape: LayerShape, load: float) -> int:
+    return ceil(shape.own_tokens * experts_of(shape).per_token * shape.parallel.expert_tensor_size * load)
 
 
 def local_experts(shape: LayerShape) -> int:
