@@ -26,8 +26,10 @@ from megatron_lynx.cli.options import (
     MemoryOption,
     OptimizerOption,
     PlanFile,
+    ShareOption,
     StrictOption,
     VerboseOption,
+    budget_changes,
     finite,
 )
 from megatron_lynx.cli.terminal import awaited, show, show_json
@@ -68,6 +70,7 @@ def plan(
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
+    share: ShareOption = None,
     optimizer_offload: OptimizerOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
@@ -83,7 +86,7 @@ def plan(
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
 
-    changes: dict[str, object] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes = budget_changes(memory_gib, share)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)

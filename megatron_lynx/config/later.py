@@ -38,7 +38,7 @@ LATER: dict[str, dict[str, Any]] = {
         "context_exchange": "p2p",
         "context_levels": None,
     },
-    "budget": {"expandable_segments": True},
+    "budget": {"expandable_segments": True, "share": None, "beside": (), "leaves": ()},
     "optimizer": {"states": 2, "offload": 0.0, "overlap_copies": False},
 }
 """Fields by their part."""

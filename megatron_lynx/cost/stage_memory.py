@@ -162,7 +162,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
-        + (_dispatched(shape) if experts else 0),
+        + (dispatched_bytes(shape) if experts else 0),
         head=head_bytes(shape) if last else 0,
         predicting=predicting_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
@@ -261,6 +261,6 @@ def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
     return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)
 
 
-def _dispatched(shape: LayerShape) -> int:
+def dispatched_bytes(shape: LayerShape) -> int:
     """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
     return 2 * routed_rows(shape) * shape.model.hidden * shape.model.element_bytes

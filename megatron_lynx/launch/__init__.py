@@ -3,7 +3,7 @@
 torchrun ... -m megatron_lynx.launch pretrain_gpt.py --lynx-plan plan.yaml <Megatron arguments>
 
 command    our flags and the script, read before anything heavy is imported
-script     runs the script as `python SCRIPT` would, with hooks in place
+script     runs the script as `python SCRIPT` would, with the hooks of its host in place (`hosts`); of Megatron-LM:
   hooks/arguments       Megatron's parser knows our flags: --help, logged, recorded with its arguments
   hooks/initialisation  once all ranks can talk: what the flags say is read and checked, and all ranks agree on it
   hooks/loop            around Megatron's training loop: install(model, plan), and remove

@@ -17,12 +17,16 @@ from megatron_lynx.launch.flags import Flags, read_flags
 from megatron_lynx.launch.message import say
 
 USAGE = """\
-usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]] [--lynx-outcome PATH]
-                    [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
+usage: torchrun ... -m {module} SCRIPT [--lynx-host HOST] [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
+                    [--lynx-outcome PATH] [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
                     [--lynx-schedule flush | double-buffered] [--lynx-log LEVEL] <arguments of SCRIPT>
 
 Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN, or without flushes.
-`SCRIPT --help` shows these flags among Megatron's, with what each does."""
+HOST is megatron-lm, or bridge for a script of Megatron-Bridge. `SCRIPT --help` shows these flags among Megatron-LM's, with what
+each does."""
+
+
+HOST = "--lynx-host"
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,18 @@ class Command:
 
 def read(arguments: Sequence[str]) -> Command:
     """Raises `ConfigError` where there is no such script, and for flags of ours that do not read."""
-    if not arguments or arguments[0].startswith("-"):
-        found = "no arguments" if not arguments else f"{arguments[0]} first"
+    words, host = list(arguments), list[str]()
+    while words and words[0].partition("=")[0] == HOST:
+        taken = 1 if "=" in words[0] else 2
+        host, words = [*host, *words[:taken]], words[taken:]
+    if not words or words[0].startswith("-"):
+        found = "no arguments" if not words else f"{words[0]} first"
         raise ConfigError("the launch cannot be read", [Problem("command line", found, "the training script first, then flags")])
-    script = Path(arguments[0])
+    script = Path(words[0])
     if not script.is_file():
         raise ConfigError("the launch cannot be read", [Problem(str(script), "no such file", "a training script")])
-    return Command(script, tuple(arguments[1:]), read_flags(arguments[1:]))
+    behind = [*words[1:], *host]
+    return Command(script, tuple(behind), read_flags(behind))
 
 
 def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:

@@ -13,6 +13,8 @@ PREFIX = "--lynx-"
 LEVELS = ("debug", "info", "warning", "error")
 REFERENCES = ("fitting", "none", "full")
 SCHEDULES = ("flush", "double-buffered")
+BRIDGE = "bridge"
+HOSTS = ("megatron-lm", BRIDGE)
 GROUP = "megatron-lynx"
 FRAMES = "frames:"
 FRAME_STEPS = 5
@@ -32,6 +34,7 @@ class Flags:
     lynx_check_against: str = "fitting"
     lynx_schedule: str = "flush"
     lynx_outcome: str | None = None
+    lynx_host: str = "megatron-lm"
 
     @property
     def plan(self) -> Path | None:
@@ -106,6 +109,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=Flags.lynx_schedule,
         help="double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how "
         "the model learns: gradients are one update old. Default: flush, as ever.",
+    )
+    group.add_argument(
+        "--lynx-host",
+        choices=HOSTS,
+        default=Flags.lynx_host,
+        help="Whose training the script calls: Megatron-LM's (the default), or Megatron-Bridge's, whose `pretrain` takes a "
+        "configuration. May stand before the script.",
     )
     group.add_argument(
         "--lynx-log", choices=LEVELS, default=Flags.lynx_log, help="What megatron-lynx says on rank 0 beside its summary."

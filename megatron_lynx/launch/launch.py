@@ -1,6 +1,6 @@
 """What one launch does when the hooked functions of Megatron's training are called.
 
-megatron.training                        Launch
+the host (`hosts`)                       Launch
 -----------------------------------------------------------------------------------------
 all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
 the training loop begins                 training(model, optimizer): install
@@ -25,7 +25,8 @@ from megatron_lynx.launch.check.frames import FrameCheck
 from megatron_lynx.launch.ending import concluded
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
-from megatron_lynx.launch.metrics import Metrics, writers
+from megatron_lynx.launch.hosts.host import Host
+from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
 from megatron_lynx.launch.outcome.device_peak import DevicePeak
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
@@ -42,8 +43,9 @@ from megatron_lynx.version import __version__
 class Launch:
     """One process of a launch. Without a plan it changes nothing."""
 
-    def __init__(self, flags: Flags) -> None:
+    def __init__(self, flags: Flags, host: Host) -> None:
         self.flags = flags
+        self.host = host
         self._plan: Plan | None = None
         self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
         self._installation: Any = None
@@ -74,12 +76,12 @@ class Launch:
             problems = [*against_two_versions(args)] if self.flags.without_flushes else []
             if self.flags.plan is not None:
                 self._plan = load_plan(self.flags.plan)
-                if others := [*arguments_against(self._plan, args), *self._unwritable()]:
+                if others := [*arguments_against(self._plan, args), *self.host.refused(args), *self._unwritable()]:
                     headline, problems = "this launch and its plan do not fit", [*problems, *others]
             if problems:
                 raise ConfigError(headline, problems)
         except LynxError as found:
-            error = found
+            error = self._spoken(found)
         self.memory.under(self._plan, str(self.flags.lynx_plan))
         self._peak = None if self._plan is None else DevicePeak()
         agree(error, same=None if self._plan is None else self._plan.digest, what=f"--lynx-plan {self.flags.lynx_plan}")
@@ -114,12 +116,12 @@ class Launch:
         try:
             self._installation = install(model, self._plan, without_flushes=pipeline)
         except LynxError as found:
-            error = found
+            error = self._spoken(found)
         agree(error)
         with self._installation:
             self._say_begun()
             self._check = self._new_check()
-            self._metrics = Metrics(self._args, *writers())
+            self._metrics = Metrics(self._args, *self.host.writers())
             self._reporter = self._new_reporter(model)
             with self._metrics.written_before_wandb_ends(), concluded(self._conclude, lambda: not self._in_step):
                 yield
@@ -161,6 +163,11 @@ class Launch:
         self._reporter.step_ends(counts, usual=usual)
         if self._check is not None and self._check.over:
             self._say_checked()
+
+    def _spoken(self, error: LynxError) -> LynxError:
+        """The same error in the words of the host's users."""
+        spoken = tuple(self.host.spoken(problem) for problem in error.problems)
+        return error if spoken == error.problems else type(error)(error.headline, spoken)
 
     def _unwritable(self) -> Iterator[Problem]:
         """What rank 0 could not write of what it is to write."""

@@ -141,13 +141,6 @@ class Metrics:
             self._wandb.log(named, pending.step)
 
 
-def writers() -> tuple[Any, Any]:
-    """Megatron's writers for TensorBoard and W&B; on most ranks there are none."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    return get_tensorboard_writer(), get_wandb_writer()
-
-
 def _group_of_all(args: Any) -> Any:
     """A group of all ranks that the host talks in; None for one rank, and where there is no gloo, which is said."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

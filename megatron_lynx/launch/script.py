@@ -11,14 +11,15 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
+from megatron_lynx.errors import HookRefused, LynxError
 from megatron_lynx.launch.command import Command
 from megatron_lynx.launch.ending import named_ending
 from megatron_lynx.launch.flags import read_flags
-from megatron_lynx.launch.hooks import arguments, initialisation, loop
+from megatron_lynx.launch.hooks import arguments
+from megatron_lynx.launch.hosts import host_named
+from megatron_lynx.launch.hosts.host import Host
 from megatron_lynx.launch.launch import Launch
 from megatron_lynx.launch.message import say
 
@@ -27,14 +28,15 @@ def run_script(command: Command) -> None:
     """Raises what the script raises, `SystemExit` included.
 
     Raises:
-        ConfigError: megatron.training cannot be imported from where the script would import it.
-        HookRefused: megatron.training has not the functions that a launch goes through.
+        ConfigError: the host's training cannot be imported from where the script would import it.
+        HookRefused: it has not the functions that a launch goes through.
     """
     logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
-    with _as_its_own_process(command):
-        _import_training(command)
-        launch = Launch(command.flags)
-        hooks = _held(launch)
+    host = host_named(command.flags.lynx_host)
+    with _as_its_own_process(command, host):
+        host.find(str(command.script))
+        launch = Launch(command.flags, host)
+        hooks = held(launch)
         try:
             with named_ending(lambda: launch.how_far), launch.memory.watching():
                 runpy.run_path(str(command.script), run_name="__main__")
@@ -53,39 +55,27 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
     try:
         flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
         logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
-        _held(Launch(flags))
+        held(Launch(flags, host_named(flags.lynx_host)))
     except LynxError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"megatron-lynx: {error}")
         sys.exit(error.exit_status)
 
 
-def _held(launch: Launch) -> list[holding.Hook]:
-    claims = [*arguments.claims(), *initialisation.claims(launch), *loop.claims(launch)]
+def held(launch: Launch) -> list[holding.Hook]:
+    """The hooks of a launch on its host, in place. Raises `HookRefused` where it has not the functions for them."""
+    claims = [*launch.host.claims(launch)]
     if refused := holding.verify(claims):
-        raise HookRefused("this Megatron-LM cannot be launched under a plan", refused)
+        raise HookRefused(f"this {launch.host.name} cannot be launched under a plan", refused)
     return holding.put_in_place(claims)
 
 
 @contextmanager
-def _as_its_own_process(command: Command) -> Iterator[None]:
+def _as_its_own_process(command: Command, host: Host) -> Iterator[None]:
     """`sys.argv` and `sys.path[0]` as the script expects them."""
     argv, first = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [str(command.script), *command.arguments], str(command.script.resolve().parent)
+    sys.argv, sys.path[0] = [str(command.script), *host.arguments_of(command.arguments)], str(command.script.resolve().parent)
     try:
         yield
     finally:
         sys.argv, sys.path[0] = argv, first
-
-
-def _import_training(command: Command) -> None:
-    try:
-        import_module("megatron.training.training")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] != "megatron":
-            raise
-        found = f"no {missing.name} that it could import"
-        needed = "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
-        todo = "put the Megatron-LM checkout that the script belongs to on PYTHONPATH"
-        problem = Problem(str(command.script), found, needed, todo)
-        raise ConfigError("the launch cannot find Megatron's training", [problem]) from None

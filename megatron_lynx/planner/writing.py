@@ -183,7 +183,7 @@ def planned_device(job: Job) -> PlannedDevice | None:
         return None
     reserve = job.device_reserve
     return PlannedDevice(
-        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes=dict(reserve.parts)
+        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes={**reserve.others, **reserve.parts}
     )
 
 

@@ -279,7 +279,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace('"context_exchange":"p2p","context_levels":null,', "")
         .replace('"flash_attention_2_efficiency":null,', "")
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
-        .replace(',"expandable_segments":true', "")
+        .replace(',"expandable_segments":true,"share":null,"beside":[],"leaves":[]', "")
         .replace(',"offload":0.0,"overlap_copies":false', "")
         .replace('"states":2,', "")
         .replace(',"head":null', "")

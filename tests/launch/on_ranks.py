@@ -25,9 +25,11 @@ def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | No
 def preparing(rank: int, plans: list[str], args: dict[str, Any]) -> tuple[int | None, str]:
     """The same of a launch in which every rank is given a plan of its own, and Megatron's arguments `args`."""
     from megatron_lynx.launch.flags import Flags
+    from megatron_lynx.launch.hosts import host_named
     from megatron_lynx.launch.launch import Launch
 
-    return _ended(partial(Launch(Flags(lynx_plan=plans[rank])).prepare, SimpleNamespace(**args, rank=rank)))
+    launch = Launch(Flags(lynx_plan=plans[rank]), host_named("megatron-lm"))
+    return _ended(partial(launch.prepare, SimpleNamespace(**args, rank=rank)))
 
 
 def _ended(run: Callable[[], None]) -> tuple[int | None, str]:

@@ -99,3 +99,30 @@ def test_a_script_without_megatron(tmp_path, capsys):
 def test_usage(capsys):
     assert main(["--help"], module="megatron_lynx.testbed") == 0
     assert "-m megatron_lynx.testbed SCRIPT" in capsys.readouterr().out
+
+
+def test_the_host_may_stand_before_the_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    for words in (
+        ["--lynx-host", "bridge", str(script), "a=1"],
+        ["--lynx-host=bridge", str(script), "a=1"],
+        [str(script), "a=1"],
+    ):
+        command = read(words)
+        assert (command.script, command.arguments[0], command.flags.lynx_host) == (
+            script,
+            "a=1",
+            "megatron-lm" if words[0] == str(script) else "bridge",
+        )
+    assert "megatron_core" in str(read([str(script), "--lynx-host", "megatron-lm", "megatron_core"]).arguments)
+    with pytest.raises(ConfigError, match="--lynx-host: invalid choice: 'nemo'"):
+        read(["--lynx-host", "nemo", str(script)])
+
+
+def test_a_script_of_bridges_finds_its_own_words():
+    """It hands `sys.argv` to a parser that knows nothing of ours."""
+    from megatron_lynx.launch.hosts.bridge import Bridge
+
+    words = ["--lynx-plan", "p.yaml", "model.seq_length=64", "--lynx-check=2", "--hf_path", "x", "--lynx-host", "bridge"]
+    assert list(Bridge().arguments_of(words)) == ["model.seq_length=64", "--hf_path", "x"]

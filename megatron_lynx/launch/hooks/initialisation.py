@@ -15,10 +15,10 @@ from functools import wraps
 from typing import Any
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.launch.launch import Launch
+from megatron_lynx.launch.hosts.host import Told
 
 
-def claims(launch: Launch) -> Iterator[Claim]:
+def claims(told: Told) -> Iterator[Claim]:
     from megatron.training import initialize
     from megatron.training.global_vars import get_args
 
@@ -26,7 +26,7 @@ def claims(launch: Launch) -> Iterator[Claim]:
         @wraps(original)
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            launch.prepare(get_args())
+            told.prepare(get_args())
             return result
 
         return _initialize_distributed

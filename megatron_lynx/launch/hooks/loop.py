@@ -18,16 +18,16 @@ from functools import wraps
 from typing import Any
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.launch.launch import Launch
+from megatron_lynx.launch.hosts.host import Told
 
 
-def claims(launch: Launch) -> Iterator[Claim]:
+def claims(told: Told) -> Iterator[Claim]:
     from megatron.training import training
 
     def around_loop(original: Any) -> Any:
         @wraps(original)
         def train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            with launch.training(model, optimizer):
+            with told.training(model, optimizer):
                 return original(forward_step_func, model, optimizer, *args, **kwargs)
 
         return train
@@ -38,7 +38,7 @@ def claims(launch: Launch) -> Iterator[Claim]:
         @wraps(original)
         def train_step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
-            with launch.step(given.arguments):
+            with told.step(given.arguments):
                 return original(*given.args, **given.kwargs)
 
         return train_step

@@ -1,0 +1,176 @@
+"""Megatron-Bridge: scripts that make a `ConfigContainer` and call `pretrain` or `finetune` of `megatron.bridge.training`.
+
+Replaces              `initialize_megatron` of `setup`, `train` of `pretrain`, and `train_step` of `train`, all in
+                      `megatron.bridge.training` (globals of these modules, read at each call).
+Why                   behind the first all ranks can talk and no model is built; the second is the training loop; the third is one
+                      step. Bridge's own callbacks tell less: `on_train_end` never comes where a loop exits or fails.
+Calls the original    once per call; a checked step with another `forward_backward_func`.
+Holds                 the configuration, from the first call on; nothing per step.
+Passes through when   no plan was asked for.
+
+Bridge logs whatever leaves `pretrain` as a failure, with a traceback. All ranks that end together have said why: so they leave.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.bridge_settings import in_settings, places_of
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch.agreement import Ended
+from megatron_lynx.launch.flags import PREFIX
+from megatron_lynx.launch.hosts.host import Told
+
+TRAINING = "megatron.bridge.training"
+
+
+class Settings:
+    """A resolved `ConfigContainer` under Megatron-LM's names; our own flags are set on it."""
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+        self._state: Any = None
+
+    def under(self, state: Any) -> None:
+        """From now on iterations are counted by this state of the training loop."""
+        self._state = state
+
+    @property
+    def curr_iteration(self) -> int:
+        """Steps that were taken in this and earlier runs."""
+        return 0 if self._state is None else int(self._state.train_state.step)
+
+    iteration = curr_iteration
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def has(self, part: str, field: str) -> bool:
+        """Whether the configuration has a setting."""
+        return hasattr(getattr(self._cfg, part, None), field) if field else hasattr(self._cfg, part)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for part, field in places_of(name):
+            if self.has(part, field):
+                return getattr(getattr(self._cfg, part), field)
+        raise AttributeError(f"cfg has no {name}")
+
+
+class Bridge:
+    name = "Megatron-Bridge"
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+
+    def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
+        """Without our flags: scripts hand theirs to a parser that would not know them."""
+        others, taken = [], False
+        for word in words:
+            ours = word.startswith(PREFIX)
+            if not ours and not taken:
+                others.append(word)
+            taken = ours and "=" not in word
+        return others
+
+    def find(self, script: str) -> None:
+        try:
+            importlib.import_module(f"{TRAINING}.pretrain")
+        except ModuleNotFoundError as missing:
+            found = f"no {missing.name} that it could import"
+            todo = "install megatron-bridge and what it needs, or put its checkout's src folder on PYTHONPATH"
+            problem = Problem(script, found, f"{TRAINING} (Megatron-Bridge 0.5 or 0.6)", todo)
+            raise ConfigError("the launch cannot find Megatron-Bridge's training", [problem]) from None
+
+    def claims(self, told: Told) -> Iterator[Claim]:
+        setup, pretrain, train = (importlib.import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))
+
+        def initialised(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @wraps(original)
+            def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+                groups = original(*args, **kwargs)
+                self._settings = Settings(signature.bind(*args, **kwargs).arguments["cfg"])
+                with _leaving_together():
+                    told.prepare(self._settings)
+                return groups
+
+            return initialize_megatron
+
+        def around_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @wraps(original)
+            def loop(*args: Any, **kwargs: Any) -> Any:
+                given = signature.bind(*args, **kwargs).arguments
+                assert self._settings is not None, "Bridge initialises before it trains"
+                self._settings.under(given["global_state"])
+                with _leaving_together(), told.training(given["model"], given["optimizer"]):
+                    return original(*args, **kwargs)
+
+            return loop
+
+        def around_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @wraps(original)
+            def train_step(*args: Any, **kwargs: Any) -> Any:
+                given = signature.bind(*args, **kwargs)
+                with told.step(given.arguments):
+                    return original(*given.args, **given.kwargs)
+
+            return train_step
+
+        yield Claim(setup, "initialize_megatron", initialised, "starts torch.distributed")
+        yield Claim(pretrain, "train", around_loop, "is the training loop")
+        yield Claim(train, "train_step", around_step, "is one step")
+
+    def refused(self, args: Any) -> Iterator[Problem]:
+        cfg = args._cfg
+        if cfg.dist.use_decentralized_pg:
+            needed = "False under a plan: hooks and windows go by Megatron's own groups"
+            yield Problem("cfg.dist.use_decentralized_pg", "True", needed, "unset it")
+        if getattr(cfg.inprocess_restart, "enabled", False):
+            needed = "False under a plan: a loop that begins again in the middle of a step leaves one that nobody removes"
+            yield Problem("cfg.inprocess_restart.enabled", "True", needed, "unset it: a job that is started again resumes")
+        if cfg.peft is not None:
+            needed = "None under a plan: the linears that it wraps are not those that a plan recomputes"
+            yield Problem("cfg.peft", type(cfg.peft).__name__, needed, "train without a plan, or all weights")
+        if args.lynx_schedule != "flush":
+            needed = "flush: Megatron-Bridge's loop saves and stops where a pipeline is empty"
+            yield Problem("--lynx-schedule", args.lynx_schedule, needed, "launch without it")
+
+    def writers(self) -> tuple[Any, Any]:
+        assert self._settings is not None
+        state = self._settings._state
+        return state.tensorboard_logger, state.wandb_logger
+
+    def spoken(self, problem: Problem) -> Problem:
+        settings = self._settings
+        if settings is None:
+            return problem
+        texts = (problem.where, problem.found, problem.needed, problem.todo)
+        return Problem(*(in_settings(text, settings.has) for text in texts))
+
+
+@contextmanager
+def _leaving_together() -> Iterator[None]:
+    """Bridge would log an end that was explained as a failure, and abort groups that others still use."""
+    try:
+        yield
+    except Ended as end:
+        sys.stdout.flush()
+        os._exit(int(end.code or 0))
