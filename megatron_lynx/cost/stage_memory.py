@@ -201,7 +201,7 @@ class _States:
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters)
-    weights, gradients = parameter_bytes(job, held, held_in_fp8(job, parameters)), gradient_bytes(job, held)
+    weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,

@@ -20,6 +20,8 @@ FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
+FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+"""Two names for one thing, of which 0.15 and before know the second."""
 
 
 def has_experts(given: Given) -> bool:
@@ -48,6 +50,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
     if given[DISPATCHER] == "flex":
         yield from _fused(given, problems, planning=planning)
+    if (flag := next((name for name in FILLED if given[name]), None)) is not None:
+        yield Fact("model.experts.filled", True, given.origin(flag))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
