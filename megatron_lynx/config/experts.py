@@ -58,6 +58,10 @@ class Experts(Part):
     """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
     again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
+    filled: bool = False
+    """Whether routers fill up what each expert gets to a multiple that FP8 needs (`--moe-router-padding-for-quantization`).
+    Otherwise rows are filled up before the experts' GEMMs."""
+
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
 

@@ -59,6 +59,8 @@ def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str
         yield from (f"parallel.{name} ({getattr(parallel, name)}) needs model.experts, found none" for name in asked)
         return
     yield from _undivided(model, experts, parallel)
+    if experts.filled and model.fp8 is None:
+        yield "model.experts.filled needs model.fp8, found none: rows are filled up for FP8 alone"
     width = parallel.expert_tensor_size * parallel.expert * parallel.pipeline
     if gpus % width:
         sizes = "parallel.expert_tensor x parallel.expert x parallel.pipeline"
@@ -105,8 +107,6 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 
 
 def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
-    if model.experts is not None:
-        yield "model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
     assert model.fp8 is not None
     stored, tensor = STORED[model.fp8.recipe], parallel.tensor
     least_rows, least_columns = stored.multiples
@@ -116,14 +116,27 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
         "model.hidden": (model.hidden, least_columns),
         "columns of queries on a rank": (model.query_width // tensor, least_columns),
         "model.ffn / parallel.tensor": (model.ffn // tensor, least_columns),
-        "columns of linear_qkv on a rank": (model.qkv_width // tensor, least_rows),
     }
+    if model.latent is None:
+        sizes["columns of linear_qkv on a rank"] = (model.qkv_width // tensor, least_rows)
+    else:
+        sizes["model.latent.kv_rank"] = (model.latent.kv_rank, least_columns)
+        sizes["model.latent.q_rank"] = (model.latent.q_rank or 0, least_columns)
+        sizes["columns of linear_kv_down_proj"] = (model.latent.kv_down_width, least_rows)
+    if model.experts is not None:
+        sizes["model.experts.ffn on a rank"] = (model.experts.ffn // parallel.expert_tensor_size, least_columns)
+        sizes["model.experts.shared_ffn / parallel.tensor"] = (model.experts.shared_ffn // tensor, least_columns)
     if parallel.sequence_parallel:
-        gathered = {"rows of a micro-batch on a rank": rows, "model.hidden": model.hidden}
+        gathered = {"rows of a micro-batch on a rank": rows}
+        gathered |= {what: found for what, (found, _) in sizes.items() if what in GATHERED}
         sizes |= {what: (found, max(stored.gathered_multiple, sizes[what][1])) for what, found in gathered.items()}
     for what, (found, needed) in sizes.items():
         if found % needed:
             yield f"{what} ({found}) must be a multiple of {needed} with model.fp8"
+
+
+GATHERED = ("model.hidden", "model.latent.q_rank", "model.latent.kv_rank")
+"""Columns of what sequence parallelism gathers for linears."""
 
 
 def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:

@@ -217,8 +217,8 @@ class Job(Part):
 
     @property
     def reduces_amaxes(self) -> bool:
-        """Whether a norm communicates in every call: each rank has a part of what it puts out, and one scale, found anew, is for
-        all of it."""
+        """Whether casting what linears gather communicates in every call: each rank has a part of it, and one scale, found anew,
+        is for all."""
         return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
 
     @property

@@ -65,7 +65,7 @@ from megatron_lynx.cost.parameters import (
 )
 from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
 from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
-from megatron_lynx.kinds.experts.saved import held_rows, remembered_bytes
+from megatron_lynx.kinds.experts.saved import as_held, remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
@@ -201,7 +201,7 @@ class _States:
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters)
-    weights, gradients = parameter_bytes(job, held, held_in_fp8(job, parameters)), gradient_bytes(job, held)
+    weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,
@@ -263,4 +263,4 @@ def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
 
 def dispatched_bytes(shape: LayerShape) -> int:
     """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
-    return 2 * held_rows(shape) * shape.model.hidden * shape.model.element_bytes
+    return 2 * routed_rows(as_held(shape)) * shape.model.hidden * shape.model.element_bytes

@@ -63,6 +63,7 @@ READ = names_in(
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
     fp8_quantizer_factory fp8_output_proj
@@ -125,8 +126,6 @@ REFUSED = {
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,
-    "moe_router_padding_for_fp8": _UNBALANCED,
-    "moe_router_padding_for_quantization": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
     "moe_shared_expert_gate": _MORE_SAVED,
     "moe_input_jitter_eps": _MORE_SAVED,

@@ -334,8 +334,11 @@ def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
     ]
     assert refusals(tmp_path, JOB, **{"parallel.expert": 2}) == ["job.yaml: parallel.expert (2) needs model.experts, found none"]
     in_fp8 = {"model.fp8": {}, "model.implementation": "transformer_engine", "model.dtype": "bf16", "parallel.tensor": 1}
-    assert refusals(tmp_path, JOB, **in_fp8, **{"model.experts": EXPERTS}) == [
-        "job.yaml: model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
+    assert refusals(tmp_path, JOB, **in_fp8, **{"model.experts": {**EXPERTS, "ffn": 72}}) == [
+        "job.yaml: model.experts.ffn on a rank (72) must be a multiple of 16 with model.fp8"
+    ]
+    assert refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "filled": True}, "parallel.sequence_parallel": True}) == [
+        "job.yaml: model.experts.filled needs model.fp8, found none: rows are filled up for FP8 alone"
     ]
     assert "layers has 'x', needed a layer" in refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "layers": ["x"]}})[0]
 
