@@ -201,8 +201,9 @@ def simulate(
     with awaited("simulating a step"):
         plan = load_plan(plan_file)
         costs = figures_for(plan, profile_file, job_file)
-        reduced = job_file is not None and job_named(job_file).overlap.gradients
-        simulation = rehearse(plan, costs, reduced_in_backward=reduced)
+        job = None if job_file is None else job_named(job_file)
+        reduced = job is not None and job.overlap.gradients
+        simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))
