@@ -44,7 +44,7 @@ LATER: dict[str, dict[str, Any]] = {
 """Fields by their part."""
 
 
-IN_FP8: dict[str, Any] = {"parameters": False}
+IN_FP8: dict[str, Any] = {"parameters": False, "first_in_bf16": 0, "last_in_bf16": 0}
 """The same of `model.fp8`."""
 
 IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "holds": None, "whole": False, "filled": False, "dispatcher": "alltoall"}

@@ -67,7 +67,8 @@ READ = names_in(
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
     fp8_quantizer_factory fp8_output_proj
-    first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
@@ -263,7 +264,6 @@ PREFIXES = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         use_mamba_mem_eff_path fp4_param_gather mrope_section

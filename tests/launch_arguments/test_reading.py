@@ -535,6 +535,8 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     assert not job.model.fp8_parameters
     assert facts(f"{SMALL} {fp8} --fp8-param-gather --use-distributed-optimizer")["model.fp8.parameters"] is True
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
+    ends = facts(f"{SMALL} --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    assert (ends["model.fp8.first_in_bf16"], ends["model.fp8.last_in_bf16"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +544,6 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     [
         ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
-        ("--first-last-layers-bf16", "layers that differ"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),
         ("--transformer-impl local", "needed --transformer-impl transformer_engine beside it"),
     ],
