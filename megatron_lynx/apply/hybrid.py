@@ -5,8 +5,8 @@
                             its MLP passes through        its attention passes through
                    └────────────── one layer of a plan: 1 ──────────────┘
 
-A plan's layers are those of the GPT that the hybrid model translates, so that both get the same plan. What else a pattern may have
-(Mamba, an attention without an MLP behind it) is no layer of a plan: it runs as without one.
+A plan's layers are those of the GPT that the hybrid model translates, so that both get the same plan. A stack with anything else
+(Mamba, experts, an attention without an MLP behind it) is refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class HybridLayer:
 
 def owner_of(layer: Any, half: Half) -> Module:
     """The module whose method a half is."""
-    owners = getattr(layer, "owners", None)
-    return layer if owners is None else owners[half]
+    owner: Module = layer.owners[half] if isinstance(layer, HybridLayer) else layer
+    return owner
 
 
 def is_hybrid(chunk: Module) -> bool:

@@ -33,6 +33,7 @@ from megatron_lynx.apply.hooks import (
     te_weight_gradients,
 )
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
+from megatron_lynx.apply.hybrid import is_hybrid
 from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches
@@ -134,6 +135,8 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     for face in kinds_of(run):
         if stale := release.stale_with(face.recorded):
             raise HookRefused(f"megatron-core's {face.recorded_as} not read as recorded", stale)
+    if any(map(is_hybrid, run.chunks)) and (stale := release.stale_with("hybrid")):
+        raise HookRefused("megatron-core's hybrid stack does not read as recorded", stale)
     if plan.head is not None and (stale := release.stale_with("head")):
         raise HookRefused("megatron-core's head does not read as recorded", stale)
     overlapping = without_flushes is not None

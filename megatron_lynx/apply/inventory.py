@@ -19,6 +19,7 @@ RELIES_ON = {
     **{face.listed_as: face.relies_on for face in FACES if face.relies_on},
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
+    "hybrid": ("models.hybrid.hybrid_block",),
     "random_state": ("tensor_parallel.random",),
     "steps": ("pipeline_parallel.schedules",),
     "head_in_pieces": (

@@ -42,6 +42,8 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     }
     for name, planned in needed.items():
         found = getattr(args, name, None)
+        if name == "num_layers" and getattr(args, "hybrid_layer_pattern", None):
+            continue  # two of them are one of a plan's layers, if they are what `apply.hybrid` knows
         if found != planned:
             todo = "launch with the plan's, or make a plan for this launch"
             yield Problem(f"--{name.replace('_', '-')}", str(found), f"{planned}, as the plan has it", todo)

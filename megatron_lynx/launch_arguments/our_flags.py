@@ -14,7 +14,8 @@ SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
 """Schedules by their name as a value of the flag, and their name in a job."""
 
-FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "outcome", "check", "check-against", "schedule", "log"))
+_NAMES = ("host", "plan", "trace", "trace-step", "outcome", "check", "check-against", "schedule", "log")
+FLAGS = tuple(f"{OURS}{name}" for name in _NAMES)
 """The launcher's flags, which a launch may already have before it is planned."""
 
 COUNTS = {

@@ -35,6 +35,7 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
+from megatron_lynx.launch_arguments.hybrid import with_pairs
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
@@ -120,7 +121,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     given, problems = given_arguments(command.arguments, flag_table())
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
-    given = with_packing(given)
+    given = with_pairs(with_packing(given), problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]

@@ -95,6 +95,17 @@ def test_with_userbuffers(script, layout, tmp_path):
     assert refused.ours[1].startswith("  - --tp-comm-overlap: found given, needed not given"), refused.text
 
 
+def test_a_hybrid_model_of_pairs(script, tmp_path):
+    """`pretrain_hybrid.py`, which 0.18 and 0.19 have: the plans are the GPT's, and so is what is said."""
+    hybrid = script.parent / "pretrain_hybrid.py"
+    if not hybrid.is_file():
+        pytest.skip(f"no pretrain_hybrid.py in {script.parent}: it is there from 0.18 on")
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
+    spec = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    flags = [*MODEL, *TE, "--mock-data", *spec, "--hybrid-layer-pattern", "*-*-|*-*-"]
+    check_every_digit(hybrid, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine")
+
+
 def test_with_latent_attention(script, tmp_path):
     """And with a layer that predicts one more token, which keeps all. Of the others everything between norms and the projection
     is made again, of two paths, queries turned in place; tokens that were compressed are gathered once."""

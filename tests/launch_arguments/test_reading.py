@@ -695,3 +695,33 @@ def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> Non
 def test_whether_weight_gradients_may_be_deferred_is_read() -> None:
     assert facts(f"{SMALL} --no-gradient-accumulation-fusion")["overlap.weight_gradients"] == "none"
     assert "overlap.weight_gradients" not in facts(SMALL), "Megatron fuses them unless it is told not to"
+
+
+HYBRID = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec", "--hybrid-layer-pattern"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout"), [("*-*-*-*-|*-*-*-*-", "Et*4|t*4L"), ("*-*-*-|*-*-*-*-*-", "Et*3|t*5L"), ("*-" * 8, "Et*4|t*4L")]
+)
+def test_a_hybrid_stack_of_pairs_is_read_as_its_gpt(pattern: str, layout: str) -> None:
+    """The same job, so the same plan; and where a plan moves layers, it says so by the pattern."""
+    common = [word for word in words_of_hybrid() if word]
+    gpt = read_launch([*common, "--num-layers", "8", "--pipeline-model-parallel-layout", layout])
+    hybrid = read_launch([*common, *HYBRID, pattern])
+    assert hybrid.problems == ()
+    assert job_of(hybrid, "h100-80g") == job_of(gpt, "h100-80g")
+
+
+@pytest.mark.parametrize("pattern", ["M-*-", "*E*E", "**--", "*-*-||*-"])
+def test_other_hybrid_stacks_are_refused_by_name(pattern: str) -> None:
+    problems = read_launch([*words_of_hybrid(), *HYBRID, pattern]).problems
+    assert {"--hybrid-layer-pattern", "--spec"} <= {problem.where for problem in problems}
+
+
+def words_of_hybrid() -> list[str]:
+    said = """torchrun --nproc-per-node 8 pretrain_hybrid.py --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 32 --bf16
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --transformer-impl transformer_engine
+    --attention-dropout 0 --hidden-dropout 0 --mock-data --lr 1e-4 --train-iters 10"""
+    return said.split()

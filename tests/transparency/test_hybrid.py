@@ -1,4 +1,4 @@
-"""The hybrid translation of a GPT under the GPT's own plans equals stock in every bit: its layers' halves are layers of their own."""
+"""The hybrid translation of a GPT under the GPT's own plans equals stock in every bit: halves are layers of their own there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
     for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
-        assert outcomes[1].planned.counts[-1].hidden > 0
+        assert outcomes[1].planned.counts[-1].hidden > 0 or job.parallel.tensor * job.chunks == 1
 
 
 def test_weight_gradients_in_waits(pool_of: Pools) -> None:

@@ -224,11 +224,11 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess": "3db3d062acb809ce",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "c2cee5994d363b3a",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "3af5e8ad53258f98",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "c96b986108352679",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "af955e3082552662",
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher.token_dispatch": "a5523c98ec89e5cd",
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher.token_combine": "c5bd9124bfe12a6e",
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher.combine_postprocess": "d77a7a53bfabc59b",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "c96b986108352679",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "af955e3082552662",
         "megatron.core.transformer.moe.fused_a2a:HybridEPDispatch": "b5af3f1e83d12ce0",
     },
     latent={
@@ -240,6 +240,9 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ecf2ffcb318347f6",
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "de4dbfb0d7d41088",
         f"{LANGUAGE}.compute_language_model_loss": "7ab354400f220b50",
+    },
+    hybrid={
+        "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": "debd25cfb08e553d",
     },
 )
 
