@@ -196,7 +196,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
-        found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
+        found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()

@@ -81,8 +81,10 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
-    if experts.load > (most := experts.most_load(parallel.expert)):
-        yield f"model.experts.load ({experts.load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+    for name, load in (("load", experts.load), ("holds", experts.held_load)):
+        if load > (most := experts.most_load(parallel.expert)):
+            yield f"model.experts.{name} ({load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+            return
     if (beyond := experts.beyond(model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 

@@ -249,8 +249,8 @@ class Model(Part):
 
     @property
     def moe_load(self) -> float:
-        """The load of the fullest rank's experts."""
-        return BALANCED if self.experts is None else self.experts.load
+        """The load of the fullest rank's experts for which bytes are counted."""
+        return BALANCED if self.experts is None else self.experts.held_load
 
     def sections(self, layer: int) -> tuple[Section, ...]:
         """What fills the halves of a layer (its number from 1), in the order of a forward."""

@@ -62,6 +62,7 @@ READ = names_in(
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
@@ -85,7 +86,7 @@ _MORE_SAVED = "what it saves for backward is not counted"
 _NO_WINDOWS = "it goes round the windows that replays run in"
 _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
-_UNBALANCED = "experts are priced for a balanced load, without dropped or padded tokens"
+_UNBALANCED = "rows that are dropped or padded for a whole rank are not priced"
 _ONE_PARAMETER = "experts that share one parameter are not modelled"
 _SHARDED = "sharded parameters are not modelled"
 
@@ -125,9 +126,7 @@ REFUSED = {
     "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
-    "moe_expert_capacity_factor": _UNBALANCED,
     "moe_expert_rank_capacity_factor": _UNBALANCED,
-    "moe_pad_expert_input_to_capacity": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
     "moe_shared_expert_gate": _MORE_SAVED,
     "moe_input_jitter_eps": _MORE_SAVED,

@@ -144,7 +144,7 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity", "needed --moe-expert-capacity-factor beside it"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
         (
@@ -234,6 +234,22 @@ def test_layers_of_experts(flags: str, layers: object) -> None:
     experts = {place.removeprefix("model.experts."): value for place, value in found.items() if place.startswith("model.experts")}
     assert experts == {"count": 8, "per_token": 2, "ffn": 256} | ({"layers": layers} if layers else {})
     assert "model.experts.count" not in facts(f"{SMALL} --moe-layer-freq 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "load", "holds"),
+    [
+        ("--moe-expert-capacity-factor 1.5", None, 1.5),
+        ("--moe-expert-capacity-factor 0.5", None, 1.0),
+        ("--moe-expert-capacity-factor 9", None, 2.0),
+        ("--moe-expert-capacity-factor -1", None, None),
+        ("--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity", 1.5, None),
+    ],
+)
+def test_a_capacity_bounds_what_experts_get(flags: str, load: float | None, holds: float | None) -> None:
+    """Dropped tokens bound the bytes, padded ones the seconds, too; two ranks cannot get more than all tokens."""
+    found = facts(f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 256 --expert-model-parallel-size 2 {flags}")
+    assert (found.get("model.experts.load"), found.get("model.experts.holds")) == (load, holds)
 
 
 def test_latent_attention() -> None:
