@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.between import BetweenSteps, between_steps
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
@@ -28,7 +29,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
-from megatron_lynx.stock.price import Priced, exchanges_hidden, priced
+from megatron_lynx.stock.combined import MEASURED
+from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes, format_seconds
@@ -55,6 +57,11 @@ class Estimate:
 
     on_host: OnHost | None = None
     """An optimizer that is on the host, wholly or in part."""
+
+    @property
+    def between(self) -> BetweenSteps | None:
+        """What stays between two steps, where others have a part of the device."""
+        return between_steps(self.job, self.stages)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -88,6 +95,7 @@ class Estimate:
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,
             "device": self.job.device_reserve.as_json,
+            **({} if self.between is None else {"between_steps": self.between.as_json}),
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             "step_s": None if self.step is None else self.step.total_s,
@@ -128,13 +136,11 @@ class LaunchEstimate:
         return {"launch": launch, "verdict": self.in_words}
 
 
-def estimate(
-    job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, exchanges_overlap: bool = False
-) -> Estimate:
+def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None) -> Estimate:
     """What the job costs. With a measured `profile` of its layers, the cluster's description gives the links alone.
 
-    `setting`: stock Megatron's, in place of the job's policy; it is simulated. `exchanges_overlap`: whether those of experts run
-    beside the computing of another micro-batch. Without flushes and with an offload ratio the policy counts.
+    `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
+    policy counts.
 
     Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
     figures. A job that does not fit is an answer, not an error.
@@ -145,7 +151,7 @@ def estimate(
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
     if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
-        return _of_stock(job, costs, setting, exchanges_overlap=exchanges_overlap)
+        return _of_stock(job, costs, setting)
     ratio, missing = _ratio(job)
     return Estimate(
         job=job,
@@ -160,16 +166,15 @@ def estimate(
     )
 
 
-def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchanges_overlap: bool) -> Estimate:
+def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
     """What a setting of stock Megatron's costs. Without figures its bytes are known, but for those of copies on their way."""
     if costs is None:
         memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
-    price, hiding = priced(job, costs, setting), costs
-    if exchanges_overlap:
-        hiding = exchanges_hidden(hiding)
+    price, hiding = priced(job, costs, setting, MEASURED), costs
     if job.userbuffers:
         hiding = hiding.model_copy(update={"hiding": "userbuffers"})
+    ranged = setting.overlap or job.userbuffers
     return Estimate(
         job=job,
         offload_ratio=0.0,
@@ -178,7 +183,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchang
         shortages=(*too_much(job, price.stages), *_host_shortage(job, price.host_bytes)),
         step=_of_price(job, costs, price),
         host=host_report(job, costs),
-        step_at_best=None if hiding is costs else _of_price(job, costs, priced(job, hiding, setting)),
+        step_at_best=_of_price(job, costs, priced(job, hiding, setting)) if ranged else None,
     )
 
 

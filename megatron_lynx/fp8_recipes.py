@@ -33,13 +33,15 @@ class Storage:
     it is gathered in 16 bits, in the buffer of gradients (`--reuse-grad-buf-for-mxfp8-param-ag`), and each rank casts it all."""
     gathered_multiple: int = 1
     """The same of both, where sequence parallelism gathers it."""
+    rows_of_expert: int = 16
+    """Up to which multiple Megatron fills up the rows of each expert (`get_fp8_align_size`)."""
 
 
 STORED: Mapping[Recipe, Storage] = {
     "delayed": Storage("DelayedScaling"),
     "tensorwise": Storage("Float8CurrentScaling"),
     "blockwise": Storage("Float8BlockScaling", block=128, gathered_multiple=128),
-    "mxfp8": Storage("MXFP8BlockScaling", block=32, multiples=(32, 32), held_in_buffer=False),
+    "mxfp8": Storage("MXFP8BlockScaling", block=32, multiples=(32, 32), held_in_buffer=False, rows_of_expert=32),
 }
 
 PER_TENSOR: tuple[Recipe, ...] = tuple(recipe for recipe, storage in STORED.items() if storage.block is None)

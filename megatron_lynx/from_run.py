@@ -173,7 +173,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     apart = before.model_copy(update={NAMES[each.part]: getattr(before, NAMES[each.part]) * each.times for each in prices})
     at_these_s = was_s
     if prices and plan is not None:
-        at_these_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients).step_s
+        at_these_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients, job=job).step_s
     bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
     learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})
     own = job.memory_budget_bytes

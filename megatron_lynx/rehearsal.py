@@ -25,7 +25,6 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule, with_replays
@@ -45,12 +44,12 @@ def rehearse(
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
-    `job`: the plan's. It says what layers have in hand, so that less is counted of those that are checkpointed (`cost.in_hand`).
+    `job`: the plan's. It says what each half has in hand as it runs backward (`cost.in_hand`); else that is equal.
     Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    prices = Prices(profile, 0 if job is None else less_in_hand_bytes(LayerShape.of(job)))
+    prices = Prices(profile, {} if job is None else less_in_hand_bytes(job))
     chunks = [
         _passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
         for stage in range(plan.parallel.pipeline)
@@ -171,7 +170,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             continue
         costs = profile.of(section)
         replay = replay_of(section, costs.tensors, rule.replays(section.half))
-        yield movable_bytes(costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
@@ -197,7 +196,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
-        found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
+        found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()

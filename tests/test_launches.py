@@ -22,6 +22,7 @@ from megatron_lynx.launch_arguments.command_line import without_plan
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.layout import layer_flags
 from scripts.make_plans import CLUSTERS, LAUNCHES, MEMORY_GIB, launch_words, plan_path
+from tests.long import long
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts/launches"
@@ -137,10 +138,11 @@ def test_under_slurm_each_node_runs_the_launch(tmp_path: Path) -> None:
     assert words[-2:] == ["--seed", "5"]
 
 
+@pytest.mark.parametrize("settings", [1, *long(4)])
 @pytest.mark.slow
-@pytest.mark.slow
-def test_megatrons_own_parser_takes_them_and_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch under every setting, by the parser of the newest wheel (or of MEGATRON_LM_DIR)."""
+def test_megatrons_own_parser_takes_them_and_reads_the_same(monkeypatch: pytest.MonkeyPatch, settings: int) -> None:
+    """Every launch under so many settings, each under another one first, by the parser of the newest wheel (or of
+    MEGATRON_LM_DIR)."""
     wheel = Path(os.environ.get("MEGATRON_LM_DIR") or os.environ.get("MEGATRON_CORE_0_19_DIR", "")).resolve()
     if not (wheel / "megatron" / "training").is_dir():
         pytest.skip(f"no megatron.training in {wheel} (MEGATRON_CORE_0_19_DIR; `make test` downloads it where it can)")
@@ -148,7 +150,9 @@ def test_megatrons_own_parser_takes_them_and_reads_the_same(monkeypatch: pytest.
     import check_examples
 
     asked = [
-        (f"{name} {cluster} {setting}", launch_words(name, cluster, setting)) for name, cluster in READY for setting in SETTINGS
+        (f"{name} {cluster} {setting}", launch_words(name, cluster, setting))
+        for at, (name, cluster) in enumerate(READY)
+        for setting in (SETTINGS * 2)[at % len(SETTINGS) :][:settings]
     ]
     asked.append(("gpt_tiny_cpu", run("gpt_tiny_cpu.sh", "--print", SETTING="none").stdout.splitlines()))
     launches = [check_examples.Launch(name, tuple(without_plan(words))) for name, words in asked]

@@ -21,12 +21,16 @@ SEEN_TO = {
 }
 
 
+LONG_TO_PLAN = ("deepseek-v3", "llama3-405b-128k", "llama3-70b-256k")
+"""Models whose plan alone takes as long as those of three others."""
+
+
 def in_turns() -> list[Any]:
     """Each model on one of its clusters after the other in `make test`, and on all of them in `make long`."""
     models: dict[str, list[Path]] = {}
     for path in JOBS:
         models.setdefault(str(path.relative_to(CONFIGS / "plans")).rsplit("-", 2)[0], []).append(path)
-    now = {paths[turn % len(paths)] for turn, paths in enumerate(models.values())}
+    now = {paths[turn % len(paths)] for turn, (model, paths) in enumerate(models.items()) if model not in LONG_TO_PLAN}
     marks = {path: [] if path in now else [pytest.mark.long] for path in JOBS}
     return [pytest.param(path, marks=marks[path], id=str(path.relative_to(CONFIGS / "plans").with_suffix(""))) for path in JOBS]
 

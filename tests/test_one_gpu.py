@@ -91,7 +91,7 @@ def test_time_that_two_kernels_share_counts_once() -> None:
     assert covered_s([(0, 1e6), (5e5, 2e6), (3e6, 4e6), (3.5e6, 3.6e6)]) == pytest.approx(3.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_figures_are_compared_with_what_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run; steps are predicted anew from the layer that it measures."""
     assert figures_main(["rates", "llama", "--dry-run", "--out", str(tmp_path)]) == 0, capsys.readouterr().out

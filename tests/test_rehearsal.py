@@ -53,7 +53,7 @@ def job_of(layout, policy="planned"):
 def test_a_stage_holds_at_most_what_the_planner_said(layout, policy, link_s):
     job = job_of(layout, policy)
     profile = made_up_profile(job, link_s)
-    simulation = rehearse(make_plan(job, profile), profile)
+    simulation = rehearse(make_plan(job, profile), profile, job=job)
     for stage in range(job.parallel.pipeline):
         assert simulation.memory(stage).bytes[-1] == 0, "nothing survives the step"
         assert simulation.memory(stage).peak_bytes == Stages(job, profile).answer(stage).peak_bytes

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import when_not_experts
 from benchmarks.waits_bound import bound_s
-from benchmarks.when_not import CASES, Row, job_of, rows, table, within
+from benchmarks.when_not import CASES, Row, job_of, row, rows, table, within
 from megatron_lynx.profiler.analytic import analytic_profile
 
 PAGE = Path(__file__).parents[1] / "docs/when_not.md"
@@ -19,7 +19,17 @@ def priced() -> tuple[Row, ...]:
     return tuple(rows({}))
 
 
+SOME = ("t=1, p=1: no collective, no message", "t=8, p=1", "H800, t=8, p=1")
+
+
+@pytest.mark.parametrize("what", SOME)
 @pytest.mark.slow
+def test_some_rows_are_current(what: str) -> None:
+    line = table([row(what, job_of(dict(CASES)[what]))]).splitlines()[-1]
+    assert line in PAGE.read_text(), "run `python -m benchmarks.when_not`, and look at the text around the table, too"
+
+
+@pytest.mark.long
 def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
     assert table(priced) in PAGE.read_text(), "run `python -m benchmarks.when_not`, and look at the text around the table, too"
 
@@ -27,7 +37,7 @@ def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
 @pytest.mark.parametrize(
     ("what", "least"), [("t=8, p=1", 1.09), ("H800, t=8, p=1", 0.91), ("H800 (NVLink 200 GB/s)", 0.94)], ids=str
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: float) -> None:
     """What is out of reach at these budgets, whatever a planner does."""
     (row,) = (row for row in priced if row.what == what)
@@ -35,7 +45,7 @@ def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: f
     assert least * row.none_s < bound_s(job, analytic_profile(job)) <= row.in_place_s
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     """What the page says in words."""
     by_name = {row.what: row for row in priced}

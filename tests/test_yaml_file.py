@@ -108,7 +108,7 @@ def test_unreadable(tmp_path: Path) -> None:
             read_yaml(path)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.text(), DATA, min_size=1))
 @example({"note": "one\x85line\u2028two"})
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> None:

@@ -61,9 +61,10 @@ def _budget(answer: Answer) -> str:
     budget = answer.job.budget
     if budget.activation_mib is not None:
         return f"with at most {budget.activation_mib:g} MiB of activations"
-    if budget.memory_gib is None and answer.job.cluster.device == "cpu":
+    if not budget.of_device and answer.job.cluster.device == "cpu":
         return "the least memory"
-    whose = "the device's budget" if budget.memory_gib is None else "as stated"
+    left = "what others leave of the device" if budget.of_device else "the device's budget"
+    whose = left if budget.memory_gib is None else "as stated"
     return f"within {format_bytes(answer.job.memory_budget_bytes)}, {whose}"
 
 
@@ -99,7 +100,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if launch.unknown:
         yield f"today: {launch.unknown}"
     if launch.at_best_s is not None:
-        yield "today's seconds: if overlapped exchanges are hidden whole, to not at all; what they hold more is not counted"
+        yield "today's seconds: if overlapped exchanges and computing slow each other down not at all, to as much as on H100s"
     if answer.on_host is not None:
         yield answer.on_host.in_words
     if launch.flags and not answer.refused:

@@ -15,7 +15,8 @@ from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import cannot_train
 from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock.price import exchanges_hidden, priced
+from megatron_lynx.stock.combined import MEASURED, UNDISTURBED, Beside
+from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.units import format_seconds
 
@@ -32,7 +33,8 @@ class Launch:
     flags: tuple[str, ...]
     row: Row | None
     at_best_s: float | None = None
-    """A step, if exchanges that run beside computing are hidden whole; `row` has them as if nothing hid them."""
+    """A step, if exchanges and what computes beside them do not slow each other down, as plans are priced; `row` has what was
+    measured elsewhere."""
     unknown: str = ""
     written: bool = True
     """Whether there is a launch; a job has none, and is held against stock without recomputation."""
@@ -67,8 +69,8 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     unknown = _unknown(job, reading)
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
-    row = _row(job, costs, today.setting, today.name)
-    best = _row(job, exchanges_hidden(costs), today.setting, "").step_s if today.overlaps_exchanges else None
+    row = _row(job, costs, today.setting, today.name, MEASURED)
+    best = _row(job, costs, today.setting, "").step_s if today.setting.overlap else None
     return Launch(today.name, today.flags, row, best)
 
 
@@ -84,9 +86,9 @@ def _unknown(job: Job, reading: Reading) -> str:
     return ""
 
 
-def _row(job: Job, costs: Profile, setting: StockSetting, what: str) -> Row:
+def _row(job: Job, costs: Profile, setting: StockSetting, what: str, beside: Beside = UNDISTURBED) -> Row:
     own = as_stock(job)
-    price = priced(own, costs, setting)
+    price = priced(own, costs, setting, beside)
     return Row(what, price.step_s + update_s(own, costs), price.most_bytes)
 
 

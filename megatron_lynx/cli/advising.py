@@ -17,8 +17,10 @@ from megatron_lynx.cli.options import (
     LaunchFileOption,
     LayersOption,
     MemoryOption,
+    ShareOption,
     StrictOption,
     VerboseOption,
+    budget_changes,
 )
 from megatron_lynx.cli.terminal import awaited, show, show_json, show_screen
 
@@ -38,6 +40,7 @@ def advise(
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
+    share: ShareOption = None,
     profile_file: LayersOption = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
@@ -46,7 +49,7 @@ def advise(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
 
-    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes = budget_changes(memory_gib, share)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)

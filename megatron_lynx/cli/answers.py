@@ -141,6 +141,8 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
     if reserve := answer.job.device_reserve.in_words:
         stated = answer.job.budget.memory_gib
         typer.echo(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
+    if answer.between is not None:
+        typer.echo(answer.between.in_words)
     if answer.on_host is not None:
         typer.echo(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:

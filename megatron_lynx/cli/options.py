@@ -114,3 +114,33 @@ MemoryOption = Annotated[
     float | None,
     typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
 ]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-share",
+        min=0.01,
+        max=1.0,
+        metavar="SHARE",
+        help="Of each device's memory, what training may take.",
+    ),
+]
+
+
+HoldOption = Annotated[
+    float | None,
+    typer.Option(
+        "--experts-hold",
+        min=1.0,
+        callback=finite,
+        metavar="LOAD",
+        help="The bytes hold where one rank's experts get so many times a balanced share of the tokens.",
+    ),
+]
+
+
+def budget_changes(memory_gib: float | None, share: float | None) -> dict[str, object]:
+    """Values of a job that these options say, by their place in it."""
+    if memory_gib is not None and share is not None:
+        raise typer.BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
+    said = {"budget.memory_gib": memory_gib, "budget.share": share}
+    return {place: value for place, value in said.items() if value is not None}

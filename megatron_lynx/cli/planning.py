@@ -18,6 +18,7 @@ from megatron_lynx.cli.options import (
     ClusterOption,
     FromRunOption,
     GpusOption,
+    HoldOption,
     InexactOption,
     JobName,
     JobOrLaunch,
@@ -26,8 +27,10 @@ from megatron_lynx.cli.options import (
     MemoryOption,
     OptimizerOption,
     PlanFile,
+    ShareOption,
     StrictOption,
     VerboseOption,
+    budget_changes,
     finite,
 )
 from megatron_lynx.cli.terminal import awaited, show, show_json
@@ -68,7 +71,9 @@ def plan(
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
+    share: ShareOption = None,
     optimizer_offload: OptimizerOption = None,
+    hold: HoldOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
     run_file: FromRunOption = None,
@@ -83,8 +88,9 @@ def plan(
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
 
-    changes: dict[str, object] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes = budget_changes(memory_gib, share)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
+    changes |= {} if hold is None else {"model.experts.holds": hold}
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)
@@ -198,8 +204,9 @@ def simulate(
     with awaited("simulating a step"):
         plan = load_plan(plan_file)
         costs = figures_for(plan, profile_file, job_file)
-        reduced = job_file is not None and job_named(job_file).overlap.gradients
-        simulation = rehearse(plan, costs, reduced_in_backward=reduced)
+        job = None if job_file is None else job_named(job_file)
+        reduced = job is not None and job.overlap.gradients
+        simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))

@@ -19,8 +19,10 @@ from megatron_lynx.cli.options import (
     JobOrLaunch,
     LaunchFileOption,
     MemoryOption,
+    ShareOption,
     StrictOption,
     VerboseOption,
+    budget_changes,
 )
 from megatron_lynx.cli.terminal import counted, show, show_json
 
@@ -33,6 +35,7 @@ def estimate(
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
+    share: ShareOption = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
@@ -47,14 +50,13 @@ def estimate(
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
-    changes = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
-    changes |= {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes: dict[str, object] = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
+    changes |= budget_changes(memory_gib, share)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
     today = None if reading is None else priceable(reading)
-    setting, overlap = (None, False) if today is None else (today.setting, today.overlaps_exchanges)
-    answer = estimated(job, measured, setting, exchanges_overlap=overlap)
+    answer = estimated(job, measured, None if today is None else today.setting)
     launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
         show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})

@@ -18,7 +18,9 @@ from megatron_lynx.cli.options import (
     LaunchFileOption,
     MemoryOption,
     ProfileOption,
+    ShareOption,
     StrictOption,
+    budget_changes,
 )
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
@@ -40,6 +42,7 @@ def compare(
     ),
     cluster: ClusterOption = None,
     memory_gib: MemoryOption = None,
+    share: ShareOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     simulate: Annotated[
@@ -59,7 +62,7 @@ def compare(
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
-    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes = budget_changes(memory_gib, share)
     asked = asked_about(words, cluster, None, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)
     if asked.cluster is not None and not simulate:

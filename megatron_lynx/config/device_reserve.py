@@ -3,17 +3,21 @@
 cluster.reserve_gib   stated: that much, in one piece         a job's own margin, or a paper's
 cluster.reserve       otherwise the parts                     context, libraries, NCCL's buffers by layout, allocator's slack
 neither               nothing                                 the testbed
+budget.share, .beside   in addition                           what others have of the same device
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.units import GIB
+
+OTHERS = "others' share"
+"""What a job's share of the device leaves to others, by name."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,31 @@ class DeviceReserve:
     """In the order in which they come to the device."""
     communicators: Mapping[str, int]
     """NCCL's part, by who talks."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """What belongs to others, by whom. In none of the parts."""
+
+    def beside(self, share: float | None, held_gib: Mapping[str, float]) -> DeviceReserve:
+        """The same beside others: all but a `share` of the memory is theirs, and what they hold in GiB, by name."""
+        rest = {} if share is None else {OTHERS: self.memory_bytes - int(share * self.memory_bytes)}
+        return replace(self, others={**rest, **{name: int(GIB * size) for name, size in held_gib.items()}})
 
     @property
     def left_bytes(self) -> int:
         """What a plan may use; below 0 where the parts alone are too much."""
-        return self.memory_bytes - sum(self.parts.values())
+        return self.memory_bytes - sum(self.parts.values()) - sum(self.others.values())
 
     @property
     def as_json(self) -> dict[str, Any]:
         told = {"memory_bytes": self.memory_bytes, "reserve_bytes": dict(self.parts), "nccl_bytes": dict(self.communicators)}
-        return {**told, "left_bytes": self.left_bytes}
+        others = {"others_bytes": dict(self.others)} if self.others else {}
+        return {**told, **others, "left_bytes": self.left_bytes}
 
     @property
     def in_words(self) -> str:
         """In a line; empty where nothing is left alone."""
-        if not self.parts:
+        if not self.parts and not self.others:
             return ""
-        parts = ", ".join(f"{self._name(part)} {size / GIB:.2f}" for part, size in self.parts.items())
+        parts = ", ".join(f"{self._name(part)} {size / GIB:.2f}" for part, size in {**self.others, **self.parts}.items())
         return f"device {self.memory_bytes / GIB:.2f} GiB: {parts}; left {self.left_bytes / GIB:.2f}"
 
     def _name(self, part: str) -> str:

@@ -59,6 +59,8 @@ def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str
         yield from (f"parallel.{name} ({getattr(parallel, name)}) needs model.experts, found none" for name in asked)
         return
     yield from _undivided(model, experts, parallel)
+    if experts.filled and model.fp8 is None:
+        yield "model.experts.filled needs model.fp8, found none: rows are filled up for FP8 alone"
     width = parallel.expert_tensor_size * parallel.expert * parallel.pipeline
     if gpus % width:
         sizes = "parallel.expert_tensor x parallel.expert x parallel.pipeline"
@@ -79,8 +81,10 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
-    if experts.load > (most := experts.most_load(parallel.expert)):
-        yield f"model.experts.load ({experts.load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+    for name, load in (("load", experts.load), ("holds", experts.held_load)):
+        if load > (most := experts.most_load(parallel.expert)):
+            yield f"model.experts.{name} ({load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+            return
     if (beyond := experts.beyond(model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 
@@ -99,12 +103,22 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
     """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
     if model.fp8 is None:
         return []
-    return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster)]
+    return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster), *_in_bf16(model, parallel)]
+
+
+def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
+    """Of layers that are left in bf16, as Megatron's `TransformerConfig` has it."""
+    assert model.fp8 is not None
+    most, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
+    found = {name: getattr(model.fp8, name) for name in asked}
+    for name, layers in found.items():
+        if layers > most:
+            yield f"model.fp8.{name} ({layers}) must be at most model.layers / parallel.pipeline ({most})"
+    if any(found.values()) and model.fp8.recipe == "delayed":
+        yield "model.fp8.first_in_bf16 and last_in_bf16 need another recipe than delayed: Megatron stops here"
 
 
 def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
-    if model.experts is not None:
-        yield "model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
     assert model.fp8 is not None
     stored, tensor = STORED[model.fp8.recipe], parallel.tensor
     least_rows, least_columns = stored.multiples
@@ -114,14 +128,27 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
         "model.hidden": (model.hidden, least_columns),
         "columns of queries on a rank": (model.query_width // tensor, least_columns),
         "model.ffn / parallel.tensor": (model.ffn // tensor, least_columns),
-        "columns of linear_qkv on a rank": (model.qkv_width // tensor, least_rows),
     }
+    if model.latent is None:
+        sizes["columns of linear_qkv on a rank"] = (model.qkv_width // tensor, least_rows)
+    else:
+        sizes["model.latent.kv_rank"] = (model.latent.kv_rank, least_columns)
+        sizes["model.latent.q_rank"] = (model.latent.q_rank or 0, least_columns)
+        sizes["columns of linear_kv_down_proj"] = (model.latent.kv_down_width, least_rows)
+    if model.experts is not None:
+        sizes["model.experts.ffn on a rank"] = (model.experts.ffn // parallel.expert_tensor_size, least_columns)
+        sizes["model.experts.shared_ffn / parallel.tensor"] = (model.experts.shared_ffn // tensor, least_columns)
     if parallel.sequence_parallel:
-        gathered = {"rows of a micro-batch on a rank": rows, "model.hidden": model.hidden}
+        gathered = {"rows of a micro-batch on a rank": rows}
+        gathered |= {what: found for what, (found, _) in sizes.items() if what in GATHERED}
         sizes |= {what: (found, max(stored.gathered_multiple, sizes[what][1])) for what, found in gathered.items()}
     for what, (found, needed) in sizes.items():
         if found % needed:
             yield f"{what} ({found}) must be a multiple of {needed} with model.fp8"
+
+
+GATHERED = ("model.hidden", "model.latent.q_rank", "model.latent.kv_rank")
+"""Columns of what sequence parallelism gathers for linears."""
 
 
 def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:

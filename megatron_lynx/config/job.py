@@ -51,8 +51,20 @@ class Batch(Part):
     """Sequences of one optimizer step over all replicas (B)."""
 
 
+Leaving = Literal["parameters", "gradients", "optimizer"]
+"""What of training may go to host memory while others have the device."""
+
+
+class Beside(Part):
+    """Something that stays on each device while training runs: a reference model, what an inference engine does not give back."""
+
+    what: str = Field(min_length=1)
+    gib: float = Field(gt=0, le=1e9)
+
+
 class Budget(Part):
-    """What a plan may use. Without a figure the planner aims at the least memory."""
+    """What a plan may use. Without a figure: on GPUs what the device reports, less its cluster's reserve and what others have; on
+    the testbed the planner aims at the least memory."""
 
     activation_mib: float | None = Field(default=None, gt=0, le=1e12)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
@@ -61,6 +73,24 @@ class Budget(Part):
     expandable_segments: bool = True
     """Whether the run has PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves less unused. It decides how much is
     reserved for that."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Of the device's memory, as PyTorch reports it: what the training process may take, its context, libraries, NCCL's buffers
+    and the allocator's slack included. The rest belongs to others: an inference engine that is told 0.45 leaves 0.55."""
+    beside: tuple[Beside, ...] = ()
+    """What else stays on each device while training runs."""
+    leaves: tuple[Leaving, ...] = ()
+    """What goes to host memory between phases of training. Nothing that a plan has to fit in: `estimate` shows both phases."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Budget:
+        if self.memory_gib is not None and (self.share is not None or self.beside):
+            raise ValueError("budget.memory_gib is all that may be used: leave it out, or budget.share and budget.beside")
+        return self
+
+    @property
+    def of_device(self) -> bool:
+        """Whether it says what may be used of a device."""
+        return self.memory_gib is not None or self.share is not None or bool(self.beside)
 
 
 class Head(Part):
@@ -187,8 +217,8 @@ class Job(Part):
 
     @property
     def reduces_amaxes(self) -> bool:
-        """Whether a norm communicates in every call: each rank has a part of what it puts out, and one scale, found anew, is for
-        all of it."""
+        """Whether casting what linears gather communicates in every call: each rank has a part of it, and one scale, found anew,
+        is for all."""
         return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
 
     @property
@@ -241,7 +271,8 @@ class Job(Part):
     @property
     def device_reserve(self) -> DeviceReserve:
         """What is left alone on one device, by part; counted, whether a budget is stated or not."""
-        return device_reserve(self.cluster, self.communicators, expandable_segments=self.budget.expandable_segments)
+        reserve = device_reserve(self.cluster, self.communicators, expandable_segments=self.budget.expandable_segments)
+        return reserve.beside(self.budget.share, {each.what: each.gib for each in self.budget.beside})
 
     @property
     def host_sharers(self) -> int:

@@ -38,16 +38,16 @@ LATER: dict[str, dict[str, Any]] = {
         "context_exchange": "p2p",
         "context_levels": None,
     },
-    "budget": {"expandable_segments": True},
+    "budget": {"expandable_segments": True, "share": None, "beside": (), "leaves": ()},
     "optimizer": {"states": 2, "offload": 0.0, "overlap_copies": False},
 }
 """Fields by their part."""
 
 
-IN_FP8: dict[str, Any] = {"parameters": False}
+IN_FP8: dict[str, Any] = {"parameters": False, "first_in_bf16": 0, "last_in_bf16": 0}
 """The same of `model.fp8`."""
 
-IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False, "dispatcher": "alltoall"}
+IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "holds": None, "whole": False, "filled": False, "dispatcher": "alltoall"}
 """The same of `model.experts`."""
 
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")

@@ -57,11 +57,12 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
 def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
     """Parameters, and the ranks that share them: experts that are shared out among ranks have buffers of their own, and so have
     weights that are held in FP8."""
-    sharers, in_fp8 = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
-    held = [(in_fp8, sharers)] if in_fp8 else []
+    sharers, (linears, experts) = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
     if not parameters.experts or job.parallel.expert == 1:
-        return [*held, (parameters.total - in_fp8, sharers)]
-    return [*held, (parameters.others - in_fp8, sharers), (parameters.experts, expert_sharers(job))]
+        in_fp8 = linears + experts
+        return [*([(in_fp8, sharers)] if in_fp8 else []), (parameters.total - in_fp8, sharers)]
+    held = [(linears, sharers)] if linears else []
+    return [*held, (parameters.others - linears, sharers), (parameters.experts, expert_sharers(job))]
 
 
 def _buckets(job: Job, stage: int, parameters: Parameters, count: int, sharers: int) -> int:

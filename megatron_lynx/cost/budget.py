@@ -7,7 +7,7 @@ budget of the device   -   states, buffers, messages, what a backward has in han
                            `cost.stage_memory` names each, `cost.moments` says when it is there
 
 budget.activation_mib   bounds the layers alone
-budget.memory_gib       bounds the device; without one, its memory less the cluster's reserve
+budget.memory_gib       bounds the device; without one, its memory less the cluster's reserve, and less what others have of it
 neither, on a GPU       the device's memory: the fastest plan that fits is wanted
 neither, on the testbed no bound, because other processes share that memory: the plan with the least memory is wanted
 
@@ -38,7 +38,7 @@ def loss_bytes(job: Job, stage: int) -> int:
 
 
 def bounded_by_device(job: Job) -> bool:
-    return job.budget.memory_gib is not None or job.cluster.device == "cuda"
+    return job.budget.of_device or job.cluster.device == "cuda"
 
 
 def beside_layers(job: Job, stage: int) -> Parts:

@@ -105,7 +105,8 @@ def _beside_s(profile: Profile, section: Section, collective: Collective) -> flo
 
 def _carried_bytes(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> int:
     if collective.of:
-        return message_bytes * planning_of(section).carried_width(profile.shape, collective) // profile.shape.hidden
+        carried = message_bytes * planning_of(section).carried_width(profile.shape, collective) // profile.shape.hidden
+        return profile.gathered_input(carried) if collective.carries == "input" else carried
     per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
     in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
     return profile.gathered_input(message_bytes) if in_fp8 else message_bytes

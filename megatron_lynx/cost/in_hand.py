@@ -15,10 +15,11 @@ Each kind says which operators its halves have (`kinds.backward`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import MLP, Half, Section
+from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
@@ -38,14 +39,21 @@ def layer_in_hand_bytes(shape: LayerShape) -> int:
 @lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
-    sections = shape.model.halves.values()
-    return max(_most(shape, planning_of(section).backward(shape), _freed(shape, section)) for section in sections)
+    return max(_alone(shape, section) for section in shape.model.halves.values())
 
 
-def less_in_hand_bytes(shape: LayerShape) -> int:
-    """How much less than `half_in_hand_bytes`, which is counted beside all layers, is in hand in the MLP half of a checkpointed
-    layer, all of which is there: only when that is let go of comes the attention half."""
-    return half_in_hand_bytes(shape) - layer_in_hand_bytes(shape)
+def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
+    """How much less is in hand while a half runs backward than `half_in_hand_bytes`, which is counted beside all layers.
+
+    Beside experts as much counts as beside a layer under stock's settings. A bound on what layers hold themselves is not about
+    what is in hand.
+    """
+    if job.budget.activation_mib is not None:
+        return {}
+    shape = LayerShape.of(job)
+    most, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
+    less = {section.half: most - _alone(shape, section) for section in shape.model.halves.values()}
+    return less if shape.model.experts is None else {**less, MLP.half: most - layer}
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:
@@ -67,6 +75,10 @@ def global_buffer_bytes(shape: LayerShape) -> int:
     gathered = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.parallel.tensor > 1 else 0
     scores = shape.scores * shape.model.element_bytes if shape.model.attention == "unfused" else 0
     return max(gathered, scores)
+
+
+def _alone(shape: LayerShape, section: Section) -> int:
+    return _most(shape, planning_of(section).backward(shape), _freed(shape, section))
 
 
 def _most(shape: LayerShape, steps: Iterable[Step], freed: dict[str, int]) -> int:

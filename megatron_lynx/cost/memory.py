@@ -22,6 +22,8 @@ before: what of it is there at their four moments is `ahead`. The other micro-ba
 while. What is regenerated early, while a forward or a receive still waits, is there from before the first backward until its own,
 once: only one micro-batch's backward comes next.
 
+Beside the layers is counted what the half that needs most has in hand; where another one runs backward, so much less of it.
+
 A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes. Of that, blocks
 large enough can go to the host (`smallest_offloaded_bytes`).
 
@@ -46,7 +48,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Checkpoint, Replay
-from megatron_lynx.profiler.profile import HalfProfile
+from megatron_lynx.profiler.profile import HalfProfile, SavedTensor
 from megatron_lynx.units import MIB
 
 
@@ -68,6 +70,8 @@ class HalfMemory:
     """What is there before the stage's first backward begins, and then until its own. It is in none of the other parts."""
     movable: int = 0
     """The part of the resident bytes that can go to the host."""
+    less_in_hand: int = 0
+    """How much less is in hand while it runs backward than what is counted beside the layers (`cost.in_hand`)."""
 
     @property
     def whole(self) -> int:
@@ -80,9 +84,9 @@ class HalfMemory:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """What it holds from column to column."""
-        held = self.held
-        return held, *(held + size for size in reversed(self.ahead)), self.whole, self.tail, 0
+        """What it holds from column to column, less what its own backward has not in hand."""
+        held, less = self.held, self.less_in_hand
+        return held, *(held + size for size in reversed(self.ahead)), self.whole - less, self.tail - less, 0
 
 
 COLUMNS = ("held", "-4", "-3", "-2", "-1", "begins", "ends", "over")
@@ -103,21 +107,21 @@ def half_memory(
 ) -> HalfMemory:
     """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once. `exchanging`: whether
     its windows are exchanges of tokens. `checkpoint`: of one that keeps its input at most. What that keeps does not go to the
-    host; where the half behind it needs what it returns, it runs again when that one does. `less_in_hand_bytes`: what is counted
-    beside the layers (`cost.in_hand`), and not there while the MLP half of a whole layer runs backward: so much less is counted
-    of that half."""
+    host; where the half behind it needs what it returns, it runs again when that one does. `less_in_hand_bytes`: as
+    `HalfMemory` has it."""
     resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
     feeds, fed = checkpoint or (False, False)
     if fed:
-        resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes - less_in_hand_bytes
-    behind = _argument_bytes(section, profile) + gathered_bytes - (less_in_hand_bytes if fed else 0)
-    movable = movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
+        resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
+    behind = _argument_bytes(section, profile) + gathered_bytes
+    movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
         tail=behind if section.has_windows or exchanging else resident + regenerated,
         ahead=(regenerated, regenerated, 0, 0) if feeds else (0, 0, 0, 0),
         movable=movable,
+        less_in_hand=less_in_hand_bytes,
     )
 
 
@@ -140,9 +144,15 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
     return min(MIB, input_bytes // 4)
 
 
-def movable_bytes(profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
+def _wrapped(section: Section, tensor: SavedTensor) -> bool:
+    """Whether it is what a linear of experts keeps of its input in FP8: each expert's is wrapped, and stays on the device."""
+    return tensor.saved_by == (tensor.made_by,) and section.of_name[tensor.made_by].of_experts
+
+
+def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
     """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
-    blocks = [profile.input_bytes, *(tensor.bytes for tensor in replay.stays if tensor.made_by != "input")]
+    stays = (tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor))
+    blocks = [profile.input_bytes, *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)
 
 

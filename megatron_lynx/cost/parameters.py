@@ -33,9 +33,9 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.prediction import NORMS, projection_weights
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
-from megatron_lynx.kinds.face import HalfParameters
+from megatron_lynx.kinds.face import HalfParameters, Linear
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.quantized import weight_bytes
+from megatron_lynx.profiler.quantized import FP8_BYTES, weight_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
@@ -105,8 +105,15 @@ class Parameters:
     """The output projection, where it is not the embedding itself on the same stage."""
     experts: int = 0
     """Experts, which have a data-parallel group of their own."""
+    routers: int = 0
+    """Of the matrices those of routers: they are in no FP8."""
     largest: int = 0
     """The largest single parameter: a linear's weight, or an embedding."""
+
+    @property
+    def linears(self) -> int:
+        """The weights of linears of Transformer Engine's, but those of experts."""
+        return self.matrices - self.routers
 
     @property
     def others(self) -> int:
@@ -133,6 +140,7 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
         embedding=embeds * (words + positions),
         head=last * (0 if stage == 0 and model.tied_embeddings else words),
         experts=sum(count * half.apart for half, count in halves),
+        routers=sum(count * half.router for half, count in halves),
         largest=max(max(half.largest for half in usual) // tensor, words if embeds or last else 0),
     )
 
@@ -144,13 +152,19 @@ def embeds_on(job: Job, stage: int) -> bool:
 
 def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
     """The halves of a stage's layers, of every kind, and how many there are; those of layers that predict more tokens, too."""
+    counted = sections_on(job, stage)
+    return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counted.items()]
+
+
+def sections_on(job: Job, stage: int) -> Counter[Section]:
+    """What fills the halves of a stage's layers, and how many times; of those that predict more tokens, too."""
     mixtures, counts = job.experts_on(stage), Counter[Section]()
     for experts, layers in ((False, job.layers_on(stage) - mixtures), (True, mixtures)):
         if layers:
             counts.update(dict.fromkeys(job.model.kind_sections(experts=experts), layers))
     if job.model.mtp and stage == job.parallel.pipeline - 1:
         counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
-    return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counts.items()]
+    return counts
 
 
 def passed_weights(model: Model, *, experts: bool = False) -> int:
@@ -161,21 +175,29 @@ def passed_weights(model: Model, *, experts: bool = False) -> int:
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
     """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
-    weights that are held in FP8 themselves: their bytes by columns, and scales."""
+    weights that are held in FP8 themselves: their bytes by columns, and scales; of layers that stay in bf16, the other byte."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
     shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
-    linears = (linear for section in model.halves.values() for linear in planning_of(section).linears(shape).values())
-    layers = job.layers_on(stage) + (job.model.mtp if stage == job.parallel.pipeline - 1 else 0)
-    return layers * sum(
-        weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters) for linear in linears
+    ends = {*model.first_in_bf16, *model.last_in_bf16}.intersection(
+        layer for chunk in range(job.chunks) for layer in job.layers_of(stage, chunk)
     )
+    plain = Counter(section for layer in ends for section in model.sections(layer))
+    other = FP8_BYTES * model.fp8_parameters * _in_buffer(job)
+
+    def of_layer(section: Section, linear: Linear) -> int:
+        copies = weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters)
+        cast = sections[section] - plain[section]
+        return linear.times * (cast * copies + plain[section] * other * linear.made * linear.taken)
+
+    sections = sections_on(job, stage)
+    return sum(of_layer(section, linear) for section in sections for linear in planning_of(section).linears(shape).values())
 
 
-def held_in_fp8(job: Job, parameters: Parameters) -> int:
-    """How many of these parameters are themselves held in FP8, and gathered so: the weights of layers' linears."""
-    return parameters.matrices if job.model.fp8_parameters else 0
+def held_in_fp8(job: Job, parameters: Parameters) -> tuple[int, int]:
+    """How many of these parameters are themselves held in FP8, and gathered so: the weights of layers' linears, and experts."""
+    return (parameters.linears, parameters.experts) if job.model.fp8_parameters else (0, 0)
 
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:

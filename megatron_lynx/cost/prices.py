@@ -6,11 +6,11 @@ a plan's halves, one by one ──section, choice──> known? ──no──> 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_lynx.anatomy import Pass, Section
+from megatron_lynx.anatomy import Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.replay import Checkpoint
@@ -24,8 +24,8 @@ class Prices:
     """The prices of halves from one profile."""
 
     profile: Profile
-    less_in_hand_bytes: int = 0
-    """In layers that are checkpointed (`cost.in_hand`); 0 where the job is not known."""
+    less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
+    """While a half runs backward (`cost.in_hand`); empty where the job is not known, and only layers' own bytes are asked for."""
     _sections: dict[tuple[Section, Collection[str], Checkpoint | None], PricedSection] = field(default_factory=dict)
     _hosts: dict[tuple[Section, Collection[str], bool, int], HostSeconds] = field(default_factory=dict)
     _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
@@ -36,7 +36,8 @@ class Prices:
         """A half in which these items, in their order, are replayed."""
         key = section, replay, checkpoint
         if key not in self._sections:
-            self._sections[key] = priced(self.profile, section, replay, checkpoint, self.less_in_hand_bytes)
+            less = self.less_in_hand_bytes.get(section.half, 0)
+            self._sections[key] = priced(self.profile, section, replay, checkpoint, less)
         return self._sections[key]
 
     def host(self, section: Section, replay: Collection[str], *, offloads: bool, deferred: int) -> HostSeconds:

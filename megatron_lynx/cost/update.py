@@ -79,11 +79,14 @@ def update_s(job: Job, profile: Profile) -> float:
         behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
     sharers = layout.context * job.replicas
     one = bucket_parameters(job, stage, most, sharers)
-    seconds = _updated(job, most.others, sharers, layout.tensor, one, held_in_fp8(job, most)).exposed_s(job, behind)
+    linears, experts = (max(getattr(each, name) for each in of_stages) for name in ("linears", "experts"))
+    in_fp8 = held_in_fp8(job, most)
+    seconds = _updated(job, most.others, sharers, layout.tensor, one, linears, in_fp8[0]).exposed_s(job, behind)
     seconds += host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s
     if most.experts:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
-        own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert, one)
+        stride = layout.expert_tensor_size * layout.expert
+        own = _updated(job, most.experts, expert_sharers(job), stride, one, experts, in_fp8[1])
         seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
     return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
 
@@ -102,13 +105,13 @@ def reduction_s(job: Job) -> float:
     return others_s + _updated(job, most.experts, expert_sharers(job), stride, most.experts).reduce_s
 
 
-def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, in_fp8: int = 0) -> UpdateSeconds:
-    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many. `in_fp8`: how many of
-    them are held and gathered in FP8."""
+def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, linears: int = 0, in_fp8: int = 0) -> UpdateSeconds:
+    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many. `linears`: how many of
+    them are weights that FP8 casts; `in_fp8`: how many are held and gathered in FP8."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
-    streamed += _cast_bytes(job, sharers)
+    streamed += _cast_bytes(job, linears, sharers)
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
     moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
@@ -121,16 +124,15 @@ def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, in_fp
     )
 
 
-def _cast_bytes(job: Job, sharers: int) -> float:
-    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step. Where weights are held in FP8
-    a rank casts what it has stepped, and copies by columns what all have gathered."""
+def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
+    """What is read and written for the copies in FP8 of so many weights, in the first micro-batch of a step. Where weights are
+    held in FP8 a rank casts what it has stepped, and copies by columns what all have gathered."""
     if job.model.fp8_recipe is None:
         return 0
-    matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
     if job.model.fp8_parameters:
-        return casts.of(matrices, both=False)[0] / sharers + casts.gathered(matrices)
-    return casts.of(matrices, both=True)[0]
+        return casts.of(linears, both=False)[0] / sharers + casts.gathered(linears)
+    return casts.of(linears, both=True)[0]
 
 
 def _stepped_bytes(job: Job) -> float:

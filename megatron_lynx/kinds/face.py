@@ -35,6 +35,10 @@ BESIDE_COLLECTIVES = ("column_parallel", "up_projection", "query_projection")
 """Roles of linears in whose backward stock Megatron runs collectives beside the GEMMs."""
 
 
+GATHERING = ("column_parallel", "up_projection", "query_projection")
+"""Roles of linears that gather what they read, under sequence parallelism."""
+
+
 class Linear(NamedTuple):
     """A linear of one rank, or as many alike as an item of experts stands for."""
 
@@ -75,6 +79,8 @@ class HalfParameters:
     """Weights that every tensor-parallel rank has whole."""
     apart: int = 0
     """Parameters of one rank that have a data-parallel group of their own: experts."""
+    router: int = 0
+    """Of the whole weights those of a router, which is no linear of Transformer Engine's and in no FP8."""
 
 
 class Step(NamedTuple):
@@ -185,10 +191,9 @@ class Planning(ABC):
         if item.role != "norm":
             return kernels_s(self.kernels(shape, item), roof)
         alone = kernels_s(norm_kernels(shape), roof)
-        if roof.casts is None:
+        if roof.casts is None or not self.section.fuses_norm:
             return alone
-        both = not shape.parallel.sequence_parallel
-        return alone + Passes(roof.cast_s(roof.casts.of_norm(shape.own_tokens * shape.model.hidden, both=both)), 0.0)
+        return alone + normed_cast(shape, shape.own_tokens * shape.model.hidden, roof)
 
     def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> ItemProfile:
         """One GEMM after another. The weight's gradient is added to an fp32 buffer: read and written."""
@@ -200,7 +205,7 @@ class Planning(ABC):
         wgrad_s = linear.times * roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
         if self.section.has_windows and item.role in BESIDE_COLLECTIVES:
             dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
-        cast_forward_s, cast_backward_s = _casts_s(shape, item, linear, roof)
+        cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
         return ItemProfile(
             forward_s=forward_s + cast_forward_s,
             backward_s=dgrad_s + wgrad_s + cast_backward_s,
@@ -210,6 +215,30 @@ class Planning(ABC):
             dgrad_s=dgrad_s,
             wgrad_s=wgrad_s,
         )
+
+    def _casts_s(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
+        """Forward and backward seconds of a linear's casts: of its input, where no norm makes it, and of its output's gradient.
+
+        Under sequence parallelism what is gathered is gathered in FP8, and by columns only afterwards.
+        """
+        casts, sliced = roof.casts, shape.parallel.sequence_parallel
+        if casts is None:
+            return 0.0, 0.0
+        taken, made = (linear.times * linear.rows * columns for columns in (linear.taken, linear.made))
+        gathers, scatters = sliced and item.role in GATHERING, sliced and item.role == "row_parallel"
+        forward_s = backward_s = 0.0
+        if not self.norm_casts(shape, item):
+            forward_s = roof.cast_s(casts.of(taken // (shape.parallel.tensor if gathers else 1), both=not gathers))
+        if gathers:
+            backward_s += roof.cast_s(casts.transposed(taken))
+        if scatters:
+            backward_s += roof.cast_s(casts.transposed(made))
+        own = made // (shape.parallel.tensor if scatters else 1)
+        return forward_s, roof.cast_s(casts.of(own, both=not scatters)) + backward_s
+
+    def norm_casts(self, shape: LayerShape, item: Item) -> bool:
+        """Whether the norm inside a linear makes its input in FP8."""
+        return item.role == "column_parallel" and self.section.fuses_norm
 
     def input_width(self, sizes: Shape, linear: str) -> int:
         """Columns of what one of its linears reads, over all ranks; the residual stream's, unless a kind says otherwise."""
@@ -239,17 +268,8 @@ def kept_of_argument(half: HalfProfile, linear: str) -> int:
     return sum(tensor.bytes for tensor in half.tensors if linear in tensor.saved_by)
 
 
-def _casts_s(shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
-    """Forward and backward seconds of a linear's casts: of its input, where no norm makes it, and of its output's gradient.
-
-    Under sequence parallelism what is gathered is gathered in FP8, and by columns only afterwards.
-    """
-    casts, sliced = roof.casts, shape.parallel.sequence_parallel
-    if casts is None:
-        return 0.0, 0.0
-    taken, made = shape.tokens * linear.taken, shape.tokens * linear.made
-    if item.role == "column_parallel":
-        gathered_s = roof.cast_s(casts.transposed(taken)) if sliced else 0.0
-        return 0.0, roof.cast_s(casts.of(made, both=True)) + gathered_s
-    gradient_s = roof.cast_s(casts.of(shape.own_tokens * linear.made, both=not sliced))
-    return roof.cast_s(casts.of(taken, both=True)), gradient_s + (roof.cast_s(casts.transposed(made)) if sliced else 0.0)
+def normed_cast(shape: LayerShape, count: int, roof: Roofline) -> Passes:
+    """What it takes to cast so many numbers that a norm inside a linear makes."""
+    if roof.casts is None:
+        return Passes(0.0, 0.0)
+    return Passes(roof.cast_s(roof.casts.of_norm(count, both=not shape.parallel.sequence_parallel)), 0.0)

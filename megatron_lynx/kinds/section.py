@@ -303,6 +303,13 @@ class Section:
         """The up-projections that are replayed without the norm that Transformer Engine makes inside them."""
         return tuple(item for item in self.items if item.name in replay and item.norm_inside and item.norm_inside not in replay)
 
+    def cast_together(self, replay: Collection[str]) -> tuple[str, ...]:
+        """The replayed items that cast what sequence parallelism gathers, or make it: with one scale for the parts of all ranks
+        they communicate in every call. A norm inside a linear is cast with it."""
+        inside = {item.norm_inside for item in self.items} | ({self.norm} if self.fuses_norm else set())
+        gathering = ("column_parallel", "up_projection", "query_projection")
+        return tuple(item.name for item in self.items if item.name in replay and (item.role in gathering or item.name in inside))
+
     @cached_property
     def exchanging(self) -> tuple[str, ...]:
         """The items in which context-parallel ranks exchange what they have."""

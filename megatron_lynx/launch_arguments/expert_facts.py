@@ -3,28 +3,28 @@
 --num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
 --moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
+--moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
+--moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from itertools import accumulate
 
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
+CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
-MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
-"""Limits of a pattern, so that a mistyped number cannot fill the memory."""
-
 KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
-TOKENS = re.compile(r"\d+|[\[\]()+*,]")
+FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+"""Two names for one thing, of which 0.15 and before know the second."""
 
 
 def has_experts(given: Given) -> bool:
@@ -48,16 +48,38 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
         yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is replayed or offloaded")
+    yield from _capacity(given, problems)
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
     if given[DISPATCHER] == "flex":
         yield from _fused(given, problems, planning=planning)
+    if (flag := next((name for name in FILLED if given[name]), None)) is not None:
+        yield Fact("model.experts.filled", True, given.origin(flag))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
         needed, todo = "alltoall with experts or parts of them on other ranks", "what every rank gathers is not priced"
         problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
+
+
+def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """What a capacity factor bounds: the rows that an expert gets of each rank, over a balanced share. Below 1 it is priced as 1;
+    no rank can get more than the tokens of all."""
+    factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
+    padded = given[PADDED]
+    if factor is None or factor < 0:
+        if padded:
+            problems.append(
+                Problem(given.origin(PADDED), "given", "--moe-expert-capacity-factor beside it", "Megatron stops here")
+            )
+        return
+    most = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
+    bound, origin = max(1.0, min(factor, most)), given.origin(CAPACITY)
+    if padded:
+        yield Fact("model.experts.load", bound, f"{origin}, {given.origin(PADDED)}: as many rows for every expert")
+    else:
+        yield Fact("model.experts.holds", bound, f"{origin}: tokens beyond are dropped")
 
 
 def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
@@ -82,81 +104,9 @@ def _widths(given: Given) -> Iterator[Fact]:
 
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    said, origin, layers = str(given[FREQ]).replace(" ", ""), given.origin(FREQ), given["num_layers"]
-    if said.isdecimal() and len(said) < 10 and int(said) > 0:
-        if int(said) > 1:
-            yield Fact("model.experts.layers", int(said), f"{origin}: the first of every {said}")
-        return
-    try:
-        pattern = pattern_of(said)
-    except ValueError as error:
-        problems.append(Problem(origin, str(error), "a number, or lists of 0 and 1 such as ([0]+[1]*26)"))
-        return
-    if layers is not None and len(pattern) != layers:
-        problems.append(Problem(origin, f"a pattern of {len(pattern)} layers", f"one of --num-layers ({layers})"))
-        return
-    spans = as_spans(number for number, one in enumerate(pattern, start=1) if one)
-    yield Fact("model.experts.layers", list(spans), f"{origin} {said}")
-
-
-def pattern_of(text: str) -> list[int]:
-    """Lists of 0 and 1, added and repeated, as Megatron has them: `([0]+[1]*2)` is 0, 1, 1. Raises ValueError for others."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"a text of {len(text)} characters (at most {MOST_CHARACTERS})")
-    words = TOKENS.findall(text)
-    if "".join(words) != text or not words:
-        raise ValueError(f"{text!r} is no list")
-    if (deep := max(accumulate({"(": 1, ")": -1}.get(word, 0) for word in words))) > DEEPEST:
-        raise ValueError(f"{deep} brackets in each other (at most {DEEPEST})")
-    value = _sum(words)
-    if words or not set(value) <= {0, 1}:
-        raise ValueError(f"{text!r} is no list of 0 and 1")
-    return value
-
-
-def _sum(words: list[str]) -> list[int]:
-    value = _product(words)
-    while words[:1] == ["+"]:
-        words.pop(0)
-        more = _product(words)
-        _few_enough(len(value) + len(more))
-        value = value + more
-    return value
-
-
-def _product(words: list[str]) -> list[int]:
-    value = _list(words)
-    while words[:1] == ["*"]:
-        words.pop(0)
-        times = int(_next(words, "a number"))
-        _few_enough(len(value) * times)
-        value = value * min(times, MOST_LAYERS)  # of an empty list too
-    return value
-
-
-def _few_enough(layers: int) -> None:
-    if layers > MOST_LAYERS:
-        raise ValueError(f"a pattern of more than {MOST_LAYERS} layers")
-
-
-def _list(words: list[str]) -> list[int]:
-    opened = _next(words, "a list")
-    if opened == "(":
-        value = _sum(words)
-    elif opened == "[":
-        value = []
-        while words[:1] != ["]"] and words:
-            value.append(int(_next(words, "0 or 1")))
-            if words[:1] == [","]:
-                words.pop(0)
-    else:
-        raise ValueError(f"{opened!r} where a list was expected")
-    if _next(words, "the end of a list") != {"(": ")", "[": "]"}[opened]:
-        raise ValueError("a list without an end")
-    return value
-
-
-def _next(words: list[str], expected: str) -> str:
-    if not words:
-        raise ValueError(f"nothing where {expected} was expected")
-    return words.pop(0)
+    found, origin = layer_pattern(given, FREQ, problems, "([0]+[1]*26)"), given.origin(FREQ)
+    if isinstance(found, int) and found > 1:
+        yield Fact("model.experts.layers", found, f"{origin}: the first of every {found}")
+    elif isinstance(found, list):
+        spans = as_spans(number for number, one in enumerate(found, start=1) if one)
+        yield Fact("model.experts.layers", list(spans), f"{origin} {written(given, FREQ)}")

@@ -19,7 +19,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, Fact
-from megatron_lynx.stock.setting import NONE, WHOLE, StockSetting
+from megatron_lynx.stock.setting import DELAYED, NONE, OVERLAP, WHOLE, StockSetting
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
 BY_LAYERS = "cpu_offloading_num_layers"
-OVERLAP, DELAYED = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
 SHARED_OUT = "distribute_saved_activations"
 
 SWITCHES = ("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS, OVERLAP, DELAYED)
@@ -61,18 +60,13 @@ class Today:
 
     setting: StockSetting = NONE
     flags: tuple[str, ...] = ()
-    overlaps_exchanges: bool = False
-    """Whether exchanges of experts run beside the computing of another micro-batch."""
     not_priced: tuple[str, ...] = ()
     """Why nobody can say what it takes; empty where it is priced."""
 
     @property
     def name(self) -> str:
         """In few words."""
-        delayed = [flag for flag in self.flags if flag.startswith("--delay")]
-        overlap = ["exchanges overlapped" + (", weight gradients delayed" if delayed else "")] if self.overlaps_exchanges else []
-        named = [] if self.setting == NONE and (overlap or self.not_priced) else [f"stock {self.setting.name}"]
-        return ", ".join([*named, *overlap]) or "stock"
+        return "stock" if self.setting == NONE and self.not_priced else f"stock {self.setting.name}"
 
 
 def today_of(given: Given, problems: list[Problem]) -> Today:
@@ -84,7 +78,7 @@ def today_of(given: Given, problems: list[Problem]) -> Today:
     if given[FINE_GRAINED]:
         others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
         not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
-    return Today(_setting(given), flags, bool(given[OVERLAP]), not_priced)
+    return Today(_setting(given), flags, not_priced)
 
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
@@ -116,16 +110,17 @@ def _facts(given: Given, job: Job, release: str) -> Facts:
 
 def _setting(given: Given) -> StockSetting:
     """In the order in which `stock` lists modules."""
+    overlap, delayed = bool(given[OVERLAP]), bool(given[DELAYED])
     layered = bool(given["moe_layer_recompute"])
     granularity = given[GRANULARITY] or ("selective" if given["recompute_activations"] or layered else None)
     offload = tuple(given[OFFLOAD] or ()) if given[FINE_GRAINED] else ()
     offload = _in_order(offload, [module.name for module in OFFLOADED])
     fraction = given[FRACTION] if offload and given[FRACTION] is not None else WHOLE
     if granularity == "full":
-        return StockSetting(method=given[METHOD], layers=given[LAYERS], offload=offload, fraction=fraction)
+        return StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed)
     modules = (*(given[MODULES] or ("core_attn",)), *(["moe"] if layered else [])) if granularity else ()
     recompute = _in_order(modules, [module.name for module in RECOMPUTED])
-    return StockSetting(recompute=recompute, offload=offload, fraction=fraction)
+    return StockSetting(recompute, None, None, offload, fraction, overlap, delayed)
 
 
 def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
@@ -148,10 +143,6 @@ def _contradictions(given: Given) -> Iterator[Problem]:
     if given[FINE_GRAINED] and not given[OFFLOAD]:
         yield _missing(given, FINE_GRAINED, "given", "--offload-modules MODULE ... beside it")
     yield from _by_layers(given)
-    if given[DELAYED] and not given[OVERLAP]:
-        yield _missing(given, DELAYED, "given", "--overlap-moe-expert-parallel-comm beside it")
-    if given[OVERLAP] and (given[GRANULARITY] == "full" or "moe" in (given[MODULES] or ())):
-        yield _missing(given, OVERLAP, "given", "neither full recomputation nor that of moe beside it")
     if given[SHARED_OUT] and (given["sequence_parallel"] or given[GRANULARITY] != "full"):
         yield _missing(given, SHARED_OUT, "given", "--recompute-granularity full, and no --sequence-parallel")
 

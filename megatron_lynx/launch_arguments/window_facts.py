@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.expert_facts import pattern_of
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
 
 SIZE, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type"
 
@@ -33,19 +33,11 @@ def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _share(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    said, origin, layers = given[SKIPPED], given.origin(SKIPPED), given["num_layers"]
-    if said is None or not layers:
+    origin, layers = given.origin(SKIPPED), given["num_layers"]
+    if given[SKIPPED] is None or not layers:
         return
-    text = str(said).replace(" ", "")
-    if text.isdecimal() and len(text) < 10 and int(text) > 0:
-        yield Fact("model.window.share", 1 - layers // int(text) / layers, f"{origin}: every {text}th layer sees all")
-        return
-    try:
-        pattern = pattern_of(text)
-    except ValueError as error:
-        problems.append(Problem(origin, str(error), "a number, or lists of 0 and 1 such as ([1]*3+[0])*8"))
-        return
-    if len(pattern) != layers:
-        problems.append(Problem(origin, f"a pattern of {len(pattern)} layers", f"one of --num-layers ({layers})"))
-        return
-    yield Fact("model.window.share", sum(pattern) / layers, f"{origin} {text}")
+    found = layer_pattern(given, SKIPPED, problems, "([1]*3+[0])*8")
+    if isinstance(found, int):
+        yield Fact("model.window.share", 1 - layers // found / layers, f"{origin}: every {found}th layer sees all")
+    elif found is not None:
+        yield Fact("model.window.share", sum(found) / layers, f"{origin} {written(given, SKIPPED)}")

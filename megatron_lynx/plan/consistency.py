@@ -139,16 +139,19 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """With sequence parallelism each rank has a part of a norm's output, and current scaling finds one scale for all of it: the
+    """With sequence parallelism each rank has a part of what a linear gathers, and current scaling finds one scale for all: the
     amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
-    norm = rule.filling(half).norm
-    if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
+    if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel:
+        return
+    reducing = [item for section in _sections(plan, rule, half) for item in section.cast_together(rule.replay)]
+    if not reducing:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
     for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
         if found := names - {ON_DEMAND, None}:
             todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
-            yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, but {norm} reduces an amax in every call: {todo}"
+            why = f"but {reducing[0]} reduces an amax in every call"
+            yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, {why}: {todo}"
 
 
 def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:

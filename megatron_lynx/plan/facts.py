@@ -155,7 +155,7 @@ class PlannedDevice(Part):
     budget_bytes: int
     """What the plan might use, by what PyTorch allocates: a job's own figure, or what the reserve leaves."""
     reserve_bytes: Mapping[str, Annotated[int, Field(ge=0)]] = {}
-    """What the cluster's description leaves alone, by part."""
+    """What the cluster's description leaves alone, by part; and what the job leaves to others, by whom."""
 
     @property
     def outside_bytes(self) -> int | None:

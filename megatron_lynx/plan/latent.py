@@ -22,8 +22,6 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         return
     if model.kv_groups != model.heads:
         yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
-    if model.fp8 is not None:
-        yield f"model.fp8 is {model.fp8}, needed none: latent attention in FP8 is not planned"
     if plan.parallel.userbuffers:
         yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
 

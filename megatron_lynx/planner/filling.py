@@ -28,7 +28,6 @@ from megatron_lynx.planner.packing import NOWHERE, InTurns, Packed, Ways, ways_o
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
 
@@ -57,7 +56,7 @@ class Filler:
         self._plan = plan
         self._job = job
         self._simulation = simulation
-        prices = Prices(profile, less_in_hand_bytes(LayerShape.of(job)))
+        prices = Prices(profile, less_in_hand_bytes(job))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=forwards) for entry in plan.stages)
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
         self.refused = Refused()

@@ -72,7 +72,7 @@ def _uniform_rule(
         if not set(items) & set(section.names):
             continue
         gathers_once = job.parallel.sequence_parallel and section.gathered in items
-        hidden = ahead and not (job.reduces_amaxes and section.norm in items) and not (before is None and gathers_once)
+        hidden = ahead and not (job.reduces_amaxes and section.cast_together(items)) and not (before is None and gathers_once)
         windows[section.half] = _usual_window(job, where, (layer, section), items, before) if hidden else ON_DEMAND
         if gathers_once:
             gathers[section.half] = _window_before(layer, before, 0) if hidden and before else ON_DEMAND

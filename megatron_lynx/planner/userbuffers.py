@@ -86,7 +86,7 @@ def against_windows(decision: Decision, job: Job, profile: Profile) -> AgainstWi
     """The comparison for a job that was decided about; None where it has no userbuffers."""
     if not job.userbuffers:
         return None
-    hidden = rehearse(decision.plan, profile.model_copy(update={"hiding": "userbuffers"}))
+    hidden = rehearse(decision.plan, profile.model_copy(update={"hiding": "userbuffers"}), job=decision.job)
     overlap = job.overlap.model_copy(update={"userbuffers": False})
     try:
         without = decide(job.model_copy(update={"overlap": overlap}), profile)

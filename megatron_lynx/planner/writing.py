@@ -91,19 +91,23 @@ def device_parts(
     held_bytes: int = 0,
     at_loss_bytes: int | None = None,
     behind_backward_bytes: int | None = None,
+    less_in_hand_bytes: int = 0,
 ) -> Parts:
     """Everything that a device of a stage ever holds, by name. `job`: with its layers.
 
     `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind, or where
     weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
-    `behind_backward_bytes`: and when one is over; None: what the others keep.
+    `behind_backward_bytes`: and when one is over; None: what the others keep. `less_in_hand_bytes`: `StageAnswer` has it; 0 where
+    entries of weight gradients make a stage fullest at another half.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
     lagging = max(0, held_bytes - answer.layers_peak_bytes)
     at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.before_loss_bytes)
+    beside = beside_layers(job, answer.stage)
     return replace(
-        beside_layers(job, answer.stage),
+        beside,
+        in_hand=beside.in_hand - less_in_hand_bytes,
         activations=kept + lagging,
         activations_at_loss=answer.before_loss_bytes + at_loss - staging,
         staging=staging,
@@ -126,7 +130,7 @@ def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: b
     """
     held_bytes = simulation.memory(answer.stage).peak_bytes
     if not defers and answer.within is None:
-        return device_parts(job, answer, held_bytes)
+        return device_parts(job, answer, held_bytes, less_in_hand_bytes=answer.less_in_hand_bytes)
     before, behind = simulation.before_backward_bytes, simulation.behind_backward_bytes
     return device_parts(job, answer, held_bytes, before(answer.stage, job.chunks - 1), behind(answer.stage, 0))
 
@@ -179,7 +183,7 @@ def planned_device(job: Job) -> PlannedDevice | None:
         return None
     reserve = job.device_reserve
     return PlannedDevice(
-        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes=dict(reserve.parts)
+        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes={**reserve.others, **reserve.parts}
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.published import korthikanti, peaks, pipeoffload, steps, yuan
+from megatron_lynx.published import korthikanti, overlapped, peaks, pipeoffload, steps, yuan
 from megatron_lynx.published.row import Row, published_figures
 
 
@@ -13,4 +13,4 @@ def all_rows() -> list[Row]:
     found = [row for name, part in parts.items() for row in part.rows(figures[name])]
     more = published_figures("published_more")
     measured = list(steps.rows(more))
-    return [*found, *measured, *steps.means(measured), *peaks.rows(more)]
+    return [*found, *measured, *steps.means(measured), *peaks.rows(more), *overlapped.rows(more)]

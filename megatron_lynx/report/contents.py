@@ -96,7 +96,7 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     given, costs = asked.given, asked.costs
     if given.plan is not None:
         reduced = given.job is not None and given.job.overlap.gradients
-        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced)
+        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced, job=given.job)
         return (
             given.plan,
             simulation,

@@ -284,7 +284,7 @@ class Engine:
         if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
 
-    def gathered(self, whole: Tensor) -> None:
+    def gathered(self, whole: Any) -> None:
         """A half has gathered the input of its present site."""
         if isinstance(self._progress.scope, Recorder):
             self._progress.scope.gathered(whole)
@@ -294,10 +294,10 @@ class Engine:
         """Whether what the present site gathers must not lie in a buffer that others use, because it is kept for a replay."""
         return isinstance(self._progress.scope, Recorder) and self._progress.scope.owns_gathered
 
-    def gathered_input(self) -> Tensor | None:
+    def gathered_input(self) -> Any:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""
         return self._waits.gathered_input()
 
-    def served(self, output: Tensor) -> Any:
+    def served(self, output: Any) -> Any:
         """The `Work` that gathers into `output`, if a frame has started it."""
         return self._waits.served(output)

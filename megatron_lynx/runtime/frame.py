@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
-from megatron_lynx.runtime.saved import detached, is_parameter
+from megatron_lynx.runtime.saved import detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 from megatron_lynx.schedule.schedule import Phase
@@ -168,7 +168,7 @@ class Frame:
     """The frame of the half before, where that is run again for inputs of this one, which stand there as `Fed`."""
     returned: tuple[weakref.ref[Tensor], ...] = ()
     """What the half returned, where the one behind it may not keep it."""
-    gathered: dict[int, Tensor] = field(default_factory=dict)
+    gathered: dict[int, Any] = field(default_factory=dict)
     """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
@@ -199,7 +199,7 @@ class Frame:
 
     def want(self, key: Key, tensor: Tensor) -> Handle:
         """The handle that autograd gets instead of a tensor that is let go."""
-        self.let_go_bytes += tensor.nbytes
+        self.let_go_bytes += tensor.nbytes if type(tensor) is Tensor else sum(part.nbytes for part in memory_of([tensor]))
         self.wanted.add(key)
         return Handle(self, key)
 

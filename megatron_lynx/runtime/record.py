@@ -102,10 +102,11 @@ class Recorder:
             self._push_what_replay_needs(self._group)
         return outputs
 
-    def gathered(self, whole: Tensor) -> None:
-        """The present site has gathered its input. Where that is small and the site is replayed, it is kept for that. [9]"""
+    def gathered(self, whole: Any) -> None:
+        """The present site has gathered its input (a tensor, or what stands for one in FP8). Where that is small and the site is
+        replayed, it is kept for that. [9]"""
         if self.owns_gathered:
-            self.frame.gathered[self._segment] = whole.detach()
+            self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
     @property
     def owns_gathered(self) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_lynx.anatomy import Item, Section
-from megatron_lynx.runtime.saved import Edge, Slot, edges_between, nodes_at, saved_in, storage_of, tensors_in
+from megatron_lynx.runtime.saved import Edge, Slot, edges_between, memory_of, nodes_at, saved_in, storage_of, tensors_in
 from megatron_lynx.runtime.site import SiteCall
 
 Key = tuple[int, int]
@@ -195,9 +195,10 @@ class FirstCall:
         views, own = sum(len(site.views) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
             for slot, tensor in saved_in(node):
-                storage = storage_of(tensor)
-                if storage in stays:
+                memory = [storage_of(part) for part in memory_of([tensor])]
+                if not memory or not stays.isdisjoint(memory):
                     continue
+                storage = memory[0]
                 if storage in first:
                     yield Replaced(place, slot, (segment - 1, first[storage]))
                 elif storage in regenerated:

@@ -92,7 +92,7 @@ class Replayer:
         return self._site is not None and self._site == self.frame.policy.gather_site
 
     @property
-    def gathered(self) -> Tensor | None:
+    def gathered(self) -> Any:
         """What the site that runs gathered in the record, where that was kept."""
         return None if self._site is None else self.frame.gathered.get(self._segment)
 

@@ -49,6 +49,8 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether it is more than a wrapper around other tensors."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return True
+    if hasattr(tensor, "get_metadata"):  # some give the storage of their bytes, but not of their scales
+        return False
     try:
         storage_of(tensor)
     except RuntimeError:
@@ -158,8 +160,8 @@ class Slot(NamedTuple):
 
 
 def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
-    """The saved tensors of a node. Not those without memory of their own: a wrapper around the bytes of a weight in FP8."""
-    yield from (pair for pair in _slots(node) if has_memory(pair[1]))
+    """The saved tensors of a node; among them may be wrappers around others, as of a matrix in FP8 (`memory_of`)."""
+    yield from _slots(node)
 
 
 def _slots(node: Any) -> Iterable[tuple[Slot, Tensor]]:

@@ -169,16 +169,18 @@ class Waits:
 
         return [WindowedWork(work, window) for work in works]
 
-    def gathered_input(self) -> Tensor | None:
+    def gathered_input(self) -> Any:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""
         gathering = self._gathering
         return gathering[0] if gathering is not None else None
 
-    def served(self, output: Tensor) -> Any:
+    def served(self, output: Any) -> Any:
         """The `Work` that gathers into `output`, if a frame has started it. It keeps its ordinal, so that windows keep their
         names."""
         gathering = self._gathering
-        if gathering is None or storage_of(gathering[0]) != storage_of(output):
+        if gathering is None:
+            return None
+        if gathering[0] is not output and storage_of(gathering[0]) != storage_of(output):
             return None
         if self._progress.scope is not None:
             return gathering[1]
@@ -188,7 +190,7 @@ class Waits:
         return gathering[1] if frame is None or frame.told is None else _telling(frame.told, *gathering)
 
     @property
-    def _gathering(self) -> tuple[Tensor, Any] | None:
+    def _gathering(self) -> tuple[Any, Any] | None:
         """The gathered input of the half whose backward runs; in a replay only while it is at the site that reads it."""
         scope = self._progress.scope
         if scope is None:

@@ -77,8 +77,11 @@ def places(microbatches: int, chunks: int, group_size: int) -> Iterator[tuple[in
                 yield micro_batch, chunk
 
 
-def order(pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int | None = None) -> tuple[Action, ...]:
-    """What one stage does in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p.
+def order(
+    pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0
+) -> tuple[Action, ...]:
+    """What one stage does in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p. `more`: forwards
+    beyond the usual before the first backward.
 
     Raises `ConfigError` for what Megatron refuses: a group smaller than the pipeline or larger than the step, or a last group
     that is not empty and smaller than the pipeline; and for a pipeline of one stage, or stages of one chunk.
@@ -89,18 +92,18 @@ def order(pipeline: int, stage: int, microbatches: int, chunks: int, group_size:
     table = list(places(microbatches, chunks, group))
     forwards = [Action(micro_batch, "F", chunk) for micro_batch, chunk in table]
     backwards = [Action(micro_batch, "B", chunks - 1 - chunk) for micro_batch, chunk in table]
-    ahead = min(warmup(pipeline, stage, chunks, group), len(table))
+    ahead = min(warmup(pipeline, stage, chunks, group) + more, len(table))
     pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return (*forwards[:ahead], *pairs, *backwards[len(table) - ahead :])
 
 
-def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int | None = None) -> Schedule:
+def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0) -> Schedule:
     """The orders of all stages. Raises as `order` does."""
     group = pipeline if group_size is None else group_size
     stages = range(pipeline)
     return Schedule(
-        orders=tuple(order(pipeline, stage, microbatches, chunks, group) for stage in stages),
-        warmups=tuple(warmup(pipeline, stage, chunks, group) for stage in stages),
+        orders=tuple(order(pipeline, stage, microbatches, chunks, group, more) for stage in stages),
+        warmups=tuple(warmup(pipeline, stage, chunks, group) + more for stage in stages),
         chunks=chunks,
         blocking=False,
     )

@@ -17,19 +17,19 @@ def warmup(pipeline: int, stage: int) -> int:
     return pipeline - 1 - stage
 
 
-def order(pipeline: int, stage: int, microbatches: int) -> tuple[Action, ...]:
-    """What one stage does in one step."""
-    ahead = min(warmup(pipeline, stage), microbatches)
+def order(pipeline: int, stage: int, microbatches: int, more: int = 0) -> tuple[Action, ...]:
+    """What one stage does in one step. `more`: forwards beyond the usual before the first backward."""
+    ahead = min(warmup(pipeline, stage) + more, microbatches)
     forwards = [Action(index, "F") for index in range(microbatches)]
     backwards = [Action(index, "B") for index in range(microbatches)]
     pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return (*forwards[:ahead], *pairs, *backwards[microbatches - ahead :])
 
 
-def one_f_one_b(pipeline: int, microbatches: int) -> Schedule:
-    """The orders of all stages. One stage alone runs forward and backward in turns."""
+def one_f_one_b(pipeline: int, microbatches: int, more: int = 0) -> Schedule:
+    """The orders of all stages. One stage alone runs forward and backward in turns. `more`: as `order` has it."""
     stages = range(pipeline)
     return Schedule(
-        orders=tuple(order(pipeline, stage, microbatches) for stage in stages),
-        warmups=tuple(warmup(pipeline, stage) for stage in stages),
+        orders=tuple(order(pipeline, stage, microbatches, more) for stage in stages),
+        warmups=tuple(warmup(pipeline, stage) + more for stage in stages),
     )

@@ -205,6 +205,8 @@ def _backward(
     nothing stays deferred. `defers`: whether it defers anything itself."""
     coming = ComingBack(treated) if _leave(treated) else None
     numbered = reversed(list(enumerate(treated, start=1)))
+    not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
+    walk.hold(-not_in_hand[-1])
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
@@ -212,7 +214,8 @@ def _backward(
             walk.on_demand(replay)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
-        _back_through(walk, half, planned, halves[kind], defers, coming)
+        over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
+        _back_through(walk, half, planned, halves[kind], defers, coming, over_bytes)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -225,8 +228,17 @@ def _leave(treated: Sequence[Treated]) -> bool:
     return any(half.leaving is not None for half in treated)
 
 
-def _back_through(walk: Walk, half: Treated, planned: HalfPass, parts: Segments, defers: bool, coming: ComingBack | None) -> None:
-    """One half's backward, from its first segment to its last."""
+def _back_through(
+    walk: Walk,
+    half: Treated,
+    planned: HalfPass,
+    parts: Segments,
+    defers: bool,
+    coming: ComingBack | None,
+    over_bytes: int,
+) -> None:
+    """One half's backward, from its first segment to its last. `over_bytes`: how much more is in hand when it is over, by what
+    counts of the next one."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
@@ -242,7 +254,7 @@ def _back_through(walk: Walk, half: Treated, planned: HalfPass, parts: Segments,
             if coming is not None:
                 coming.ahead(walk, [walk.halves[replay.half] for replay in wait.replays])
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
-    walk.hold(-left, regenerated_bytes=-regenerated)
+    walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
 
 

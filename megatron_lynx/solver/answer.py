@@ -273,6 +273,15 @@ class StageAnswer:
         return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes - self.within_bytes
 
     @property
+    def less_in_hand_bytes(self) -> int:
+        """By how much less is held while layers run backward, what they have in hand included: all of the same may be there
+        before a backward begins, with nothing in hand. 0 where copies, too, say when a stage is fullest."""
+        if self.offload_ratio or self.within is not None:
+            return 0
+        running = SolvedChunks(replace(each, loss_bytes=-sum(half.held for half in each.backward_order)) for each in self.chunks)
+        return self.layers_peak_bytes - running.peak_bytes
+
+    @property
     def before_loss_bytes(self) -> int:
         """What is held when the model's last chunk has run forward: then all that leaves within it is gone."""
         return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.bytes)

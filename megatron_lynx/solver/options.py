@@ -180,7 +180,7 @@ class StageProblems:
         least_bytes = min(subset.price.memory.resident for subset in subsets)
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
             items = checkpoint.items(kind.section)
-            price = priced(self.profile, kind.section, items, checkpoint, less_in_hand_bytes(self._seats.shape))
+            price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
             if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
                 continue
             yield Option(
@@ -261,6 +261,10 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     @cached_property
+    def _less_in_hand(self) -> Mapping[Half, int]:
+        return less_in_hand_bytes(self.job)
+
+    @cached_property
     def _seats(self) -> Seats:
         return Seats(self.job, self.profile, self.early_exchanges)
 
@@ -292,7 +296,7 @@ class StageProblems:
                 continue
             if whole_inputs and kind.section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
-            price = priced(self.profile, kind.section, items)
+            price = priced(self.profile, kind.section, items, None, self._less_in_hand.get(kind.half, 0))
             price = replace(price, memory=replace(price.memory, movable=0)) if stays else price
             host = half_host_s(self.profile, kind.section, items)
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)

@@ -91,8 +91,8 @@ class Seats:
         return self.job.parallel.sequence_parallel and kind.section.gathered in replay
 
     def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
-        """Whether the replay makes a norm anew that reduces its amax."""
-        return self.job.reduces_amaxes and kind.section.norm in replay
+        """Whether the replay casts something anew whose amax is reduced."""
+        return self.job.reduces_amaxes and bool(kind.section.cast_together(replay))
 
     def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
         """Placements in windows of the stage's backward that come before anything of the half is needed, the best first."""

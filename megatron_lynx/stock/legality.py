@@ -51,6 +51,10 @@ class Facts:
     """Whether layers are Transformer Engine's."""
     bias: bool = False
     pipeline: int = 1
+    chunks: int = 1
+    expert: int = 1
+    """Ranks that share the experts of a layer."""
+    sixteen_bits: bool = True
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -69,12 +73,15 @@ class Facts:
             transformer_engine=model.uses_te,
             bias=model.bias,
             pipeline=job.parallel.pipeline,
+            chunks=job.chunks,
+            expert=job.parallel.expert,
+            sixteen_bits=model.dtype != "fp32",
         )
 
 
 def refused(setting: StockSetting, facts: Facts) -> list[str]:
     """Every reason for which TransformerConfig does not accept the setting; none where it does."""
-    return [*_recompute_refused(setting, facts), *_offload_refused(setting, facts)]
+    return [*_recompute_refused(setting, facts), *_offload_refused(setting, facts), *_overlap_refused(setting, facts)]
 
 
 def _recompute_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
@@ -112,6 +119,23 @@ def _offload_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
             yield "fused_group_mlp needs fused operations of Transformer Engine"
         if len(inside) > 1:
             yield "fused_group_mlp is offloaded without expert_fc1 and moe_act"
+
+
+def _overlap_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
+    if setting.delayed and not setting.overlap:
+        yield "weight gradients are delayed with overlapped exchanges alone (--overlap-moe-expert-parallel-comm)"
+    if not setting.overlap:
+        return
+    if facts.expert == 1:
+        yield "without --expert-model-parallel-size there is no exchange to overlap"
+    if facts.pipeline > 1 and facts.chunks == 1:
+        yield "exchanges are overlapped in a pipeline of several chunks alone (--num-virtual-stages-per-pipeline-rank)"
+    if setting.method is not None or ("moe" in setting.recompute and facts.release >= "0.17"):
+        yield "neither whole layers nor moe are recomputed beside overlapped exchanges"
+    if facts.shared_overlap:
+        yield "shared experts that run beside the dispatch leave no exchange to overlap"
+    if not facts.sixteen_bits:
+        yield "exchanges are overlapped in 16 bits alone"
 
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:

@@ -18,6 +18,7 @@ from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.stock.combined import UNDISTURBED, Beside
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 
@@ -43,17 +44,18 @@ class Priced:
         return max(stage.total for stage in self.stages)
 
 
-def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
-    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it."""
-    pipeline = job.parallel.pipeline
-    stages = [StockStage(job, setting, stage) for stage in range(pipeline)]
-    walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group))
+def priced(job: Job, profile: Profile, setting: StockSetting, beside: Beside = UNDISTURBED) -> Priced:
+    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it. `beside`: how far
+    exchanges and what computes beside them slow each other down, where the setting overlaps them."""
+    pipeline, more = job.parallel.pipeline, int(setting.overlap)
+    stages = [StockStage(job, setting, stage, beside) for stage in range(pipeline)]
+    walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), more)
     copies = [stage.copies(profile, walked) for stage in stages]
     chunks = [stage.passes(profile, own) for stage, own in zip(stages, copies, strict=True)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
 
     def step_s(microbatches: int) -> float:
-        schedule = schedule_of(job, microbatches)
+        schedule = schedule_of(job, microbatches, more)
         return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages).step_s
 
     return Priced(
@@ -69,19 +71,12 @@ def _steady_s(passes: ChunkPasses) -> float:
     return passes.forward["steady"].seconds + passes.backward["steady"].seconds
 
 
-def exchanges_hidden(profile: Profile) -> Profile:
-    """The profile if every exchange of experts runs beside the computing of another micro-batch: the best that
-    `--overlap-moe-expert-parallel-comm` can do, with or without delayed weight gradients."""
-    if profile.experts is None:
-        return profile
-    return profile.model_copy(update={"experts": profile.experts.model_copy(update={"exchange_s": 0.0})})
-
-
-def schedule_of(job: Job, microbatches: int) -> Schedule:
-    """Megatron's schedule with flushes, of so many micro-batches."""
+def schedule_of(job: Job, microbatches: int, more: int = 0) -> Schedule:
+    """Megatron's schedule with flushes, of so many micro-batches. `more`: forwards beyond the usual before the first backward.
+    The combined schedule has one, so that the two of a pair need nothing of each other."""
     if job.chunks > 1:
-        return interleaved(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group)
-    return one_f_one_b(job.parallel.pipeline, microbatches)
+        return interleaved(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, more)
+    return one_f_one_b(job.parallel.pipeline, microbatches, more)
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:

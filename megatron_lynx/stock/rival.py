@@ -11,6 +11,7 @@ Settings come in families: each member holds less than the one before, and takes
     mlp                                                                 a set of modules
     mlp, offload core_attn + attn_proj of the first 1, 2, ... layers    from 0.19 on; before, of all layers
     block 1, 2, ..., and offload core_attn + attn_proj of the others
+    mlp, exchanges overlapped                                           each set, where experts exchange tokens
 
 Left out: sets with a module of which the job's layers have none, or that another module of the set runs again anyway.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
 
 from megatron_lynx.config.job import Job
@@ -50,7 +52,7 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
 
 def _fits_without(job: Job, setting: StockSetting, budget_bytes: int) -> bool:
     """Whether its recomputed modules are enough by themselves: then offloading gains nothing."""
-    return setting.method is None and least_bytes(job, StockSetting(recompute=setting.recompute)) <= budget_bytes
+    return setting.method is None and least_bytes(job, replace(setting, offload=(), fraction=WHOLE)) <= budget_bytes
 
 
 def _has_host_link(job: Job, profile: Profile) -> bool:
@@ -93,6 +95,11 @@ def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
         if beside and setting.offload and not setting.recompute and offered(beside[0], Facts.of(job, release)):
             yield beside
+    facts = Facts.of(job, release)
+    for setting in (NONE, *module_sets(job, release)):
+        overlapped = replace(setting, overlap=True)
+        if offered(overlapped, facts) and "moe" not in setting.recompute:
+            yield (overlapped,)
 
 
 def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS) -> Iterator[StockSetting]:

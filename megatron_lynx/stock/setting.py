@@ -4,6 +4,9 @@ recompute    modules whose inside is made again in backward       --recompute-gr
 method       whole layers: `uniform`, every one; `block`, the first `layers` of every chunk   --recompute-granularity full
 offload      modules whose saved tensors wait in host memory      --fine-grained-activation-offloading --offload-modules ...
 fraction     the share of these that really goes (0.19 and later): the first layers of every chunk
+overlap      exchanges of experts beside the computing of another micro-batch, a forward beside a backward (`combined`)
+                                                                  --overlap-moe-expert-parallel-comm
+delayed      gradients of weights apart from the rest of a backward                 --delay-wgrad-compute
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any, Literal
 Method = Literal["uniform", "block"]
 
 WHOLE = 1.0
+OVERLAP, DELAYED = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+"""Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,13 @@ class StockSetting:
     """With `uniform` the layers of one checkpoint; with `block` those that are recomputed, of every chunk."""
     offload: tuple[str, ...] = ()
     fraction: float = WHOLE
+    overlap: bool = False
+    delayed: bool = False
 
     @property
     def name(self) -> str:
         """As tables show it, without the word stock."""
-        return ", ".join(part for part in (self._recomputation, self._offloading) if part) or "none"
+        return ", ".join(part for part in (self._recomputation, self._offloading, self._overlapping) if part) or "none"
 
     @property
     def _recomputation(self) -> str:
@@ -44,6 +51,11 @@ class StockSetting:
         return f"offload {' + '.join(self.offload)}{share}" if self.offload else ""
 
     @property
+    def _overlapping(self) -> str:
+        delayed = ", weight gradients delayed" if self.delayed else ""
+        return f"exchanges overlapped{delayed}" if self.overlap else delayed.removeprefix(", ")
+
+    @property
     def fields(self) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig."""
         fields: dict[str, Any] = {}
@@ -55,6 +67,8 @@ class StockSetting:
             fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(self.offload)}
         if self.fraction != WHOLE:
             fields["activation_offload_fraction"] = self.fraction
+        fields |= {OVERLAP: True} if self.overlap else {}
+        fields |= {DELAYED: True} if self.delayed else {}
         return fields
 
     @property

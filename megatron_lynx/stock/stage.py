@@ -9,6 +9,9 @@ The layers of one chunk, in order: which are recomputed as a whole, which offloa
 block 2 of 4       [input]  [input]  [ whole layer ]  [ whole layer ]
 uniform 2 of 4     [input      ·   ]  [input      ·   ]         one checkpoint for two layers
 half offloaded     [ ─────> host   ]  [ ─────> host   ]  [ stays ]  [ stays ]
+
+With overlapped exchanges a forward and a backward run as one, layer by layer (`combined`). Of the two chunks there is as much as
+of one, and a layer more, which the forward has made before the backward lets go of its own. Both have rows on their way.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import parts_beside_layers, stage_parts
+from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
+from megatron_lynx.stock.combined import UNDISTURBED, Beside, Nodes, nodes_of, paired_s
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.seconds import CopiedLayer, LayerSeconds, StageCopies, layer_seconds, recomputed_whole
 from megatron_lynx.stock.setting import NONE, StockSetting
@@ -42,6 +46,7 @@ class StockStage:
     job: Job
     setting: StockSetting
     stage: int
+    beside: Beside = UNDISTURBED
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
@@ -63,6 +68,8 @@ class StockStage:
         )
         whole = not self.setting.recompute
         parts = (stage_parts if whole else parts_beside_layers)(job, stage)
+        if self.setting.overlap:
+            parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes)
         return replace(
             parts,
             activations=chunks_in_flight(job, stage) * _stays(layers),
@@ -70,6 +77,13 @@ class StockStage:
             recomputed=max(map(made_again_bytes, self.chunks)),
             chunk=_stays(layers),
         ).fullest
+
+    @property
+    def _pair_more_bytes(self) -> int:
+        """What the two chunks of a pair hold beyond one, at most."""
+        layers = [layer for chunk in self.chunks for layer in chunk]
+        rows = dispatched_bytes(LayerShape.of(self.job)) if any(layer.experts for layer in layers) else 0
+        return max((layer.stays for layer in layers), default=0) + rows
 
     @property
     def host_bytes(self) -> int:
@@ -90,7 +104,45 @@ class StockStage:
     def passes(self, profile: Profile, copies: StageCopies | None) -> list[ChunkPasses]:
         """Of every chunk."""
         host = policy_host_s(self._as_policy, profile, self.stage) * (1 / self.job.chunks)
-        return [self._chunk_passes(profile, chunk, copies, host) for chunk in range(self.job.chunks)]
+        apart = [self._chunk_passes(profile, chunk, copies, host) for chunk in range(self.job.chunks)]
+        return [self._paired(profile, chunk, apart, host) for chunk in range(self.job.chunks)] if self.setting.overlap else apart
+
+    def _paired(self, profile: Profile, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
+        """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
+        backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
+        layers = [self._nodes(profile, each) for each in range(self.job.chunks)]
+        beside = self.beside._replace(computing=min(self.beside.computing, 1 / profile.interference))
+        timed, both_s = [self._timed(profile, each) for each in range(self.job.chunks)], 0.0
+        for other in range(self.job.chunks):
+            ends_s = sum(self._ends_s(profile, which)[way] for way, which in enumerate((chunk, other)))
+            nodes_s = paired_s(layers[chunk], layers[other], beside, delayed=self.setting.delayed)
+            copies_s = max(sum(layer.copy_s for layer in timed[which]) for which in (chunk, other))
+            both_s += max(nodes_s + ends_s, copies_s, host.both_s) / self.job.chunks
+        own = apart[chunk]
+        return replace(
+            own, forward={**own.forward, "steady": TimedPass(both_s)}, backward={**own.backward, "steady": TimedPass()}
+        )
+
+    def _nodes(self, profile: Profile, chunk: int) -> tuple[Nodes, ...]:
+        shape, layers = LayerShape.of(self.job), self.chunks[chunk]
+        known = {
+            kind: nodes_of(shape, profile, layer_seconds(shape, profile, self.setting, kind), experts=kind)
+            for kind in {layer.experts for layer in layers}
+        }
+        return tuple(known[layer.experts] for layer in layers)
+
+    def _ends_s(self, profile: Profile, chunk: int) -> tuple[float, float]:
+        """What runs before the first and behind the last layer of the model, forward and backward, where a chunk has them."""
+        ends = self._ends(profile, chunk)
+        return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
+
+    def _ends(self, profile: Profile, chunk: int) -> tuple[BlockProfile, BlockProfile]:
+        """Of the model, as far as the chunk has them."""
+        message_bytes, last = LayerShape.of(self.job).gathered_bytes, (self.job.parallel.pipeline - 1, self.job.chunks - 1)
+        return (
+            embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK,
+            last_end_of(profile, message_bytes) if (self.stage, chunk) == last else NO_BLOCK,
+        )
 
     @property
     def _as_policy(self) -> Job:
@@ -110,10 +162,7 @@ class StockStage:
 
     def _timed(self, profile: Profile, chunk: int) -> list[CopiedLayer]:
         """The layers of a chunk with their seconds; the first and the last one with the ends of the model that the chunk has."""
-        message_bytes = LayerShape.of(self.job).gathered_bytes
-        first = embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK
-        ends = (self.job.parallel.pipeline - 1, self.job.chunks - 1)
-        last = last_end_of(profile, message_bytes) if (self.stage, chunk) == ends else NO_BLOCK
+        first, last = self._ends(profile, chunk)
         shape, layers = LayerShape.of(self.job), self.chunks[chunk]
         known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.experts for layer in layers}}
         return with_ends([self._timed_layer(profile, layer, known[layer.experts]) for layer in layers], first, last)
@@ -185,7 +234,10 @@ class StockLayer:
 def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) -> tuple[StockLayer, ...]:
     """The layers of one chunk of a stage."""
     shape, numbers = LayerShape.of(job), job.layers_of(stage, chunk)
-    layers = [_layer(shape, setting, number in job.model.expert_layers, at) for at, number in enumerate(numbers)]
+    mixtures = job.model.expert_layers
+    kinds = [(number in mixtures, *_in_checkpoint(setting, at)) for at, number in enumerate(numbers)]
+    known = {kind: _layer(shape, setting, *kind) for kind in set(kinds)}
+    layers = [known[kind] for kind in kinds]
     if setting.offload:
         count = offloading_layers(setting, len(layers))
         layers = layers[:count] + [_kept_whole(layer) for layer in layers[count:]]
@@ -194,10 +246,13 @@ def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) ->
     return tuple(layers)
 
 
-def _layer(shape: LayerShape, setting: StockSetting, experts: bool, at: int) -> StockLayer:
-    """The layer at a place of its chunk, counted from 0."""
+def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
+    """Whether the layer at a place of its chunk, counted from 0, is recomputed whole, and whether a checkpoint begins there."""
     whole = setting.method == "uniform" or (setting.method == "block" and at < (setting.layers or 0))
-    begins = setting.method != "uniform" or at % (setting.layers or 1) == 0
+    return whole, setting.method != "uniform" or at % (setting.layers or 1) == 0
+
+
+def _layer(shape: LayerShape, setting: StockSetting, experts: bool, whole: bool, begins: bool) -> StockLayer:
     halves = layer_bytes(shape, NONE if whole else replace(setting, method=None, layers=None), experts)
     return StockLayer(experts, halves, whole, begins, shape.input_bytes)
 

@@ -126,7 +126,7 @@ def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predict
 
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
-    simulation = rehearse(way.plan, profile)
+    simulation = rehearse(way.plan, profile, job=job)
     return _Predicted(way, simulation.step_s, update_s(job, profile), max(most_held(job, simulation)))
 
 

@@ -150,7 +150,7 @@ def test_what_no_plan_goes_with_is_named_beside_what_the_launch_takes() -> None:
 
 
 def test_overlapped_exchanges_are_a_range() -> None:
-    """Nobody can say beforehand how much they hide."""
+    """From what they take if nothing slows them down, as plans are priced, to what was measured elsewhere."""
     overlap = f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
     found = answer(f"{overlap} --num-layers-per-virtual-pipeline-stage 6")
     launch = found.launch

@@ -11,8 +11,9 @@ import torch
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
-from megatron_lynx.kinds.planning import half_tensors
+from megatron_lynx.kinds.planning import half_tensors, planning_of
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.quantized import weight_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
 from .on_ranks import Attributes, one_step, trained
@@ -173,10 +174,17 @@ def predicted_bytes(job: Job) -> dict[str, int]:
         )
         for half in HALVES
     }
-    if job.model.qk_norm:  # the attention on a CPU copies values, and keys that heads share
+    if job.model.qk_norm and job.model.latent is None:  # the attention on a CPU copies values, and keys that heads share
         copied = 2 if job.model.kv_groups < job.model.heads else 1
         found["attention"] -= copied * shape.tokens * shape.key_width * job.model.element_bytes
     return found | {"copies": fp8_copies_bytes(job, 0) // job.model.layers}
+
+
+def copies_of(job: Job, half: Any) -> int:
+    """Of a half of a layer without experts, what is predicted of the copies that FP8 makes of its weights."""
+    assert job.model.fp8_recipe is not None
+    linears = planning_of(job.model.halves[half]).linears(LayerShape.of(job)).values()
+    return sum(weight_bytes(job.model.fp8_recipe, one.made, one.taken, transposes=True) for one in linears)
 
 
 def exchanges_of(rank: int, job: Job, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:

@@ -37,8 +37,7 @@ CASES: list[Any] = [
     ("delayed", "llama", "tp+sp", {"qk_layernorm": True}),
     *long(("delayed", "gpt", "pp", {"disable_parameter_transpose_cache": True})),
     ("tensorwise", "gpt", "one rank", {"first_last_layers_bf16": True}),
-    ("tensorwise", "llama", "tp+sp", {}),
-    *long(("tensorwise", "llama", "pp", {})),
+    *long(("tensorwise", "llama", "tp+sp", {}), ("tensorwise", "llama", "pp", {})),
 ]
 
 

@@ -279,7 +279,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace('"context_exchange":"p2p","context_levels":null,', "")
         .replace('"flash_attention_2_efficiency":null,', "")
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
-        .replace(',"expandable_segments":true', "")
+        .replace(',"expandable_segments":true,"share":null,"beside":[],"leaves":[]', "")
         .replace(',"offload":0.0,"overlap_copies":false', "")
         .replace('"states":2,', "")
         .replace(',"head":null', "")
@@ -334,8 +334,11 @@ def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
     ]
     assert refusals(tmp_path, JOB, **{"parallel.expert": 2}) == ["job.yaml: parallel.expert (2) needs model.experts, found none"]
     in_fp8 = {"model.fp8": {}, "model.implementation": "transformer_engine", "model.dtype": "bf16", "parallel.tensor": 1}
-    assert refusals(tmp_path, JOB, **in_fp8, **{"model.experts": EXPERTS}) == [
-        "job.yaml: model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
+    assert refusals(tmp_path, JOB, **in_fp8, **{"model.experts": {**EXPERTS, "ffn": 72}}) == [
+        "job.yaml: model.experts.ffn on a rank (72) must be a multiple of 16 with model.fp8"
+    ]
+    assert refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "filled": True}, "parallel.sequence_parallel": True}) == [
+        "job.yaml: model.experts.filled needs model.fp8, found none: rows are filled up for FP8 alone"
     ]
     assert "layers has 'x', needed a layer" in refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "layers": ["x"]}})[0]
 
@@ -351,6 +354,16 @@ def test_gpus_without_fp8_are_refused_with_both_facts(cluster: str, recipe: str,
     catalogued_job("llama-65b", "h800-80g", fp8="blockwise")
     with pytest.raises(ValueError, match=re.escape(said)):
         catalogued_job("llama-65b", cluster, fp8=recipe)
+
+
+def test_layers_that_stay_in_bf16_as_megatron_has_them() -> None:
+    fields = {"implementation": "transformer_engine", "dtype": "bf16", "pipeline": 2}
+    with pytest.raises(
+        ValueError, match=re.escape("model.fp8.last_in_bf16 (3) must be at most model.layers / parallel.pipeline (2)")
+    ):
+        tiny_job(**fields, fp8={"recipe": "tensorwise", "last_in_bf16": 3})
+    with pytest.raises(ValueError, match="need another recipe than delayed"):
+        tiny_job(**fields, fp8={"first_in_bf16": 1})
 
 
 def test_sizes_that_fp8_matrices_cannot_have() -> None:

@@ -10,6 +10,7 @@ from megatron_lynx.config import load_job
 from megatron_lynx.config.cluster import NcclChannels
 from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.planner.writing import planned_device
 from megatron_lynx.units import GIB, MIB
 
 from .jobs import catalogued_job
@@ -84,6 +85,21 @@ def test_a_stated_reserve_and_a_stated_budget_go_before_the_parts(tmp_path: Path
     (tmp_path / "old.yaml").write_text("name: old\ndevice: cuda\nmemory_gib: 80\nreserve_gib: 15.4\n")
     (tmp_path / "job.yaml").write_text("model: models/llama3-8b\ncluster: old\ngpus: 8\nbatch: {micro: 1, global: 8}\n")
     assert load_job(tmp_path / "job.yaml").memory_budget_bytes == int(GIB * 80) - int(GIB * 15.4)
+
+
+def test_what_others_have_of_a_device_is_left_to_them() -> None:
+    """A share is of what the device reports, and the reserve is inside of it: vLLM's 0.45 and our 0.55 are the whole."""
+    job = unbudgeted()
+    parts_bytes, device_bytes = sum(job.device_reserve.parts.values()), job.device_reserve.memory_bytes
+    shared = unbudgeted(budget={"share": 0.55})
+    assert shared.memory_budget_bytes == int(0.55 * device_bytes) - parts_bytes
+    beside = unbudgeted(budget={"share": 0.55, "beside": [{"what": "reference model", "gib": 15}]})
+    assert shared.memory_budget_bytes - beside.memory_budget_bytes == 15 * GIB
+    assert "others' share 35.60, reference model 15.00, context" in beside.device_reserve.in_words
+    assert planned_device(beside).outside_bytes == device_bytes - beside.memory_budget_bytes - int(1.2 * GIB)
+    assert job.digest == unbudgeted(budget={"beside": []}).digest != shared.digest
+    with pytest.raises(ValueError, match=r"leave it out, or budget\.share and budget\.beside"):
+        unbudgeted(budget={"share": 0.55, "memory_gib": 40})
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

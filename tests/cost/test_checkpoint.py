@@ -8,7 +8,8 @@ from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.memory import peak_bytes
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
+from megatron_lynx.cost.memory import COLUMNS, peak_bytes
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -67,3 +68,16 @@ def test_tokens_travel_again_and_routers_decide_once() -> None:
     scores, decided, chosen = tokens * 128 * 4, tokens * 128 * 3, tokens * choices * (2 * 8 + 4)
     assert fed.memory.resident == scores + decided + chosen + tokens * choices * 8
     assert half.memory.resident == fed.memory.resident + profile.experts.input_bytes
+
+
+def test_what_is_in_hand_is_counted_half_by_half() -> None:
+    """It once was counted as the half has it that needs most: a plan that was fullest in the other half held less than it said,
+    and what a run taught of it was false of the next plan."""
+    job, profile = of("llama3-8b-a100-80g")
+    less = less_in_hand_bytes(job)
+    assert min(less.values()) == 0 < max(less.values())
+    for name, section in job.model.halves.items():
+        memory = priced(profile, section, (), None, less[name]).memory
+        assert memory.columns[COLUMNS.index("begins")] == memory.whole - less[name]
+    bounded = job.budget.model_copy(update={"activation_mib": 100.0})
+    assert not less_in_hand_bytes(job.model_copy(update={"budget": bounded})), "a bound on layers is not about what is in hand"

@@ -52,7 +52,7 @@ JOBS = {
     ),
 }
 
-COMBINED = ("pipeline", "tensor")
+COMBINED = ("pipeline", "tensor", "bf16")
 """What another one has together."""
 
 

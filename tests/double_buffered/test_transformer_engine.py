@@ -24,7 +24,7 @@ FUSED = {"model": {"gradient_accumulation_fusion": True}, "overlap_grad_reduce":
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-@pytest.fixture(scope="module", params=[("2.9", None), *long((("2.14", "0.17"),)), ("2.17", "0.19")], ids=str)
+@pytest.fixture(scope="module", params=[*long((("2.9", None),), (("2.14", "0.17"),)), ("2.17", "0.19")], ids=str)
 def pool(request) -> Iterator[RankPool]:
     te, core = request.param
     with pool_with(te, 2, core) as pool:

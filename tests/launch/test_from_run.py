@@ -1,4 +1,4 @@
-"""A plan that has learned from its run holds what it says, as nearly as one peak can teach."""
+"""A plan that has learned from its run holds what it says."""
 
 from __future__ import annotations
 
@@ -24,17 +24,10 @@ BUDGET_BYTES = 3_900_000
 NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
 
-FEW_TENSORS = 0.025
-"""One activation of a layer is 0.8 % of what these ranks hold. What a backward has in hand is counted beside every half as that
-half has it which needs most (`cost.in_hand`): a plan that is fullest in another half than its forerunner learns so much too
-little."""
-
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("budget_bytes", "nearly"), [(None, NEARLY), (BUDGET_BYTES, FEW_TENSORS)], ids=["the same plan", "budget"]
-)
-def test_a_second_run_holds_what_its_plan_says(run, tmp_path: Path, budget_bytes, nearly):
+@pytest.mark.parametrize("budget_bytes", [None, BUDGET_BYTES], ids=["the same plan", "budget"])
+def test_a_second_run_holds_what_its_plan_says(run, tmp_path: Path, budget_bytes):
     """Seconds are not looked at: those of a machine with other work are nobody's price."""
     asked = asked_for(tmp_path, budget_bytes)
     assert lynx(*asked).exit_code == 0
@@ -46,10 +39,10 @@ def test_a_second_run_holds_what_its_plan_says(run, tmp_path: Path, budget_bytes
     assert "learned from " in again.stdout
     second = launched(run, tmp_path)
     for row in second.stages:
-        assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=nearly)
+        assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=NEARLY)
     if budget_bytes is not None:
         assert max(row.measured.allocated_bytes for row in first.stages) > budget_bytes
-        assert max(row.measured.allocated_bytes for row in second.stages) <= (1 + FEW_TENSORS) * budget_bytes
+        assert max(row.measured.allocated_bytes for row in second.stages) <= budget_bytes
     learned = load_plan(tmp_path / "plan.yaml").provenance.learned
     assert learned is not None
     assert load_outcome(tmp_path / FILE_NAME).learned == learned

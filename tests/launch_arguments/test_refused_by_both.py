@@ -25,7 +25,7 @@ BESIDE = {
     "dense": (*features.OFF, *features.ONE, "cuda_graph_impl"),
     "Transformer Engine": features.OFF_WITH_TE,
     "latent attention": latent.OFF,
-    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE, "fp8"),
+    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE),
     "fused exchanges": ("moe_flex_dispatcher_backend",),
     "FP8": fp8_refusals.OFF,
 }
@@ -101,7 +101,7 @@ def test_what_installation_refuses_is_refused_by_plan_or_left_out(field: str, be
         assert flag.options[0] in said
         assert flag.options[0] not in reading_of(said).changed({}).arguments
         return
-    assert [problem for problem in found if problem.where in flag.options or (field == "fp8" and "fp8" in problem.found)] != []
+    assert [problem for problem in found if problem.where in flag.options] != []
 
 
 @pytest.mark.parametrize("beside", FLAGS)

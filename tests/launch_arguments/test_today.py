@@ -13,6 +13,7 @@ from tests.launch_arguments.test_reading import SMALL
 
 FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = "--num-experts 8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --disable-bias-linear"
+OVERLAPPED = f"{EXPERTS} --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm"
 OFFLOADING = "--fine-grained-activation-offloading --offload-modules attn_proj core_attn"
 
 
@@ -82,7 +83,10 @@ def test_arguments_alone_are_told_what_to_drop() -> None:
         ("--fine-grained-activation-offloading", "--offload-modules MODULE ... beside it"),
         ("--fine-grained-activation-offloading --offload-modules attn_proj", "attn_proj is offloaded with core_attn alone"),
         (f"{OFFLOADING} --transformer-impl local", "offloads from Transformer Engine's layers alone"),
-        ("--delay-wgrad-compute", "--overlap-moe-expert-parallel-comm beside it"),
+        ("--delay-wgrad-compute", "with overlapped exchanges alone (--overlap-moe-expert-parallel-comm)"),
+        (f"{EXPERTS} --overlap-moe-expert-parallel-comm", "there is no exchange to overlap"),
+        (f"{OVERLAPPED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 4", "pipeline of several chunks alone"),
+        (f"{OVERLAPPED} {FULL_FLAGS}", "neither whole layers nor moe are recomputed beside overlapped exchanges"),
         ("--cpu-offloading-num-layers 8", "fewer than --num-layers (8)"),
         ("--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
     ],
@@ -92,9 +96,9 @@ def test_what_megatron_would_stop_at_is_said(flags: str, said: str) -> None:
 
 
 def test_exchanges_that_overlap_are_today_too() -> None:
-    reading = read(f"{EXPERTS} --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm --delay-wgrad-compute")
-    assert reading.today.overlaps_exchanges
-    assert reading.today.name == "exchanges overlapped, weight gradients delayed"
+    reading = read(f"{OVERLAPPED} --delay-wgrad-compute")
+    assert reading.today.setting == StockSetting(overlap=True, delayed=True)
+    assert reading.today.name == "stock exchanges overlapped, weight gradients delayed"
     assert "--overlap-moe" not in reading.under_plan("plan.yaml", [])
     assert reading.problems == ()
 

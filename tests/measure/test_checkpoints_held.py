@@ -12,6 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.measure.on_ranks import held
 from tests.te_releases import pool_with
 from tests.transparency import test_latent
@@ -61,7 +62,7 @@ def counted(pool: RankPool, job: Job) -> Iterator[tuple[str, tuple[int, int], tu
         yield from zip(SETTINGS, found[: len(SETTINGS)], found[len(SETTINGS) :], strict=True)
 
 
-@pytest.mark.parametrize("fields", [{}, {"like": "llama"}, {"tensor": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"like": "llama"}, {"tensor": 2, "sequence_parallel": True}, *long({})], ids=str)
 def test_full_recomputation_holds_as_much(own_pool_of: Pools, fields: dict[str, Any]) -> None:
     """To the byte, but for random states, and no more at the peak: nothing is made again that stock does not make."""
     job = tiny_job(**{**SIZE, **fields})

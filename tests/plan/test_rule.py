@@ -11,7 +11,7 @@ from megatron_lynx.plan.rule import joined
 from tests.plan.strategies import plans
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(plans())
 @pytest.mark.slow
 def test_joining_single_layers(plan: Plan) -> None:

@@ -84,34 +84,47 @@ def measure_sleeping(rank: int, longer: float) -> float:
     return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
 
 
-def bytes_saved_by_items(rank: int, job: Job, **fields: Any) -> dict[str, int]:
+def bytes_saved_by_items(
+    rank: int, job: Job, favour: float = 0.0, capacity: float | None = None, **fields: Any
+) -> dict[str, int]:
     """What the items of a mixture of experts save in one forward: the input, and every block that is no parameter, by the item
-    that saves it first. `fields`: of TransformerConfig."""
+    that saves it first; in FP8 also `copies` of the half's weights. `favour`: added to the logits of the first rank's experts.
+    `capacity`: of each expert, over a balanced share; tokens beyond are dropped. `fields`: of TransformerConfig."""
     import torch
 
+    from megatron_lynx.runtime.saved import memory_of
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import DTYPES, build_model
+    from tests.apply.te_on_ranks import copies_of_weights, in_fp8
 
     initialise(job)
-    (chunk,) = build_model(job, **fields)
+    (chunk,) = build_model(job, **fields, **({} if capacity is None else {"moe_expert_capacity_factor": capacity}))
     seed_random_numbers(7)
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     rows = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    router, first = layer.mlp.router, job.model.experts.count // job.parallel.expert
+    gating = router.gating
+    if favour:
+        more = favour * (torch.arange(job.model.experts.count) < first)
+        router.gating = lambda given: gating(given) + more
     hidden = torch.randn(rows, job.batch.micro, job.model.hidden, dtype=DTYPES[job.model.dtype]).requires_grad_()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     held = {hidden.untyped_storage().data_ptr(): ("input", hidden.untyped_storage())}
     running = [""]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held.setdefault(storage.data_ptr(), (running[0], storage))
+        for part in memory_of([tensor]):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                held.setdefault(storage.data_ptr(), (running[0], storage))
         return tensor
 
     _tell_items(layer, job.model.kind_sections(experts=True)[1], running)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with in_fp8(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer._forward_mlp(hidden)
-    saved: dict[str, int] = {}
+    copies = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in copies_of_weights(layer)}
+    held = {at: each for at, each in held.items() if at not in copies}
+    saved: dict[str, int] = {"copies": sum(copies.values())} if copies else {}
     for item, storage in held.values():
         saved[item] = saved.get(item, 0) + storage.nbytes()
     return saved

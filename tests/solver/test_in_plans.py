@@ -31,7 +31,7 @@ Solver = Callable[[StageProblem], Solved]
 
 @pytest.mark.parametrize("solve", [sweep.solve, exact.solve], ids=["sweep", "exact"])
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(share=st.floats(0, 1))
 @pytest.mark.slow
 def test_never_over_budget_in_the_simulator(solve: Solver, name: str, share: float) -> None:

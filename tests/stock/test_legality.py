@@ -25,6 +25,26 @@ MODELS = {
     ),
 }
 OVERLAP = {"moe_shared_expert_overlap": True}
+COMBINED = {
+    "one stage": ({"expert": 2}, {}),
+    "one rank": ({}, {"expert_model_parallel_size": 1}),
+    "fp32": ({"expert": 2, "sixteen_bits": False}, {"bf16": False}),
+    "a pipeline": ({"expert": 2, "pipeline": 2}, {"pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16"}),
+    "chunks": (
+        {"expert": 2, "pipeline": 2, "chunks": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16", "num_layers": 4},
+    ),
+    "shared experts beside it": (
+        {"expert": 2, "has": frozenset({"experts", "shared_experts"}), "shared_overlap": True},
+        {"moe_shared_expert_intermediate_size": 16, **OVERLAP},
+    ),
+}
+"""Facts and fields in which exchanges may be overlapped, or not."""
+OVERLAPPED = [
+    StockSetting(recompute=modules, overlap=overlap, delayed=delayed)
+    for modules in ((), ("layernorm",), ("moe",))
+    for overlap, delayed in ((True, False), (True, True), (False, True))
+] + [StockSetting(method="uniform", layers=1, overlap=True), StockSetting(offload=("core_attn",), overlap=True)]
 
 
 def subsets(names):
@@ -67,6 +87,9 @@ def test_what_a_release_accepts_is_exactly_what_the_table_calls_legal(release_po
         for modules in RECOMPUTE_SETS
         if modules
     ]
+    mixed = {"num_moe_experts": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True}
+    for facts, more in COMBINED.values():
+        asked += [(Facts(release, **{"has": frozenset({"experts"}), **facts}), mixed | more, each) for each in OVERLAPPED]
     (answers,) = pool.run(accepts, [fields | setting.fields for _, fields, setting in asked])
     wrong = [
         (setting, refused(setting, facts), answer)

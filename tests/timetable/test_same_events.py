@@ -75,7 +75,7 @@ def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:
 
 
 @pytest.mark.parametrize("layout", JOBS)
-@drawn(15)
+@drawn(8)
 @given(data=st.data())
 @pytest.mark.slow
 def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) -> None:

@@ -48,8 +48,8 @@ TRAINING = {"ddp": True, "optimizer": "megatron"}
 """With reductions over data and context."""
 
 
-LATER = tuple(layout for layout in LAYOUTS if "x" in layout)
-"""Beside other groups; some of these have random plans, and some what goes to the host."""
+LATER = (*(layout for layout in LAYOUTS if "x" in layout), "CP2, gathered")
+"""Beside other groups; some of these have random plans, and some what goes to the host, both with gathered sequences."""
 
 
 @pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout not in LATER), *long(*LATER)])

@@ -94,7 +94,7 @@ CUT = "TP2+SP, experts cut"
 CHUNKED = "PP2xVPP2, EP2"
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", *long("allgather")])
+@pytest.mark.parametrize("dispatcher", long("alltoall", "allgather"))
 def test_experts_that_are_cut(pool_of: Pools, dispatcher: str) -> None:
     """Each rank's part of every expert, from the rows of all ranks of the group, beside its collectives; with few bytes."""
     job = job_of(CUT, layers=2)

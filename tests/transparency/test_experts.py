@@ -93,7 +93,7 @@ def check_backwards(job: Job, stage: int, outcome: Outcome) -> None:
     assert list(backwards.values()) == [expected] * job.microbatches
 
 
-CONTAINED = ("EP2, every second layer", "PP2, the first layer dense")
+CONTAINED = ("one rank", "EP2, every second layer", "PP2, the first layer dense")
 """Layouts without tensor parallelism or chunks, of which others are made that have these too."""
 
 

@@ -69,7 +69,7 @@ def test_every_bit(pool_of: Pools, layout: str, dispatcher: str) -> None:
             assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
 
 
-@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+@pytest.mark.parametrize("dispatcher", ["deepep", *long("hybridep")])
 def test_tokens_travel_again_in_a_checkpoint(pool_of: Pools, dispatcher: str) -> None:
     """As the router decided, and the dispatcher is then as its forward left it."""
     job = job_of("EP2", dispatcher)

@@ -139,7 +139,10 @@ CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
 TURNED = ("one rank, fused", "TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
 LONG = (
     *CUT,
-    *TURNED,
+    *(name for name in TURNED if name != "PP2xVPP2, fused"),
+    "one rank",
+    "TP2+SP",
+    "PP2xVPP2",
     "one rank, queries as they are",
     "TP2",
     "TP2, local",

@@ -62,8 +62,8 @@ def chunk_bytes(job: Job) -> int:
 @pytest.mark.parametrize(
     ("layout", "like"),
     [
-        *product([layout for layout in LAYOUTS if layout != "TP2xPP2+SP"], ["gpt"]),
-        *long(("PP2", "llama"), *product(["TP2xPP2+SP"], ["gpt", "llama"])),
+        *product(["PP2", "TP2xPP2xVPP2+SP"], ["gpt"]),
+        *long(("PP2", "llama"), ("PP2xVPP2", "gpt"), *product(["TP2xPP2+SP"], ["gpt", "llama"])),
     ],
 )
 def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: Any) -> None:

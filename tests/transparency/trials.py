@@ -239,6 +239,7 @@ def _canaries(seen: Seen) -> Iterator[None]:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_lynx.runtime.frame import Absent, Frame
+    from megatron_lynx.runtime.saved import memory_of
 
     let_go: list[torch.Tensor] = []
     made, want, backward_step = Absent.made, Frame.want, schedules.backward_step
@@ -249,7 +250,7 @@ def _canaries(seen: Seen) -> Iterator[None]:
             return absent.fill_(NANS.get(absent.dtype, 0))
 
     def wanting(self: Any, key: Any, tensor: torch.Tensor) -> Any:
-        let_go.append(tensor.detach())
+        let_go.extend(part.detach() for part in memory_of([tensor]))  # of a wrapper around bytes and scales, those
         return want(self, key, tensor)
 
     def overwriting(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def _site_at(place: Place, section: Section, release: TeRelease | None, *, fp8: 
         item.name,
         module,
         first=norm_inside(place.owner, norm, release) if norm and release is not None else None,
-        state=Fp8Linear(place.owner) if fp8 and item.is_linear else None,
+        state=Fp8Linear(place.owner) if fp8 and (item.is_linear or item.of_experts) else None,
         may_draw=item.may_draw,
         goes_on=place.goes_on,
     )

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.transformer_engine.fp8 import with_bytes
+from megatron_lynx.apply.transformer_engine.fp8 import as_alias, in_fp8_itself, with_bytes
 from megatron_lynx.runtime.engine import Engine
 
 
@@ -51,8 +51,8 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 whole, work = windowed(tensor, process_group, async_op, **kwargs)
-                if process_group is group and work is None and type(whole) is Tensor:
-                    engine.gathered(whole)
+                if process_group is group and work is None and engine.owns_gathered:
+                    engine.gathered(as_alias(whole) if in_fp8_itself(whole) else whole)
                 return whole, work
             return _answered(_of_kind(tensor, gathered), engine.served(gathered), async_op)
 
@@ -72,8 +72,10 @@ class _Waited:
         return True
 
 
-def _of_kind(tensor: Any, gathered: Tensor) -> Any:
+def _of_kind(tensor: Any, gathered: Any) -> Any:
     """An alias of what was gathered: of `tensor`, which is the rank's part, or of its bytes in FP8."""
+    if in_fp8_itself(gathered):
+        return as_alias(gathered)
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
 
 

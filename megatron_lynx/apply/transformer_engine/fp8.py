@@ -125,6 +125,17 @@ def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
     return list(normalised.prepare_for_saving()[0])
 
 
+def as_alias(tensor: Any) -> Any:
+    """The same tensor in FP8 of its own: whoever empties it empties no other."""
+    parts = {name: part.detach() if isinstance(part, Tensor) else part for name, part in tensor.get_metadata().items()}
+    return type(tensor)(**parts, **({"shape": tensor.shape, "dtype": tensor.dtype} if isinstance(tensor, Tensor) else {}))
+
+
+def in_fp8_itself(tensor: Any) -> bool:
+    """Whether it is made of bytes and scales."""
+    return hasattr(tensor, "get_metadata")
+
+
 def with_bytes(part: Any, data: Tensor) -> Any:
     """A tensor in FP8 that has `data` as its bytes by rows, and scale and type of `part`."""
     return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})

@@ -37,6 +37,7 @@ from megatron_lynx.kinds.experts.saved import (
     expert_width,
     experts_of,
     local_experts,
+    padded_rows,
     routed_rows,
     shared_width,
 )
@@ -45,7 +46,6 @@ from megatron_lynx.kinds.experts.section import (
     DISPATCH,
     EXPERTS,
     EXPERTS_ACTIVATION,
-    EXPERTS_FC1,
     ROUTER,
     SHARED_ACTIVATION,
     SHARED_LINEARS,
@@ -67,7 +67,7 @@ class MixtureOfExperts(Planning):
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         if item.name == SHARED_ACTIVATION:
             return activation_kernels(shape.model, shape.tokens, shared_width(shape))
-        return weighted_kernels(shape.model, routed_rows(shape), expert_width(shape))
+        return weighted_kernels(shape.model, padded_rows(shape), expert_width(shape))
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name == ROUTER:
@@ -115,6 +115,7 @@ class MixtureOfExperts(Planning):
             weights=linears + 1,
             biased=linears,
             whole=router,
+            router=router,
             apart=local * (one // layout.expert_tensor_size + _biases(model, layout.expert_tensor_size)),
         )
 
@@ -128,7 +129,7 @@ class MixtureOfExperts(Planning):
         if role == "experts_in":
             return kept_of_argument(half, linear), made_bytes(half, linear)
         if role == "experts_out":
-            return kept_of_argument(half, linear), kept_of_argument(half, EXPERTS_FC1)
+            return kept_of_argument(half, linear), made_bytes(half, DISPATCH)
         return super().operands_bytes(profile, linear)
 
 
@@ -239,6 +240,8 @@ def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
+    if padded_rows(shape) > routed_rows(shape):  # copied to where there is room to fill up
+        sorted_s += roof.seconds(0, row_bytes * padded_rows(shape))
     if experts_of(shape).dispatcher != "alltoall":
         return Passes(max(sent_s, sorted_s), max(sent_s, sorted_s))
     return Passes(sent_s + sorted_s, sent_s + sorted_s)

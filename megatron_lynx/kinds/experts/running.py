@@ -90,9 +90,6 @@ class HeldExperts(Running):
         if config.moe_token_dispatcher_type == "flex" and (backend := _dispatched_by(config)) not in DISPATCHERS:
             needed = " or ".join(DISPATCHERS[1:])
             yield Problem("config.moe_flex_dispatcher_backend", backend, f"{needed} under a plan", "no other ran on a CPU")
-        if config.fp8:
-            needed = "none with experts under a plan"
-            yield Problem("config.fp8", str(config.fp8), needed, "drop --fp8-format: not shown with experts")
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Every reason why the experts of this run cannot be looked into; none where the plan does not ask for it."""

@@ -7,6 +7,7 @@
 T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
 rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
 `MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
+Bytes are counted for `experts.holds` times as many, where that is said.
 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
@@ -18,7 +19,10 @@ rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are 
                            fused: f + f + f
                  eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
     shared       an MLP's, without norm and dropout
-Where every rank's experts come from a grouped GEMM, its padding is not counted.
+In FP8 each expert's rows are filled up to a multiple of 16, or 32 (mxfp8): by `Fp8Padding` before its GEMMs, or, as the launch
+may say, by the router, whose rows then travel, too. Its linears keep bytes and scales of what they were given, each expert its
+own, and nobody keeps the dispatched rows; a replay that passes them needs them. Megatron has the shared experts' first linear
+keep the norm's output as it is (`set_save_original_input`), but for delayed scaling.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from functools import lru_cache
 from math import ceil
 
 from megatron_lynx.config.experts import Experts
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.dense.planning import mlp_tensors
 from megatron_lynx.kinds.dense.section import MLP
 from megatron_lynx.kinds.experts.section import (
@@ -45,6 +50,7 @@ from megatron_lynx.kinds.experts.section import (
 from megatron_lynx.kinds.face import Linear
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
 from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 INDEX_BYTES = 8
@@ -59,7 +65,10 @@ SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 @lru_cache(maxsize=256)
 def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
+    shape = as_held(shape)
     section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
+    if readers[0] == SHARED_FC1 and shape.model.fp8_recipe == "delayed":  # Megatron has others keep the norm's output, as it is
+        readers = (ROUTER,)
     norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
     blocks = (*norm, *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
     return tuple(block for block in blocks if block.bytes)
@@ -88,9 +97,10 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
     yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
     yield SavedTensor(bytes=sorted_by, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
-    yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
+    readers = (EXPERTS_FC1,) if shape.model.fp8_recipe is None else ()
+    yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=readers, output=True)
     of_row = FP32_BYTES if fused else element
-    yield SavedTensor(bytes=rows * of_row, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+    yield SavedTensor(bytes=padded_rows(shape) * of_row, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
@@ -114,13 +124,13 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 def remembered_bytes(shape: LayerShape) -> int:
     """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
     probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
-    return sum(block.bytes for block in _dispatch(shape) if DISPATCH in block.saved_by)
+    return sum(block.bytes for block in _dispatch(as_held(shape)) if DISPATCH in block.saved_by)
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Between the experts' GEMMs."""
+    """Between the experts' GEMMs, and what these keep of what they were given in FP8."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
-    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
+    block, gated = padded_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
@@ -128,7 +138,13 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
     if apart:
         yield SavedTensor(bytes=made, **own)
-    yield SavedTensor(bytes=block, made_by=EXPERTS_ACTIVATION, saved_by=(EXPERTS_FC2,))
+    if model.fp8_recipe is None:
+        yield SavedTensor(bytes=block, made_by=EXPERTS_ACTIVATION, saved_by=(EXPERTS_FC2,))
+        return
+    for name in (EXPERTS_FC1, EXPERTS_FC2):
+        linear = expert_linears(shape)[name]
+        size = linear.times * saved_bytes(model.fp8_recipe, linear.rows, linear.taken)
+        yield SavedTensor(bytes=size, made_by=name, saved_by=(name,))
 
 
 def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -136,6 +152,9 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     if not experts_of(shape).shared_ffn:
         return
     model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn})
+    if model.fp8_recipe == "delayed":
+        size = saved_bytes("delayed", shape.own_tokens, model.hidden)
+        yield SavedTensor(bytes=size, made_by=SHARED_FC1, saved_by=(SHARED_FC1,))
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
@@ -147,10 +166,42 @@ def experts_of(shape: LayerShape) -> Experts:
     return shape.model.experts
 
 
-def routed_rows(shape: LayerShape) -> int:
-    """Rows that the experts of the fullest rank are given (R)."""
+def as_held(shape: LayerShape) -> LayerShape:
+    """The shape whose rows are those that bytes are counted for: of `experts.holds`, where that is said."""
     experts = experts_of(shape)
-    return ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
+    if experts.holds is None:
+        return shape
+    heavier = experts.model_copy(update={"load": experts.held_load, "holds": None})
+    return replace(shape, model=shape.model.model_copy(update={"experts": heavier}))
+
+
+def routed_rows(shape: LayerShape) -> int:
+    """Rows that the experts of the fullest rank are given (R). A router that fills them up does so for each expert, on each rank
+    that tokens come from."""
+    experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
+    rows = ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
+    by_router = experts.filled and experts.dispatcher == "alltoall"
+    return rows + (_filled_up(shape, rows, ranks * local_experts(shape)) if by_router else 0)
+
+
+def padded_rows(shape: LayerShape) -> int:
+    """Rows that their GEMMs work on: in FP8 each expert's are filled up, where the router did not do so."""
+    experts, rows = experts_of(shape), routed_rows(shape)
+    if shape.model.fp8_recipe is None or (experts.filled and experts.dispatcher == "alltoall"):
+        return rows
+    return rows + _filled_up(shape, rows, local_experts(shape))
+
+
+def _filled_up(shape: LayerShape, rows: int, parts: int) -> int:
+    """Rows that so many parts of these are filled up with, to a multiple that FP8 needs: half of it for each, in the mean, and
+    where every token goes to every expert as many as it takes."""
+    recipe, experts = shape.model.fp8_recipe, experts_of(shape)
+    if recipe is None:
+        return 0
+    multiple = STORED[recipe].rows_of_expert
+    if experts.per_token == experts.count:
+        return parts * (-(rows // parts) % multiple)
+    return parts * (multiple - 1) // 2
 
 
 def local_experts(shape: LayerShape) -> int:
@@ -170,7 +221,7 @@ def shared_width(shape: LayerShape) -> int:
 
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
     """The linears of the half by item."""
-    count, rows = local_experts(shape), routed_rows(shape)
+    count, rows = local_experts(shape), padded_rows(shape)
     linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
     if width := shared_width(shape):
         linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (shape.tokens, 1), width)

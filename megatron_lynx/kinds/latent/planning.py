@@ -23,13 +23,15 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.backward import core, norm, row_parallel
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ, ROTARY
-from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes, normed_cast
 from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, statistics
 from megatron_lynx.kinds.section import Collective, Item
 from megatron_lynx.profiler.element_wise import Kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape
+from megatron_lynx.profiler.quantized import saved_bytes
+from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 
 DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
@@ -79,6 +81,16 @@ class LatentAttention(Planning):
         queries, key = (turned_kernels(shape, width, sizes.rope_size, interleaved=True) for width in widths)
         return one_kernel(both, both) + queries + key
 
+    def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
+        if item.role != "inner_norm" or not shape.model.qk_norm:
+            return super().seconds(shape, item, roof)
+        return super().seconds(shape, item, roof) + normed_cast(
+            shape, shape.own_tokens * _rank(sizes_of(shape.model), item), roof
+        )
+
+    def norm_casts(self, shape: LayerShape, item: Item) -> bool:
+        return bool(item.norm_inside) and shape.model.qk_norm
+
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
         if item.role == "inner_norm":
             return latent_rows(shape) * _rank(sizes_of(shape.model), item) * shape.model.element_bytes
@@ -87,7 +99,10 @@ class LatentAttention(Planning):
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         sizes = sizes_of(shape.model)
         readers = tuple(item.name for item in self.section.items if item.role in ("down_projection", "query_projection"))
-        yield from norm_tensors(shape, self.section, readers)
+        yield from norm_tensors(shape, self.section, readers if shape.model.fp8_recipe is None else ())
+        if shape.model.fp8_recipe is not None:  # each casts it for itself
+            size = saved_bytes(shape.model.fp8_recipe, shape.own_tokens, shape.model.hidden)
+            yield from (SavedTensor(bytes=size, made_by=linear, saved_by=(linear,)) for linear in readers)
         if sizes.q_rank is not None:
             yield from self._compressed(shape, (Q_DOWN, Q_NORM, Q_UP), sizes.q_rank, sizes.q_rank)
         yield from self._compressed(shape, (KV_DOWN, KV_NORM, KV_UP), sizes.kv_down_width, sizes.kv_rank)
@@ -101,17 +116,20 @@ class LatentAttention(Planning):
         it, as long as `linear_proj`'s input, which always stays. Transformer Engine's linears, norm inside or not, keep what they
         were called with, or a copy where that is a part of a wider block."""
         (down, norm, up), model, rows = path, shape.model, latent_rows(shape)
-        element = model.element_bytes
+        element, recipe = model.element_bytes, model.fp8_recipe
         stays = (LINEAR_PROJ,) if not model.uses_te and shape.parallel.tensor > 1 else ()
         reader = norm.name if model.qk_norm and not model.uses_te else up.name
-        copied = model.uses_te and width != rank
-        readers = () if copied else (reader, *stays)
+        copied, cast = model.uses_te and width != rank, recipe is not None and not model.qk_norm
+        readers = () if copied or cast else (reader, *stays)
         yield SavedTensor(bytes=rows * width * element, made_by=down.name, saved_by=readers, output=True)
-        if copied:
+        if recipe is not None and cast:
+            yield SavedTensor(bytes=saved_bytes(recipe, rows, rank), made_by=up.name, saved_by=(up.name,))
+        elif copied:
             yield SavedTensor(bytes=rows * rank * element, made_by=up.name, saved_by=(up.name,))
         if model.qk_norm:
             normed = shape.own_tokens * rank * element
             yield from statistics(shape, norm.name, normed)
+            normed = normed if recipe is None else saved_bytes(recipe, shape.own_tokens, rank)
             yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
@@ -193,8 +211,8 @@ class LatentAttention(Planning):
             return kept_of_argument(half, linear) - gathered, profile.message_bytes
         made = made_bytes(half, linear) // (sizes.tensor if linear in down and not sizes.te else 1)
         if linear in down and sizes.te:
-            return half.input_bytes, made
-        return profile.message_bytes * self.input_width(sizes, linear) // sizes.hidden, made
+            return profile.gathered_input(half.input_bytes), made
+        return profile.gathered_input(profile.message_bytes) * self.input_width(sizes, linear) // sizes.hidden, made
 
 
 def sizes_of(model: Model) -> LatentSizes:

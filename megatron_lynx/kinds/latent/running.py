@@ -30,7 +30,6 @@ OFF = {
     "cache_mla_latents": "--cache-mla-latents: it is for inference, and takes a linear apart",
     "mla_down_proj_fusion": "--mla-down-proj-fusion: one linear does what two items stand for",
     "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
-    "fp8": "--fp8-format: not shown with latent attention",
     "tp_comm_overlap": "--tp-comm-overlap: not shown with latent attention",
 }
 """Config fields that must also be off with multi-latent attention, and what to drop."""

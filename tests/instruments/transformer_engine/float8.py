@@ -10,6 +10,7 @@ scaling change is Transformer Engine's own Python to say (`NVTE_UNFUSED_FP8_UPDA
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,17 @@ import torch
 from tests.instruments.transformer_engine.blocks import OF_TENSORS, in_blocks, numbers_in_blocks, quantize_blocks
 from tests.instruments.transformer_engine.enums import DType
 
-__all__ = ["bgrad_quantize", "compute_amax", "create_empty_quantized_tensor", "dequantize", "fp8_transpose", "quantize"]
+__all__ = [
+    "bgrad_quantize",
+    "compute_amax",
+    "create_empty_quantized_tensor",
+    "dequantize",
+    "fp8_transpose",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
+    "quantize",
+    "split_quantize",
+]
 
 
 @torch.no_grad()
@@ -40,6 +51,31 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     put(output, "_scale_inv", scale.reciprocal().view_as(output._scale_inv))
     output._transpose_invalid = output._transpose is None
     return output
+
+
+def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
+    """Rows of each of several experts, each part with its own quantizer. (How the extension allocates them is not asked for.)"""
+    return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(list(split_sections)), quantizers, strict=True)]
+
+
+@torch.no_grad()
+def fused_multi_row_padding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
+) -> None:
+    """Copy each part of the rows to where it begins once all are filled up with rows of zeros."""
+    output.zero_()
+    padded = output.split(list(padded_input_row_list))
+    for part, target in zip(input.split(list(input_row_list)), padded, strict=True):
+        target[: len(part)].copy_(part)
+
+
+@torch.no_grad()
+def fused_multi_row_unpadding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
+) -> None:
+    """The way back."""
+    parts = input.split(list(input_row_list))
+    output.copy_(torch.cat([part[:rows] for part, rows in zip(parts, unpadded_input_row_list, strict=True)]))
 
 
 def put(owner: Any, name: str, new: torch.Tensor | None) -> None:

@@ -1,0 +1,70 @@
+"""Steps of stock Megatron with and without overlapped exchanges of experts, which others measured: Qwen3 30B-A3B on 16 H100.
+
+By how much the combined schedule is faster is held to 2 %: one constant was chosen by these rows, what an exchange keeps of its
+rate beside computing (`stock.combined.MEASURED`). Steps are held to 10 %: exchanges are by the cluster's figures, and permutation
+without fused kernels is not priced, nor what HybridEP exchanges before its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_lynx.config import Job
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.published.row import Row, catalogued_job
+from megatron_lynx.stock import NONE, Priced, StockSetting, priced
+from megatron_lynx.stock.combined import MEASURED
+from megatron_lynx.units import GIB
+
+STEP_PERCENT, FASTER_PERCENT, PEAK_PERCENT = 10.0, 2.0, 8.0
+"""Bounds on the error of a step, of how many times as fast one is as another, and of a peak."""
+
+SOURCE = "NVIDIA, Megatron-Bridge"
+OVERLAPPED = StockSetting(overlap=True)
+DELAYED = StockSetting(overlap=True, delayed=True)
+
+Run = Mapping[str, Any]
+
+
+def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
+    """All rows. `figures`: the whole file of them."""
+    series = {each["id"]: each for each in figures["series"]}
+    for run in series["qwen3_30b_overlapped_exchanges"]["rows"]:
+        yield from _of_run(run)
+
+
+def _of_run(run: Run) -> Iterator[Row]:
+    job, what = overlapped_job(run), f"Qwen3 30B-A3B, {run['dispatcher']}"
+    costs = analytic_profile(job)
+    measured = {NONE: run["step_s"], OVERLAPPED: run["overlapped_s"], DELAYED: run.get("delayed_s")}
+    found = {setting: priced(job, costs, setting, MEASURED) for setting, step_s in measured.items() if step_s is not None}
+    steps = {setting: price.step_s + update_s(job, costs) for setting, price in found.items()}
+    for setting, step_s in steps.items():
+        yield Row(SOURCE, f"{what}: step, {setting.name}", measured[setting], step_s, "s", bound=STEP_PERCENT)
+        if setting != NONE:
+            faster = measured[NONE] / measured[setting], steps[NONE] / step_s
+            name, chose = f"{what}: times as fast, {setting.name}", "stock.combined.MEASURED"
+            yield Row(SOURCE, name, *faster, "", bound=FASTER_PERCENT, calibrates=chose)
+    if "peak_gib" in run:
+        yield _peak(what, run["peak_gib"], found[OVERLAPPED])
+
+
+def _peak(what: str, peak_gib: float, price: Priced) -> Row:
+    return Row(SOURCE, f"{what}: peak memory, {OVERLAPPED.name}", peak_gib, price.most_bytes / GIB, "GiB", bound=PEAK_PERCENT)
+
+
+def overlapped_job(run: Run) -> Job:
+    """On two nodes, 64 micro-batches of one sequence on each GPU."""
+    experts = {"count": 128, "per_token": 8, "ffn": 768, "dispatcher": run["dispatcher"]}
+    return catalogued_job(
+        "qwen3-30b-a3b",
+        "h100-80g",
+        model={"implementation": "transformer_engine", "cross_entropy": "te", "experts": experts},
+        gpus=16,
+        parallel={"expert": 16, "expert_tensor": 1, "distributed_optimizer": True},
+        optimizer={"gradients": "bf16"},
+        batch={"micro": 1, "global": 1024},
+        policy="none",
+    )

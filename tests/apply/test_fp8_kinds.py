@@ -1,0 +1,183 @@
+"""FP8 in mixtures of experts and in latent attention under plans: as `test_fp8` and `test_fp8_blocks` have it of usual halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy import ATTENTION
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameters import fp8_copies_bytes
+from megatron_lynx.kinds.experts.saved import saved_parts
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.testbed.ranks import RankPool
+
+from ..long import long
+from ..profiler.on_ranks import bytes_saved_by_items
+from ..te_releases import pools_with
+from ..transparency.checkpoints import checkpointed
+from ..transparency.plans import plan_for, replayable
+from ..transparency.test_every_bit import checked
+from ..transparency.test_latent import all_of, latent_plan, together
+from ..transparency.trials import Trial, compare_with_stock
+from . import te_on_ranks
+from .test_fp8 import STEPPED, fp8_job
+from .test_fp8_blocks import BLACKWELL
+
+MIXTURE: dict[str, Any] = {"count": 4, "per_token": 2, "ffn": 64, "shared_ffn": 64}
+LATENT: dict[str, Any] = {"q_rank": 32, "kv_rank": 32, "head_size": 16, "rope_size": 32, "value_head_size": 16}
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "ffn": 64, "seq": 64, "bias": False}
+WIDE: dict[str, Any] = {"hidden": 128, "ffn": 128, "seq": 128}
+"""Parts of a sequence that blocks of 128 numbers come out even in."""
+EP2: dict[str, Any] = {"replicas": 2, "expert": 2}
+SP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "EP2": EP2,
+    "TP2+SP": SP2,
+    "TP2+SP, EP2": {**SP2, "expert": 2, "expert_tensor": 1},
+    "PP2": {"pipeline": 2, "microbatches": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Iterator[Callable[[int], RankPool]]:
+    yield from pools_with("2.9")
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[Callable[[int], RankPool]]:
+    yield from pools_with("2.9", **BLACKWELL)
+
+
+@pytest.fixture
+def pool_of(recipe: str, request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
+    pools: Callable[[int], RankPool] = request.getfixturevalue("blackwell" if recipe == "mxfp8" else "hopper")
+    return pools
+
+
+def job_of(recipe: str, layout: str, like: str = "llama", **fields: Any) -> Job:
+    wide = WIDE if recipe == "blockwise" and "SP" in layout else {}
+    job: Job = fp8_job(recipe, like, **{**SIZES, **wide, **LAYOUTS[layout], **fields})
+    return job
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "filled", "grouped"),
+    [
+        ("delayed", "EP2", False, True),
+        ("tensorwise", "TP2+SP, EP2", True, True),
+        ("mxfp8", "EP2", True, True),
+        *long(
+            ("blockwise", "EP2", True, True),
+            ("blockwise", "TP2+SP, EP2", False, True),
+            ("delayed", "TP2+SP, EP2", True, False),
+            ("tensorwise", "one rank", False, False),
+            ("mxfp8", "TP2+SP, EP2", False, True),
+        ),
+    ],
+)
+def test_experts(pool_of, recipe, layout, filled, grouped):
+    """Of one grouped GEMM, or one by one; rows filled up by the router, which then travel, or before the GEMMs."""
+    job = job_of(recipe, layout, experts=MIXTURE | {"filled": filled})
+    everything = replayable(job)
+    candidates = [
+        plan_for(job, lambda layer: everything, windows=False),
+        plan_for(
+            job, lambda layer: ("experts_fc1", "experts_activation") if layer % 2 else ("experts_activation",), windows=False
+        ),
+    ]
+    training = {"ddp": True, "optimizer": "megatron"}
+    checked(pool_of, job, candidates, Trial(steps=3, training=training, model={"moe_grouped_gemm": grouped}))
+
+
+@pytest.mark.parametrize(("recipe", "layout"), [("blockwise", "EP2"), *long(("delayed", "EP2"), ("tensorwise", "TP2+SP, EP2"))])
+def test_checkpoints(pool_of, recipe, layout):
+    """Layers of latent attention and experts, and halves of them, keep their input alone: tokens travel again."""
+    job = latent_job(recipe, layout, experts=MIXTURE | {"filled": True}, qk_norm=True)
+    kept = experts_plan(job, ())
+    candidates = [checkpointed(kept, checkpoint) for checkpoint in ("layer", "attention", "mlp")]
+    model = {"moe_grouped_gemm": True}
+    for outcomes in pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=3, model=model)):
+        assert [outcome.differing for outcome in outcomes] == [[]] * 3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])
+def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
+    job = job_of(recipe, "EP2", experts=MIXTURE, fp8={"recipe": recipe, "parameters": True}, distributed_optimizer=True)
+    model = {**STEPPED["model"], "moe_grouped_gemm": True}
+    plan = plan_for(job, lambda layer: replayable(job), windows=False)
+    checked(pool_of, job, [plan], Trial(steps=3, training=STEPPED["training"], model=model))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", *long("delayed", "mxfp8")])
+def test_what_grouped_linears_keep_is_let_go(pool_of, recipe):
+    """Wrappers around bytes and scales, one for each expert: they are overwritten with NaN, and not read."""
+    job = job_of(recipe, "one rank", experts=MIXTURE | {"shared_ffn": 0})
+    plan = plan_for(job, lambda layer: ("experts_fc1", "experts_activation"), windows=False)
+    [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(canaries=True, model={"moe_grouped_gemm": True}))
+    assert outcome.differing == []
+    assert outcome.planned.overwritten >= 4 * job.model.layers * job.microbatches  # of four experts
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_bytes_of_experts(pool_of, recipe):
+    """Item by item, scales included, with rows that are filled up: each expert gets all 40 tokens, 64 of MXFP8."""
+    seq = {} if recipe == "mxfp8" else {"seq": 20}
+    job = job_of(recipe, "one rank", experts=MIXTURE | {"per_token": 4}, **seq)  # fused kernels, as on a GPU
+    [saved] = pool_of(1).run(partial(bytes_saved_by_items, moe_grouped_gemm=True, bias_activation_fusion=True), job)
+    parts = saved_parts(LayerShape.of(job))
+    assert 0 <= saved.pop("router") - parts.pop("router") <= (2 * 8 + 1) * FP32_BYTES
+    copies, attention = saved.pop("copies"), te_on_ranks.copies_of(job, "attention")
+    assert saved == {item: size for item, size in parts.items() if size}
+    assert copies == fp8_copies_bytes(job, 0) // job.model.layers - attention
+
+
+def experts_plan(job: Job, replay: Collection[str]) -> Plan:
+    """Of a model with latent attention and experts."""
+    usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
+    raw, section = plan_for(usual, lambda _: replay, windows=False).model_dump(), job.model.halves["attention"]
+    assert job.model.latent is not None
+    raw["model"]["latent_attention"] = job.model.latent.model_dump()
+    for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
+        others = [item for item in rule["keep"] if item not in ATTENTION.names]
+        rule["keep"] = [*section.names, *others]
+    return Plan.model_validate(raw)
+
+
+def latent_job(recipe: str, layout: str, **fields: Any) -> Job:
+    ranks = {"q_rank": 128, "kv_rank": 128} if recipe == "blockwise" and "SP" in layout else {}
+    return job_of(recipe, layout, latent=LATENT | ranks, kv_groups=4, position="rope", **fields)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "fields"),
+    [
+        ("delayed", "TP2+SP", {"qk_norm": True}),
+        ("mxfp8", "one rank", {"qk_norm": True}),
+        ("blockwise", "PP2", {}),
+        *long(
+            ("tensorwise", "one rank", {"qk_norm": True}),
+            ("blockwise", "TP2+SP", {"qk_norm": True}),
+            ("mxfp8", "TP2+SP", {"qk_norm": True}),
+            ("tensorwise", "TP2+SP", {"qk_norm": True}),
+            ("delayed", "PP2", {}),
+        ),
+    ],
+)
+def test_latent_attention(pool_of, recipe, layout, fields):
+    job = latent_job(recipe, layout, **fields)
+    everything = all_of(job)
+    candidates = [latent_plan(job, together(job, everything)), latent_plan(job, ("input_layernorm",))]
+    checked(pool_of, job, candidates, Trial(steps=3))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_bytes_of_latent_attention(pool_of, recipe):
+    job = latent_job(recipe, "TP2+SP", like="gpt", norm="rmsnorm", attention_dropout=0.0, hidden_dropout=0.0, qk_norm=True)
+    for seen in pool_of(job.gpus).run(te_on_ranks.saved_bytes, job):
+        assert seen == te_on_ranks.predicted_bytes(job)
