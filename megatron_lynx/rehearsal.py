@@ -170,7 +170,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             continue
         costs = profile.of(section)
         replay = replay_of(section, costs.tensors, rule.replays(section.half))
-        yield movable_bytes(costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
@@ -196,7 +196,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
-        found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
+        found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()

@@ -39,8 +39,9 @@ def mention_experts(job: Job) -> None:
     """Tell, for a job with experts, what every answer assumes about them."""
     if job.model.experts is not None:
         layers = ", ".join(map(str, job.model.moe_layers))
-        load = job.model.moe_load
-        text = f"the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load)"
+        load, held = job.model.experts.load, job.model.moe_load
+        bytes_for = f"; bytes are counted for {held:g} times (model.experts.holds)" if held != load else ""
+        text = f"the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
         typer.echo(f"experts in layers {layers}: {text}", err=True)
 
 

@@ -126,6 +126,18 @@ ShareOption = Annotated[
 ]
 
 
+HoldOption = Annotated[
+    float | None,
+    typer.Option(
+        "--experts-hold",
+        min=1.0,
+        callback=finite,
+        metavar="LOAD",
+        help="The bytes hold where one rank's experts get so many times a balanced share of the tokens.",
+    ),
+]
+
+
 def budget_changes(memory_gib: float | None, share: float | None) -> dict[str, object]:
     """Values of a job that these options say, by their place in it."""
     if memory_gib is not None and share is not None:

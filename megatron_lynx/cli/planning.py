@@ -18,6 +18,7 @@ from megatron_lynx.cli.options import (
     ClusterOption,
     FromRunOption,
     GpusOption,
+    HoldOption,
     InexactOption,
     JobName,
     JobOrLaunch,
@@ -72,6 +73,7 @@ def plan(
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
     optimizer_offload: OptimizerOption = None,
+    hold: HoldOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
     run_file: FromRunOption = None,
@@ -88,6 +90,7 @@ def plan(
 
     changes = budget_changes(memory_gib, share)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
+    changes |= {} if hold is None else {"model.experts.holds": hold}
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)

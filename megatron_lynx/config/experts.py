@@ -3,6 +3,7 @@
 experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: in every layer
 experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite's: the first layer has an MLP
 experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        one rank's experts get half as many rows again
+experts: {count: 8, per_token: 2, ffn: 14336, holds: 2}                         what they keep is counted for twice as many rows
 experts: {count: 128, per_token: 8, ffn: 768, dispatcher: deepep}               Megatron's flex dispatcher with DeepEP
 """
 
@@ -50,6 +51,9 @@ class Experts(Part):
     load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)
     """How many times as many rows the fullest rank's experts get as they would if all ranks got as many; 1: a balanced load. What
     they keep, and how long they take, grows with it."""
+    holds: float | None = Field(default=None, ge=1.0, le=1_000.0)
+    """The load for which bytes are counted, while seconds are those of `load`: a plan then fits up to it, whatever the router
+    does. None: that of `load`."""
     whole: bool = False
     """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
     again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
@@ -66,6 +70,8 @@ class Experts(Part):
         problems = []
         if self.per_token > self.count:
             problems.append(f"per_token ({self.per_token}) must be at most count ({self.count})")
+        if self.holds is not None and self.holds < self.load:
+            problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
         if isinstance(self.layers, tuple):
             problems += [
                 f"layers has {span!r}, needed a layer from 1 on (3) or a range (5-8)"
@@ -75,6 +81,11 @@ class Experts(Part):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def held_load(self) -> float:
+        """The load for which bytes are counted."""
+        return self.load if self.holds is None else self.holds
 
     def numbers(self, layers: int) -> frozenset[int]:
         """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""

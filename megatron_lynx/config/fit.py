@@ -81,8 +81,10 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
-    if experts.load > (most := experts.most_load(parallel.expert)):
-        yield f"model.experts.load ({experts.load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+    for name, load in (("load", experts.load), ("holds", experts.held_load)):
+        if load > (most := experts.most_load(parallel.expert)):
+            yield f"model.experts.{name} ({load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+            return
     if (beyond := experts.beyond(model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 
@@ -101,7 +103,19 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
     """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
     if model.fp8 is None:
         return []
-    return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster)]
+    return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster), *_in_bf16(model, parallel)]
+
+
+def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
+    """Of layers that are left in bf16, as Megatron's `TransformerConfig` has it."""
+    assert model.fp8 is not None
+    most, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
+    found = {name: getattr(model.fp8, name) for name in asked}
+    for name, layers in found.items():
+        if layers > most:
+            yield f"model.fp8.{name} ({layers}) must be at most model.layers / parallel.pipeline ({most})"
+    if any(found.values()) and model.fp8.recipe == "delayed":
+        yield "model.fp8.first_in_bf16 and last_in_bf16 need another recipe than delayed: Megatron stops here"
 
 
 def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:

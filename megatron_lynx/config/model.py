@@ -32,6 +32,10 @@ class Fp8(Part):
     parameters: bool = False
     """Whether the linears' weights themselves are held in FP8 (`--fp8-param-gather`), and gathered so by the distributed
     optimizer. Otherwise they stay in the model's type, and have copies in FP8."""
+    first_in_bf16: int = Field(default=0, ge=0)
+    """How many layers from the first on compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
+    last_in_bf16: int = Field(default=0, ge=0)
+    """How many up to the last one do (`--num-layers-at-end-in-bf16`)."""
 
 
 class Window(Part):
@@ -209,6 +213,16 @@ class Model(Part):
         return None if self.fp8 is None else self.fp8.recipe
 
     @property
+    def first_in_bf16(self) -> range:
+        """The layers, by number, that compute in bf16 at the beginning of a model in FP8."""
+        return range(1, 1 + (0 if self.fp8 is None else self.fp8.first_in_bf16))
+
+    @property
+    def last_in_bf16(self) -> range:
+        """The same at its end."""
+        return range(self.layers + 1 - (0 if self.fp8 is None else self.fp8.last_in_bf16), self.layers + 1)
+
+    @property
     def fp8_parameters(self) -> bool:
         """Whether the linears' weights are held in FP8."""
         return self.fp8 is not None and self.fp8.parameters
@@ -235,8 +249,8 @@ class Model(Part):
 
     @property
     def moe_load(self) -> float:
-        """The load of the fullest rank's experts."""
-        return BALANCED if self.experts is None else self.experts.load
+        """The load of the fullest rank's experts for which bytes are counted."""
+        return BALANCED if self.experts is None else self.experts.held_load
 
     def sections(self, layer: int) -> tuple[Section, ...]:
         """What fills the halves of a layer (its number from 1), in the order of a forward."""

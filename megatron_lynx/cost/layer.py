@@ -43,6 +43,13 @@ def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
     return sum(shape.input_bytes + _kept_by(section, shape, policy) for section in sections)
 
 
+def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
+    """What layers (by number) that stay in bf16 hold of one micro-batch beyond what they would in FP8, all of it kept."""
+    plain = replace(shape, model=shape.model.model_copy(update={"fp8": None})) if layers else shape
+    kinds = [layer in shape.model.expert_layers for layer in layers]
+    return sum(max(0, kept_bytes(plain, "none", experts) - kept_bytes(shape, "none", experts)) for experts in kinds)
+
+
 def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) -> int:
     """What so many layers hold of one micro-batch, of which `mixtures` have experts."""
     kept = (layers - mixtures) * kept_bytes(shape, policy) if layers > mixtures else 0

@@ -33,9 +33,9 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.prediction import NORMS, projection_weights
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
-from megatron_lynx.kinds.face import HalfParameters
+from megatron_lynx.kinds.face import HalfParameters, Linear
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.quantized import weight_bytes
+from megatron_lynx.profiler.quantized import FP8_BYTES, weight_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
@@ -175,16 +175,24 @@ def passed_weights(model: Model, *, experts: bool = False) -> int:
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
     """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
-    weights that are held in FP8 themselves: their bytes by columns, and scales."""
+    weights that are held in FP8 themselves: their bytes by columns, and scales; of layers that stay in bf16, the other byte."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
     shape, transposes = LayerShape.of(job), job.cluster.transposes_fp8
-    return sum(
-        count * linear.times * weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters)
-        for section, count in sections_on(job, stage).items()
-        for linear in planning_of(section).linears(shape).values()
+    ends = {*model.first_in_bf16, *model.last_in_bf16}.intersection(
+        layer for chunk in range(job.chunks) for layer in job.layers_of(stage, chunk)
     )
+    plain = Counter(section for layer in ends for section in model.sections(layer))
+    other = FP8_BYTES * model.fp8_parameters * _in_buffer(job)
+
+    def of_layer(section: Section, linear: Linear) -> int:
+        copies = weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters)
+        cast = sections[section] - plain[section]
+        return linear.times * (cast * copies + plain[section] * other * linear.made * linear.taken)
+
+    sections = sections_on(job, stage)
+    return sum(of_layer(section, linear) for section in sections for linear in planning_of(section).linears(shape).values())
 
 
 def held_in_fp8(job: Job, parameters: Parameters) -> tuple[int, int]:

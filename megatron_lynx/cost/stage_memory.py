@@ -50,7 +50,7 @@ from megatron_lynx.cost.ends import (
 )
 from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
-from megatron_lynx.cost.layer import kept_bytes, layers_bytes
+from megatron_lynx.cost.layer import beyond_fp8_bytes, kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     fp8_copies_bytes,
@@ -65,7 +65,7 @@ from megatron_lynx.cost.parameters import (
 )
 from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
 from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
-from megatron_lynx.kinds.experts.saved import remembered_bytes, routed_rows
+from megatron_lynx.kinds.experts.saved import as_held, remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
@@ -155,15 +155,16 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
     tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
     in_place = shape.device == "cuda" and job.overlap.weight_gradients != "none"
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
+    at_beginning = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
     return Parts(
         states=replace(states.held, rest=REST_BYTES[job.cluster.device], buffers=buffers, learned=job.learned.beside(stage)),
-        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if first else 0,
+        embedding=microbatches_in_flight(job, stage) * at_beginning if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
         + (dispatched_bytes(shape) if experts else 0),
-        head=head_bytes(shape) if last else 0,
+        head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
         predicting=predicting_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
         loss_in_hand=loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
@@ -263,4 +264,4 @@ def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
 
 def dispatched_bytes(shape: LayerShape) -> int:
     """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
-    return 2 * routed_rows(shape) * shape.model.hidden * shape.model.element_bytes
+    return 2 * routed_rows(as_held(shape)) * shape.model.hidden * shape.model.element_bytes

@@ -3,6 +3,8 @@
 --num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
 --moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
+--moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
+--moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
+CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
@@ -45,6 +48,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
         yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is replayed or offloaded")
+    yield from _capacity(given, problems)
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
@@ -57,6 +61,25 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
         needed, todo = "alltoall with experts or parts of them on other ranks", "what every rank gathers is not priced"
         problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
+
+
+def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """What a capacity factor bounds: the rows that an expert gets of each rank, over a balanced share. Below 1 it is priced as 1;
+    no rank can get more than the tokens of all."""
+    factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
+    padded = given[PADDED]
+    if factor is None or factor < 0:
+        if padded:
+            problems.append(
+                Problem(given.origin(PADDED), "given", "--moe-expert-capacity-factor beside it", "Megatron stops here")
+            )
+        return
+    most = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
+    bound, origin = max(1.0, min(factor, most)), given.origin(CAPACITY)
+    if padded:
+        yield Fact("model.experts.load", bound, f"{origin}, {given.origin(PADDED)}: as many rows for every expert")
+    else:
+        yield Fact("model.experts.holds", bound, f"{origin}: tokens beyond are dropped")
 
 
 def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:

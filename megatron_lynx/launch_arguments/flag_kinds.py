@@ -62,11 +62,13 @@ READ = names_in(
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
     fp8_quantizer_factory fp8_output_proj
-    first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
@@ -84,7 +86,7 @@ _MORE_SAVED = "what it saves for backward is not counted"
 _NO_WINDOWS = "it goes round the windows that replays run in"
 _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
-_UNBALANCED = "experts are priced for a balanced load, without dropped or padded tokens"
+_UNBALANCED = "rows that are dropped or padded for a whole rank are not priced"
 _ONE_PARAMETER = "experts that share one parameter are not modelled"
 _SHARDED = "sharded parameters are not modelled"
 
@@ -124,9 +126,7 @@ REFUSED = {
     "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
-    "moe_expert_capacity_factor": _UNBALANCED,
     "moe_expert_rank_capacity_factor": _UNBALANCED,
-    "moe_pad_expert_input_to_capacity": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
     "moe_shared_expert_gate": _MORE_SAVED,
     "moe_input_jitter_eps": _MORE_SAVED,
@@ -264,7 +264,6 @@ PREFIXES = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         use_mamba_mem_eff_path fp4_param_gather mrope_section

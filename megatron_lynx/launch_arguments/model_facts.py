@@ -239,7 +239,6 @@ def refused_in_pieces(given: Given) -> Iterator[Problem]:
 
 NOT_MODELLED = {
     "fp8_wgrad": (True, "inputs would be saved in both types"),
-    "first_last_layers_bf16": (False, "layers that differ are not modelled"),
     "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
     "fp8_quantizer_factory": (None, "what another quantizer saves is not known"),
 }
@@ -266,6 +265,11 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
             why = "weights would be there in 16 bits as well, which is not counted"
             problems.append(Problem(given.origin("fp8_param_gather"), "given", f"--{REUSED} beside it", why))
+    if given["first_last_layers_bf16"]:
+        for place, name in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
+            yield Fact(
+                f"model.fp8.{place}_in_bf16", given[name], f"{given.origin('first_last_layers_bf16')}, {given.origin(name)}"
+            )
     if given["transformer_impl"] == "local":
         problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:

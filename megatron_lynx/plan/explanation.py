@@ -94,12 +94,13 @@ def _head(plan: Plan) -> Iterator[Text]:
 
 
 def _load(plan: Plan) -> Iterator[Text]:
-    """Where a load that is twice as large would not fit: which one would."""
+    """The load for which bytes hold, and what happens beyond: where twice of it does not fit, which one does."""
     fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load]
     if fitting:
         load, stage = min(fitting)
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
+        yield Text("        beyond that a device may run out of memory: plan for more with model.experts.holds (--experts-hold)")
 
 
 def _table(alike: Sequence[Stage], chunked: bool) -> Table:

@@ -156,7 +156,7 @@ def _rehearsed(job: Job, plan: Plan, profile: Profile) -> Simulation:
 def with_load(job: Job, load: float) -> Job:
     """The same job, whose fullest rank's experts get so many times their balanced share."""
     assert job.model.experts is not None, "asked only of jobs with experts"
-    experts = job.model.experts.model_copy(update={"load": load})
+    experts = job.model.experts.model_copy(update={"load": load, "holds": None})
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
 
 

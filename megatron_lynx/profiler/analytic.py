@@ -3,11 +3,15 @@
     items of a layer     what their kind says (`kinds`), FLOPs and bytes, on the device's `roofline`
     links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
 
+Layers at the ends of a model in FP8 that stay in bf16 (`--first-last-layers-bf16`) are FP8's in every figure of a layer. What
+they take beyond that is in the embedding's and the head's, but for gathers of two bytes.
+
 Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_lynx.config.cluster import Link
@@ -16,6 +20,7 @@ from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.element_wise import norm_kernels
 from megatron_lynx.profiler.profile import (
     BlockProfile,
+    HalfProfile,
     LinkKind,
     LinkPoint,
     Profile,
@@ -23,7 +28,7 @@ from megatron_lynx.profiler.profile import (
     hiding_of,
     shape_of,
 )
-from megatron_lynx.profiler.roofline import Roofline, kernels_s, link_among
+from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, link_among
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
@@ -44,14 +49,31 @@ def analytic_profile(job: Job) -> Profile:
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
         links=_links(job, shape),
-        embedding=_embedding(shape, roof),
-        head=_head(shape, roof),
+        embedding=_with(_embedding(shape, roof), _beyond_fp8(job, figures, job.model.first_in_bf16)),
+        head=_with(_head(shape, roof), _beyond_fp8(job, figures, job.model.last_in_bf16)),
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
         **figures,
         **_said_by(job),
     )
+
+
+def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> Passes:
+    """What these layers take beyond what they would in FP8: they are at an end of the model, and counted there."""
+    if not layers:
+        return Passes(0.0, 0.0)
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"fp8": None})})
+    roof, shape, beyond = Roofline.of(plain), LayerShape.of(plain), Passes(0.0, 0.0)
+    for section in (section for layer in layers for section in job.model.sections(layer)):
+        half, usual = planning_of(section).half(plain, shape, roof), in_fp8[section.profiled_as]
+        beyond += Passes(max(0.0, half.forward_s - usual.forward_s), max(0.0, half.backward_s - usual.backward_s))
+    return beyond
+
+
+def _with(block: BlockProfile, more: Passes) -> BlockProfile:
+    seconds = {"forward_s": block.forward_s + more.forward_s, "backward_s": block.backward_s + more.backward_s}
+    return block.model_copy(update=seconds)
 
 
 def on_cluster(profile: Profile, job: Job) -> Profile:

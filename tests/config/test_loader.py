@@ -356,6 +356,16 @@ def test_gpus_without_fp8_are_refused_with_both_facts(cluster: str, recipe: str,
         catalogued_job("llama-65b", cluster, fp8=recipe)
 
 
+def test_layers_that_stay_in_bf16_as_megatron_has_them() -> None:
+    fields = {"implementation": "transformer_engine", "dtype": "bf16", "pipeline": 2}
+    with pytest.raises(
+        ValueError, match=re.escape("model.fp8.last_in_bf16 (3) must be at most model.layers / parallel.pipeline (2)")
+    ):
+        tiny_job(**fields, fp8={"recipe": "tensorwise", "last_in_bf16": 3})
+    with pytest.raises(ValueError, match="need another recipe than delayed"):
+        tiny_job(**fields, fp8={"first_in_bf16": 1})
+
+
 def test_sizes_that_fp8_matrices_cannot_have() -> None:
     with pytest.raises(ValueError, match=re.escape("model.ffn / parallel.tensor (24) must be a multiple of 16 with model.fp8")):
         tiny_job(implementation="transformer_engine", dtype="bf16", fp8={}, ffn=24)

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.model import Fp8
+from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -130,6 +132,25 @@ def test_weights_that_are_held_in_fp8() -> None:
     assert before.fp8_weights - memory.fp8_weights == matrices
     assert (memory.gradients, memory.optimizer) == (before.gradients, before.optimizer)
     assert update_s(held, analytic_profile(held)) < update_s(copied, analytic_profile(copied))
+
+
+def test_layers_that_stay_in_bf16_at_the_ends_of_a_model_in_fp8() -> None:
+    """They are counted where they are: two on the first stage, for each micro-batch in flight, one on the last."""
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True}
+    usual = catalogued_job(parallel=layout, fp8="tensorwise", policy="none")
+    ends = Fp8(recipe="tensorwise", first_in_bf16=2, last_in_bf16=1)
+    job = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": ends})})
+    plain = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": None})})
+    beyond = kept_bytes(LayerShape.of(plain), "none") - kept_bytes(LayerShape.of(usual), "none")
+    more = [stage_memory(job, stage).total - stage_memory(usual, stage).total for stage in range(8)]
+    copies = stage_memory(usual, 0).fp8_weights // usual.layers_on(0)
+    assert more[1:7] == [0] * 6
+    assert (more[0], more[7]) == (2 * (8 * beyond - copies), beyond - copies)
+    profiles = [analytic_profile(each) for each in (usual, job, plain)]
+    in_fp8, mixed, in_bf16 = ((one.attention.forward_s + one.mlp.forward_s, one.embedding, one.head) for one in profiles)
+    assert mixed[0] == in_fp8[0]
+    assert mixed[1].forward_s - in_fp8[1].forward_s == pytest.approx(2 * (in_bf16[0] - in_fp8[0]))
+    assert mixed[2].forward_s - in_fp8[2].forward_s == pytest.approx(in_bf16[0] - in_fp8[0])
 
 
 def test_a_precision_aware_optimizer_beside_scales_of_now_holds_main_parameters_in_fp32() -> None:

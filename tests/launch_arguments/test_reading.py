@@ -144,7 +144,7 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity", "needed --moe-expert-capacity-factor beside it"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
         (
@@ -234,6 +234,22 @@ def test_layers_of_experts(flags: str, layers: object) -> None:
     experts = {place.removeprefix("model.experts."): value for place, value in found.items() if place.startswith("model.experts")}
     assert experts == {"count": 8, "per_token": 2, "ffn": 256} | ({"layers": layers} if layers else {})
     assert "model.experts.count" not in facts(f"{SMALL} --moe-layer-freq 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "load", "holds"),
+    [
+        ("--moe-expert-capacity-factor 1.5", None, 1.5),
+        ("--moe-expert-capacity-factor 0.5", None, 1.0),
+        ("--moe-expert-capacity-factor 9", None, 2.0),
+        ("--moe-expert-capacity-factor -1", None, None),
+        ("--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity", 1.5, None),
+    ],
+)
+def test_a_capacity_bounds_what_experts_get(flags: str, load: float | None, holds: float | None) -> None:
+    """Dropped tokens bound the bytes, padded ones the seconds, too; two ranks cannot get more than all tokens."""
+    found = facts(f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 256 --expert-model-parallel-size 2 {flags}")
+    assert (found.get("model.experts.load"), found.get("model.experts.holds")) == (load, holds)
 
 
 def test_latent_attention() -> None:
@@ -519,6 +535,8 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     assert not job.model.fp8_parameters
     assert facts(f"{SMALL} {fp8} --fp8-param-gather --use-distributed-optimizer")["model.fp8.parameters"] is True
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
+    ends = facts(f"{SMALL} --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    assert (ends["model.fp8.first_in_bf16"], ends["model.fp8.last_in_bf16"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -526,7 +544,6 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     [
         ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
-        ("--first-last-layers-bf16", "layers that differ"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),
         ("--transformer-impl local", "needed --transformer-impl transformer_engine beside it"),
     ],

@@ -84,9 +84,12 @@ def measure_sleeping(rank: int, longer: float) -> float:
     return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
 
 
-def bytes_saved_by_items(rank: int, job: Job, **fields: Any) -> dict[str, int]:
+def bytes_saved_by_items(
+    rank: int, job: Job, favour: float = 0.0, capacity: float | None = None, **fields: Any
+) -> dict[str, int]:
     """What the items of a mixture of experts save in one forward: the input, and every block that is no parameter, by the item
-    that saves it first; in FP8 also the `copies` of the half's weights. `fields`: of TransformerConfig."""
+    that saves it first; in FP8 also `copies` of the half's weights. `favour`: added to the logits of the first rank's experts.
+    `capacity`: of each expert, over a balanced share; tokens beyond are dropped. `fields`: of TransformerConfig."""
     import torch
 
     from megatron_lynx.runtime.saved import memory_of
@@ -95,10 +98,15 @@ def bytes_saved_by_items(rank: int, job: Job, **fields: Any) -> dict[str, int]:
     from tests.apply.te_on_ranks import copies_of_weights, in_fp8
 
     initialise(job)
-    (chunk,) = build_model(job, **fields)
+    (chunk,) = build_model(job, **fields, **({} if capacity is None else {"moe_expert_capacity_factor": capacity}))
     seed_random_numbers(7)
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     rows = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    router, first = layer.mlp.router, job.model.experts.count // job.parallel.expert
+    gating = router.gating
+    if favour:
+        more = favour * (torch.arange(job.model.experts.count) < first)
+        router.gating = lambda given: gating(given) + more
     hidden = torch.randn(rows, job.batch.micro, job.model.hidden, dtype=DTYPES[job.model.dtype]).requires_grad_()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     held = {hidden.untyped_storage().data_ptr(): ("input", hidden.untyped_storage())}

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from math import comb
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
+from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts
 from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -156,6 +159,50 @@ def test_every_item_of_megatrons_own_layers_saves_what_its_shape_says(pool_of: C
     counted_bytes = job.gpus * (2 * EIGHT.count + 1) * FP32_BYTES  # of each expert, for the auxiliary loss: not priced
     assert 0 <= saved.pop("router") - parts.pop("router") <= counted_bytes
     assert saved == parts
+
+
+def with_hold(job: Job, load: float) -> Job:
+    experts = job.model.experts.model_copy(update={"holds": load})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+
+
+ROWS = ("experts_fc1", "experts_activation", "experts_fc2")
+
+
+@settings(max_examples=8, deadline=None)
+@given(favour=st.floats(0.0, 4.0), capacity=st.sampled_from([None, 1.25, 1.75]))
+def test_bytes_hold_up_to_the_load_that_is_said(
+    pool_of: Callable[[int], RankPool], favour: float, capacity: float | None
+) -> None:
+    """Whatever the router does: rows of the fullest rank are those of its load, to the byte. Where tokens beyond a capacity are
+    dropped, bytes hold for that load, and a router that favours one rank reaches it."""
+    job = tiny_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts=Experts(count=8, per_token=3, ffn=96))
+    ranks = pool_of(2).run(bytes_saved_by_items, job, favour, capacity)
+    balanced = saved_parts(LayerShape.of(job))
+    load = max(each["experts_fc1"] for each in ranks) / balanced["experts_fc1"]
+    bound = saved_parts(LayerShape.of(with_hold(job, max(1.0, load if capacity is None else capacity))))
+    assert all(each.get(item, 0) <= bound[item] for each in ranks for item in ROWS)
+    if capacity is None:
+        assert all(max(each.get(item, 0) for each in ranks) == bound[item] for item in ROWS)
+    if favour > 3.5:
+        assert load > min(1.5, (capacity or 2.0) - 0.3)
+
+
+def test_a_load_that_bytes_hold_for_costs_no_seconds() -> None:
+    """Bytes as of a load of 2, seconds as of a balanced one; a job's digest tells them apart."""
+    job = mixtral()
+    held, loaded = with_hold(job, 2.0), with_load(job, 2.0)
+    assert saved_parts(LayerShape.of(held)) == saved_parts(LayerShape.of(loaded))
+    assert memory_of_stages(held)[0] == memory_of_stages(loaded)[0]
+    halves = [analytic_profile(each).experts for each in (job, held)]
+    assert halves[0].forward_s == halves[1].forward_s
+    assert halves[0].exchange_s == halves[1].exchange_s
+    assert len({job.digest, held.digest, loaded.digest}) == 3
+    for load, said in ((0.5, "greater than or equal to 1"), (4.5, "model.experts.holds .4.5. must be at most 4")):
+        with pytest.raises(ValidationError, match=said):
+            Job.model_validate(with_hold(job, load).model_dump(by_alias=True))
+    with pytest.raises(ValidationError, match=r"holds .1.5. must be at least load .2."):
+        Job.model_validate(with_hold(loaded, 1.5).model_dump(by_alias=True))
 
 
 @pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])

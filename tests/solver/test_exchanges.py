@@ -91,6 +91,12 @@ def test_a_plan_says_which_load_still_fits() -> None:
     tight = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})})
     loads = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
     assert all(1 <= load < 2 for load in loads)
+    experts = job.model.experts.model_copy(update={"holds": 2.0})
+    held = tight.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+    found = decide(held, analytic_profile(held))
+    assert found.plan.model.moe_load == 2.0
+    assert max(memory.total for memory in found.memory) <= 54 * GIB
+    assert not any(stage.predicted.moe_load for stage in found.plan.stages if stage.predicted.moe_load < 2)
     few = catalogued_job("qwen3-30b-a3b", "h800-80g", gpus=64, batch=64, parallel={"expert": 8}, policy="planned")
     roomy = few.model_copy(update={"budget": few.budget.model_copy(update={"memory_gib": 900})})
     assert [stage.predicted.moe_load for stage in decide(roomy, analytic_profile(roomy)).plan.stages] == [0.0]

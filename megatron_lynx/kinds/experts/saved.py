@@ -7,6 +7,7 @@
 T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
 rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
 `MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
+Bytes are counted for `experts.holds` times as many, where that is said.
 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
@@ -64,6 +65,7 @@ SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 @lru_cache(maxsize=256)
 def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
+    shape = as_held(shape)
     section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
     if readers[0] == SHARED_FC1 and shape.model.fp8_recipe == "delayed":  # Megatron has others keep the norm's output, as it is
         readers = (ROUTER,)
@@ -122,7 +124,7 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 def remembered_bytes(shape: LayerShape) -> int:
     """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
     probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
-    return sum(block.bytes for block in _dispatch(shape) if DISPATCH in block.saved_by)
+    return sum(block.bytes for block in _dispatch(as_held(shape)) if DISPATCH in block.saved_by)
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -162,6 +164,15 @@ def experts_of(shape: LayerShape) -> Experts:
     """The mixture of a layer's model."""
     assert shape.model.experts is not None, "asked only of layers with experts"
     return shape.model.experts
+
+
+def as_held(shape: LayerShape) -> LayerShape:
+    """The shape whose rows are those that bytes are counted for: of `experts.holds`, where that is said."""
+    experts = experts_of(shape)
+    if experts.holds is None:
+        return shape
+    heavier = experts.model_copy(update={"load": experts.held_load, "holds": None})
+    return replace(shape, model=shape.model.model_copy(update={"experts": heavier}))
 
 
 def routed_rows(shape: LayerShape) -> int:
