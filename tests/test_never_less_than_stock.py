@@ -1,4 +1,4 @@
-"""Whatever stock Megatron is told to recompute or offload, there is a plan that holds no more and is no slower: simulated, drawn jobs.
+"""Whatever stock Megatron is told to recompute or offload, a plan holds no more and is no slower: simulated, over drawn jobs.
 
 Of experts a plan keeps what their routers decided, which stock's `full` and `moe` decide again: so much more is allowed. And
 where layers are not checkpointed, a plan that is fullest before a backward begins counts what a half has in hand then
@@ -31,8 +31,8 @@ from megatron_lynx.yaml_file import read_yaml
 MODELS = ("llama3-8b", "gpt-22b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b")
 SAME = 1.01
 AS_FAST = 1.005
-"""Of settings that offload. Stock's copies of one module alone cost nothing in three of 82 drawn jobs (experts, two chunks), in which
-a plan took 0.07 to 0.18 % longer."""
+"""Of settings that offload. In three of 82 drawn jobs (experts, two chunks) stock's copies cost nothing, and a plan took 0.07 to
+0.18 % longer."""
 CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
 
 
