@@ -170,7 +170,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             continue
         costs = profile.of(section)
         replay = replay_of(section, costs.tensors, rule.replays(section.half))
-        yield movable_bytes(costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from megatron_lynx.errors import HookRefused, Problem
@@ -34,14 +35,16 @@ class Claim:
         owner = self.label or getattr(self.owner, "__name__", type(self.owner).__name__)
         return f"{owner}.{self.name}"
 
-    def problem(self) -> Problem | None:
-        """Why this claim cannot be honoured now."""
+    def problem(self, *, around_others: bool = False) -> Problem | None:
+        """Why this claim cannot be honoured now. `around_others`: what is no part of a model may be held by the installations of
+        several models, one around the other."""
         found = getattr(self.owner, self.name, _ABSENT)
         if found is _ABSENT:
             return Problem(
                 self.where, "nothing", f"a function, {self.reason}", "report the Megatron version: it is not as recorded"
             )
-        if getattr(found, MARK, False):
+        of_nobody = isinstance(self.owner, ModuleType | type)
+        if getattr(found, MARK, False) and not (around_others and of_nobody):
             return Problem(
                 self.where, "a plan that is installed already", "no second one", "remove the first installation before"
             )
@@ -75,9 +78,10 @@ class Hook:
             setattr(self.claim.owner, self.claim.name, self._before)
 
 
-def verify(claims: Sequence[Claim]) -> list[Problem]:
-    """Every claim that cannot be honoured, and every attribute that two of them want."""
-    problems = [problem for claim in claims if (problem := claim.problem()) is not None]
+def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:
+    """Every claim that cannot be honoured, and every attribute that two of them want. `around_others`: as of `Claim.problem`."""
+    found = (claim.problem(around_others=around_others) for claim in claims)
+    problems = [problem for problem in found if problem is not None]
     seen: dict[tuple[int, str], Claim] = {}
     for claim in claims:
         other = seen.setdefault((id(claim.owner), claim.name), claim)

@@ -165,7 +165,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         **extra,
     )
     claims = list(_claims(engine, plan, run, timetable))
-    if conflicts := holding.verify(claims):
+    if conflicts := holding.verify(claims, around_others=without_flushes is None):
         raise HookRefused("the plan cannot be installed", conflicts)
     engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
     return Installation(engine, _changed(claims), without_flushes)
@@ -182,19 +182,19 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
-    shape_SB = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel), plan.batch.micro
+    capacity = halves.Capacity(-(-plan.model.seq // run.shards_of(plan.parallel.sequence_parallel)) * plan.batch.micro)
     gather = gathered_input.start_gather(run.tensor_group)
     chunks = plan.chunks_of(run.stage)
     of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, timetable, gather, run.layers).items()}
     of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
-        yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
+        yield from halves.claims(engine, layer, of_layer[number], capacity)  # type: ignore[arg-type]
         recorded = [
             half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
         ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
-    yield from steps.claims(engine)
+    yield from steps.claims(engine, frozenset(map(id, run.chunks)))
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)
     linears = deferring_linears(plan, run)

@@ -93,8 +93,8 @@ class LiveRun:
 
 def live_run(model: Any) -> LiveRun | list[Problem]:
     """The run that `model` (a module, or Megatron's list of chunks) is part of, or why it cannot be read."""
-    unwrapped = [_unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
-    chunks = tuple(chunk for _, chunk in unwrapped)
+    both = [unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
+    chunks = tuple(chunk for _, chunk in both)
     for chunk in chunks:
         if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
             return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
@@ -107,7 +107,7 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
 
     return LiveRun(
         chunks=chunks,
-        wrappers=tuple(wrapper for wrappers, _ in unwrapped for wrapper in wrappers),
+        wrappers=tuple(wrapper for wrappers, _ in both for wrapper in wrappers),
         config=chunks[0].config,
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -120,7 +120,8 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
     )
 
 
-def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
+def unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
+    """What a model is wrapped in, outermost first, and the GPTModel inside."""
     wrappers = []
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
         wrappers.append(model)

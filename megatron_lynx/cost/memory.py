@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Checkpoint, Replay
-from megatron_lynx.profiler.profile import HalfProfile
+from megatron_lynx.profiler.profile import HalfProfile, SavedTensor
 from megatron_lynx.units import MIB
 
 
@@ -114,7 +114,7 @@ def half_memory(
     if fed:
         resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
     behind = _argument_bytes(section, profile) + gathered_bytes
-    movable = movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
+    movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
@@ -144,9 +144,15 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
     return min(MIB, input_bytes // 4)
 
 
-def movable_bytes(profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
+def _wrapped(section: Section, tensor: SavedTensor) -> bool:
+    """Whether it is what a linear of experts keeps of its input in FP8: each expert's is wrapped, and stays on the device."""
+    return tensor.saved_by == (tensor.made_by,) and section.of_name[tensor.made_by].of_experts
+
+
+def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
     """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
-    blocks = [profile.input_bytes, *(tensor.bytes for tensor in replay.stays if tensor.made_by != "input")]
+    stays = (tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor))
+    blocks = [profile.input_bytes, *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)
 
 

@@ -103,6 +103,11 @@ class Engine:
         """Whether a step is under way (rule R7)."""
         return self._progress.busy
 
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a backward that comes now is of a step of this engine's model. The order of a step is known to its end."""
+        return self._ledger.expects_backward
+
     def abandon(self) -> None:
         """Forget the step under way: it failed."""
         self._progress.abandon()

@@ -62,6 +62,11 @@ class Ledger:
         waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self._recording)
         return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
+    @property
+    def expects_backward(self) -> bool:
+        """Whether the step under way has a backward to come. Without an order nobody knows."""
+        return self._overlapping or not self._order.all or self._order.backward(self._begun) is not None
+
     def begin_batch(self, order: StageOrder, fills: bool) -> None:
         """A batch begins, of a schedule that does not empty the pipeline in between. `order` begins with its first pass.
 

@@ -13,8 +13,9 @@ in the memory of an argument that a replay makes again   a handle, as a view of 
 any other, of a replayed site                            a handle
 any other, where what is kept may go to the host         what the offload group makes of it             [7]
 
-There is a graph for each half and for each signature of its arguments. It never decides about values: the replay takes each
-tensor from the slot where the record let it go. One that is out of date costs memory for one call, and nothing else.
+There is a graph for each half and for each signature of its arguments, in which sizes are rounded up to powers of two: sequences
+of ever new lengths follow few graphs. It never decides about values or sizes: the replay takes each tensor from the slot where
+the record let it go. One that is out of date costs memory for one call, and nothing else.
 """
 
 from __future__ import annotations
@@ -238,8 +239,21 @@ Signature = tuple[Any, ...]
 
 
 def signature_of(arguments: Any) -> Signature:
-    """Shapes, strides and types of the tensors that a half is called with, and whether they ask for gradients."""
-    return tuple([(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors_in(arguments)])
+    """Rounded shapes and types of the tensors that a half is called with, whether they are contiguous and ask for gradients.
+
+    Sizes of none and of one stay apart: whether code copies or makes a view hangs on them.
+    """
+    return tuple(
+        [
+            (
+                tuple([size and 1 + (size - 1).bit_length() for size in one.shape]),
+                one.is_contiguous(),
+                one.dtype,
+                one.requires_grad,
+            )
+            for one in tensors_in(arguments)
+        ]
+    )
 
 
 MOST_SIGNATURES = 16

@@ -16,7 +16,7 @@ The half of a layer with experts, and which words of Megatron's concern what of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -66,6 +66,8 @@ class Treatment:
     """Those whose outputs are freed."""
     groups: tuple[frozenset[str], ...]
     """By offloaded module: the items whose saved tensors it copies."""
+    given: frozenset[str] = frozenset()
+    """Linears that keep what they were given in place of its bytes in FP8, because it is freed (`set_save_original_input`)."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -74,7 +76,9 @@ class Treatment:
 
     def makes_again(self, tensor: SavedTensor) -> bool:
         """Whether the tensor is not there between forward and backward, and then is again."""
-        return tensor.made_by in self.discarded or (tensor.made_by in self.again and self.again.issuperset(tensor.saved_by))
+        if tensor.made_by in self.discarded or (tensor.saved_by == (tensor.made_by,) and tensor.made_by in self.given):
+            return True
+        return tensor.made_by in self.again and self.again.issuperset(tensor.saved_by)
 
     def copies(self, readers: tuple[str, ...]) -> int:
         """How many modules copy what these items read in backward."""
@@ -104,7 +108,17 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
         if asked.role == "norm":
             names -= joined
         groups.append(frozenset(names | joined if names & joined else names) - again)
-    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups))
+    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
+
+
+def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> frozenset[str]:
+    """The linears behind what is freed. With delayed scaling none can keep what it was given."""
+    if shape.model.fp8_recipe in (None, "delayed"):
+        return frozenset()
+    behind = {name for name in section.linears if section.before(name) in discarded}
+    if section.norm in discarded:
+        behind |= {item.name for item in section.items if item.role in ("down_projection", "query_projection")}
+    return frozenset(behind)
 
 
 def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
@@ -157,7 +171,7 @@ def expert_treatment(shape: LayerShape, setting: StockSetting) -> Treatment:
     for module in map(recompute_module, setting.recompute):
         (discarded if module.discards_output else again).update(name for name in module.experts if name in section.names)
     groups = (frozenset({item}) - again for item in (offload_module(name).experts for name in setting.offload) if item)
-    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups))
+    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
 
 
 LayerBytes = tuple[HalfBytes, ...]

@@ -9,6 +9,8 @@
       an Apex whose Python is on the import path
     Transformer Engine's GEMM, in routers (0.15,     "none": torch's is used then
       0.16 ask for it although it is not there)
+    restarts inside a process, which Megatron-Bridge    classes without anything: nothing is restarted
+      imports whether or not they are used
     typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
 
 Found by removing each alone and running megatron-core and the scripts of 0.16 to 0.19 on a CPU. What is installed is left alone.
@@ -35,6 +37,7 @@ from megatron_lynx.testbed.compiled_parts import stand_in_for_compiled_parts
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
 APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
+RESTARTS = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
 HELPER = "megatron.core.datasets.helpers_cpp"
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
 """Compiled with nvcc when 0.16 starts."""
@@ -80,11 +83,14 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, apex: bool) -> None:
         self._apex = APEX if apex and importlib.util.find_spec("apex") is None else ()
+        self._restarts = RESTARTS if apex and _is_there("megatron.bridge") and not _is_there(RESTARTS[0]) else ()
         self._no_triton = importlib.util.find_spec("triton") is None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name in self._apex:
             return importlib.machinery.ModuleSpec(name, self, is_package=name != APEX[-1])
+        if name in self._restarts:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name == RESTARTS[0])
         if not name.startswith("megatron.") or not path:
             return None
         folder = Path(next(iter(path)))
@@ -97,7 +103,9 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return ModuleType(spec.name) if spec.name in APEX else Inert(spec.name)
+        if spec.name == RESTARTS[-1]:
+            return Classes(spec.name)
+        return ModuleType(spec.name) if spec.name in (*APEX, *RESTARTS) else Inert(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == APEX[-1]:
@@ -130,16 +138,32 @@ class Inert(ModuleType):
         return ignore
 
 
-def helper_spec(folder: Path) -> importlib.machinery.ModuleSpec | None:
-    """The dataset helper of the installed megatron-core, for a tree whose source of it is the same."""
+class Classes(ModuleType):
+    """A module in which every name is a class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _is_there(name: str) -> bool:
     try:
-        installed = Path(str(importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")))
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    built = next(iter(installed.glob("helpers_cpp*.so")), None)
-    if built is None or (installed / "helpers.cpp").read_bytes() != (folder / "helpers.cpp").read_bytes():
-        return None
-    return importlib.util.spec_from_file_location(HELPER, built)
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is the package that it would be in
+        return False
+
+
+def helper_spec(folder: Path) -> importlib.machinery.ModuleSpec | None:
+    """The dataset helper of an installed megatron-core, built for this Python, for a tree whose source of it is the same."""
+    for installed in importlib.metadata.distributions(name="megatron-core"):
+        beside = Path(str(installed.locate_file("megatron/core/datasets")))
+        built = next(
+            (path for suffix in importlib.machinery.EXTENSION_SUFFIXES for path in beside.glob(f"helpers_cpp{suffix}")), None
+        )
+        if built is not None and (beside / "helpers.cpp").read_bytes() == (folder / "helpers.cpp").read_bytes():
+            return importlib.util.spec_from_file_location(HELPER, built)
+    return None
 
 
 def unchanged(function: Any) -> Any:

@@ -186,12 +186,6 @@ def saved_tensors_hooks(training: Any) -> None:
             training.optimizer = optimizer
 
 
-def packed_sequences(training: Any) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    _loss(training, packed_seq_params=PackedSeqParams(qkv_format="thd"))
-
-
 def gradient_of_some(training: Any) -> None:
     torch.autograd.grad(_loss(training), [training.chunks[0].decoder.layers[0].mlp.linear_fc1.weight])
 

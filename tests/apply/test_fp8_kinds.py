@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
 from megatron_lynx.kinds.experts.saved import saved_parts
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
-from ..te_releases import pools_with
+from ..te_releases import pool_with, pools_with
+from ..transparency.checkpoints import checkpointed
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.test_latent import all_of, latent_plan, together
@@ -92,6 +95,17 @@ def test_experts(pool_of, recipe, layout, filled, grouped):
     checked(pool_of, job, candidates, Trial(steps=3, training=training, model={"moe_grouped_gemm": grouped}))
 
 
+@pytest.mark.parametrize(("recipe", "layout"), [("blockwise", "EP2"), *long(("delayed", "EP2"), ("tensorwise", "TP2+SP, EP2"))])
+def test_checkpoints(pool_of, recipe, layout):
+    """Layers of latent attention and experts, and halves of them, keep their input alone: tokens travel again."""
+    job = latent_job(recipe, layout, experts=MIXTURE | {"filled": True}, qk_norm=True)
+    kept = experts_plan(job, ())
+    candidates = [checkpointed(kept, checkpoint) for checkpoint in ("layer", "attention", "mlp")]
+    model = {"moe_grouped_gemm": True}
+    for outcomes in pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=3, model=model)):
+        assert [outcome.differing for outcome in outcomes] == [[]] * 3
+
+
 @pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])
 def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
     job = job_of(recipe, "EP2", experts=MIXTURE, fp8={"recipe": recipe, "parameters": True}, distributed_optimizer=True)
@@ -121,6 +135,18 @@ def test_bytes_of_experts(pool_of, recipe):
     copies, attention = saved.pop("copies"), te_on_ranks.copies_of(job, "attention")
     assert saved == {item: size for item, size in parts.items() if size}
     assert copies == fp8_copies_bytes(job, 0) // job.model.layers - attention
+
+
+def experts_plan(job: Job, replay: Collection[str]) -> Plan:
+    """Of a model with latent attention and experts."""
+    usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
+    raw, section = plan_for(usual, lambda _: replay, windows=False).model_dump(), job.model.halves["attention"]
+    assert job.model.latent is not None
+    raw["model"]["latent_attention"] = job.model.latent.model_dump()
+    for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
+        others = [item for item in rule["keep"] if item not in ATTENTION.names]
+        rule["keep"] = [*section.names, *others]
+    return Plan.model_validate(raw)
 
 
 def latent_job(recipe: str, layout: str, **fields: Any) -> Job:
@@ -155,3 +181,16 @@ def test_bytes_of_latent_attention(pool_of, recipe):
     job = latent_job(recipe, "TP2+SP", like="gpt", norm="rmsnorm", attention_dropout=0.0, hidden_dropout=0.0, qk_norm=True)
     for seen in pool_of(job.gpus).run(te_on_ranks.saved_bytes, job):
         assert seen == te_on_ranks.predicted_bytes(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("release", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
+def test_other_releases(release, core):
+    with pool_with(release, 2, core) as pool:
+        for recipe, filled in (("delayed", False), ("blockwise", True)):
+            job = job_of(recipe, "EP2", experts=MIXTURE | {"filled": filled})
+            plan = plan_for(job, lambda layer, job=job: replayable(job), windows=False)
+            training = {"ddp": True, "optimizer": "megatron"}
+            checked(lambda _: pool, job, [plan], Trial(steps=2, training=training, model={"moe_grouped_gemm": True}))
+        job = latent_job("delayed", "TP2+SP", qk_norm=True)
+        checked(lambda _: pool, job, [latent_plan(job, together(job, all_of(job)))], Trial(steps=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.errors import HookRefused, ReplayError
+from megatron_lynx.errors import ReplayError
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.plans import plan_for, replayable
@@ -54,7 +54,6 @@ def test_hooks_and_ranges_of_others(pool_of, layout, trains):
 
 REFUSED = [
     (steps_on_ranks.saved_tensors_hooks, ReplayError, "saved_tensors_hooks"),
-    (steps_on_ranks.packed_sequences, HookRefused, "packed_seq_params"),
     (steps_on_ranks.gradient_of_some, ReplayError, "torch.autograd.grad"),
     (steps_on_ranks.backward_twice, ReplayError, "retain_graph"),
     (steps_on_ranks.second_derivative, ReplayError, "create_graph"),
@@ -72,7 +71,7 @@ def test_what_a_replay_cannot_give(pool_of, asks, kind, named):
     assert (seen["busy"], seen["frames"], seen["differing"]) == (False, 0, [])
 
 
-ALLOWED = [asks for asks, *_ in REFUSED if asks is not steps_on_ranks.packed_sequences]
+ALLOWED = [asks for asks, *_ in REFUSED]
 
 
 @pytest.mark.parametrize("asks", ALLOWED, ids=lambda asks: asks.__name__)

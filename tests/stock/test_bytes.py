@@ -90,10 +90,12 @@ def test_experts_made_again_hold_what_is_priced(pool_of):
 
 
 @pytest.mark.long
-def test_outputs_of_experts_that_are_made_again_are_let_go(te_pool):
-    """The activation only where one GEMM computes for all experts of a rank, norms only with Transformer Engine. What they spare
-    is priced but for random states, of which checkpoints of a layer share some."""
-    fields = {"implementation": "transformer_engine", "experts": EXPERTS, "dtype": "bf16"}
+@pytest.mark.parametrize("precision", [{}, {"fp8": {"recipe": "blockwise"}, "bias": False}], ids=str)
+def test_outputs_of_experts_that_are_made_again_are_let_go(te_pool, precision):
+    """The activation only where one GEMM computes for all experts of a rank, norms only with Transformer Engine. In FP8 linears
+    behind them keep what they were given, which is let go, in place of its bytes. What they spare is priced but for random
+    states, of which checkpoints of a layer share some."""
+    fields = {"implementation": "transformer_engine", "experts": EXPERTS, "dtype": "bf16", **precision}
     jobs = [tiny_job("llama", layers=layers, **SIZE, **fields) for layers in (4, 2)]
     settings = [StockSetting(recompute=modules) for modules in (("moe_act",), ("layernorm", "moe_act"))]
     counted, priced = of_a_layer(te_pool, jobs, settings, moe_grouped_gemm=True, bias_activation_fusion=True)

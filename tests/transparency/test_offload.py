@@ -334,20 +334,23 @@ def at_halves(simulation: Simulation) -> list[int]:
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
-    """The pool is made anew, and says so. What evaluates between the steps copies nothing."""
-    shapes: list[dict[str, Any]] = [{"microbatches": 2}, {"microbatches": 6}, {"microbatches": 6, "seq": 32}, {"microbatches": 2}]
+    """The pool is made anew, and says so; from the first other length on its blocks only grow, and soon nothing is made any more.
+    What evaluates between the steps copies nothing."""
+    longer, shorter = {"microbatches": 6, "seq": 32}, {"microbatches": 2}
+    shapes: list[dict[str, Any]] = [{"microbatches": 2}, {"microbatches": 6}, longer, shorter, longer, shorter]
     jobs = [tiny_job("llama", pipeline=4, **shape) for shape in shapes]
     plan = offloading(plan_for(jobs[0], lambda layer: ()), chunk_bytes(jobs[0]))
     first = pool_of(4).run(reshape, jobs, plan)[0]
-    assert first.equal == [True] * 4
-    assert first.copied_by_evaluation == [0] * 4
-    planned, more, longer, shorter = first.logged
+    assert first.equal == [True] * 6
+    assert first.copied_by_evaluation == [0] * 6
+    planned, more, other, *behind = first.logged
     assert planned == []
     assert ["one more micro-batch on the host than before" in message for message in more] == [True]
-    for messages in (longer, shorter):
-        assert ["activations have other sizes than before" in message for message in messages] == [True]
+    assert ["activations have other sizes than before" in message for message in other] == [True]
+    assert behind == [[]] * 3
     assert 2 * first.host_bytes[1] == 3 * first.host_bytes[0]
-    assert first.host_bytes[3] == first.host_bytes[1], "for as many micro-batches as there ever were"
+    assert first.host_bytes[3] == first.host_bytes[4] == first.host_bytes[5], "whatever comes"
+    assert first.host_bytes[1] < first.host_bytes[5] < 3 * first.host_bytes[1]
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

@@ -4,12 +4,14 @@ Replaces              `_forward_attention` and `_forward_mlp` on each layer *ins
 Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
-Holds                 the policy of the half, and the shape that the plan was made for; nothing per call.
-Passes through when   gradients are off (evaluation, forward_only).
+Holds                 the policy of the half, and for how many tokens the plan holds; nothing per call.
+Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan holds for keeps all that
+                      it saves, and this is said once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,22 +20,45 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hybrid import owner_of
-from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
+from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.policy import HalfPolicy
 
+log = logging.getLogger(__name__)
 
-def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], shape_SB: tuple[int, int]) -> Iterator[Claim]:
-    """`shape_SB`: tokens of one sequence on this rank, and sequences of one micro-batch."""
+
+class Capacity:
+    """For how many tokens of a micro-batch a plan holds on one rank; shared by all halves, so that it is said once."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._said = False
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a micro-batch of so many is one that the plan holds for."""
+        if tokens > self.tokens and not self._said:
+            self._said = True
+            log.warning(
+                "a micro-batch has %d tokens on this rank, and the plan holds for at most %d: such micro-batches keep all "
+                "activations, which is right and takes more memory; make a plan for as many tokens",
+                *(tokens, self.tokens),
+            )
+        return tokens <= self.tokens
+
+
+def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
 
         def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
             code = _leaving_as_it_was(owner_of(layer, policy.section.half), original) if policy.replay else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
+                of_call = policy
                 if policy.replay and torch.is_grad_enabled():
-                    _check_call(policy, args, kwargs, shape_SB)
-                return engine.half(policy, code, args, kwargs)
+                    _check_call(policy, kwargs)
+                    hidden_SBH = args[0] if args else kwargs["hidden_states"]
+                    of_call = policy if capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]) else policy.keeping
+                return engine.half(of_call, code, args, kwargs)
 
             return run_half
 
@@ -60,15 +85,9 @@ def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def _check_call(policy: HalfPolicy, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape_SB: tuple[int, int]) -> None:
+def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
     """Refuse what only a call shows. The first call comes before anything was recorded, so a refusal leaves no trace."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if tuple(hidden.shape[:2]) != shape_SB:
-        found = f"{hidden.shape[0]} tokens x {hidden.shape[1]} sequences per rank"
-        needed = f"{shape_SB[0]} x {shape_SB[1]}: the plan's bytes and windows are of that size"
-        problem = Problem(f"input of layer {policy.layer}", found, needed, "make a plan for this sequence and micro-batch size")
-        raise PlanMismatch("the plan does not fit this run", [problem])
-    for name in ("packed_seq_params", "inference_context", "inference_params"):
+    for name in ("inference_context", "inference_params"):
         if kwargs.get(name) is not None:
             problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")
             raise HookRefused("this call of a layer cannot be replayed", [problem])

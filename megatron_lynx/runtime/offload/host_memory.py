@@ -10,8 +10,8 @@
     every micro-batch     lend: for each size the smallest free block that holds it;               └────┴──┴───┘└────┴──┴───┘
                           where none is, and room is left, one more slab: one micro-batch's
     a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
-    other sizes           a new slab; the old one goes, and counts, with the last of its blocks, and the log says so. Of experts
-                          they only grow
+    other sizes           a new slab; the old one goes, and counts, with the last of its blocks, and the log says so once: from
+                          then on, and of experts from the first, blocks only grow
 
 Page-locking takes the host seconds for tens of GB, and longer where all ranks of a host do it at once: so before the first step,
 as far as a plan says how much it will be (`Slab.cut`). What is not known then is locked for one micro-batch at a time.
@@ -249,6 +249,7 @@ class HostPool:
         self._set_aside(self._sets)
         if before and not self._ragged:
             log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
+            self._ragged = True  # sequences of changing length: sizes that come and go must not be made room for again and again
         else:
             log.info("%s: %s", self.where, self._change(before))
 

@@ -15,13 +15,14 @@ from tests.instruments.transformer_engine import (
     gemm,
     multi_tensor,
     normalization,
+    packed,
     rope,
     softmax,
     userbuffers,
 )
 from tests.instruments.transformer_engine.unanswered import Unanswered
 
-PARTS = (blocks, enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax, userbuffers)
+PARTS = (blocks, enums, facts, float8, gemm, multi_tensor, normalization, packed, rope, softmax, userbuffers)
 
 globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
 

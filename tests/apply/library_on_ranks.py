@@ -1,0 +1,160 @@
+"""The loop of docs/library.md, on ranks: without plans and with them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+from ..transparency.lengths import batch_of
+from .on_ranks import Attributes
+
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+HOSTS = PAGE.parent / "hosts.md"
+PHASES = (((16,), (8,), (12,)), ((4,), (16,)), ((12,), (8,), (8,), (4,)))
+
+
+def both(rank: int, job: Job, plans: tuple[Plan, Plan]) -> dict[str, Any]:
+    """What differs between the loop under plans and without, and what is left of the plans behind it."""
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    gc.collect()
+    stock, _ = _run(job, (None, None))
+    planned, left = _run(job, plans)
+    assert stock.keys() == planned.keys()
+    return {"differing": [name for name in stock if not torch.equal(stock[name], planned[name])], **left}
+
+
+def _run(job: Job, plans: tuple[Plan | None, Plan | None]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.step import mean_loss
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    page = _block(PAGE, 0)
+    fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    models = [Training(job, build_model(job, seed=seed, **fields)) for seed in (1, 2)]
+    seed_random_numbers(7)
+
+    def forward_step(waiting: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        return model(**next(waiting), attention_mask=None), mean_loss
+
+    phases = [[batch_of(job, of, 10 * at + i, packed=False) for i, of in enumerate(phase)] for at, phase in enumerate(PHASES)]
+    page["train"](*(each.chunks for each in models), _optimizers(models), phases[:1], (None, None), forward_step, job.model.seq)
+    before = Attributes(torch.nn.ModuleList([chunk for each in models for chunk in each.chunks]))
+    losses = page["train"](*(each.chunks for each in models), _optimizers(models), phases, plans, forward_step, job.model.seq)
+    gc.collect()
+    left = {
+        "changed": [name for name in before.changed() if not name.endswith(".current_microbatch")],  # Megatron counts there
+        "frames": sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects()),
+    }
+    seen = {f"loss {at}": loss for at, loss in enumerate(losses)}
+    for number, each in enumerate(models):
+        seen |= {f"model {number}: {name}": parameter.detach().clone() for name, parameter in each.parameters().items()}
+    return seen, left
+
+
+def _optimizers(models: list[Any]) -> list[Any]:
+    return [each.optimizer for each in models]
+
+
+def as_slime_calls(rank: int, job: Job, path: str) -> list[str]:
+    """Two steps, the hook called before each with slime's arguments, behind a pass without gradients: what differs from stock."""
+    page = _block(HOSTS, 0)
+    return _differing(job, path, lambda training, number: page["before_train_step"](None, 0, number, training.chunks, None, None))
+
+
+def as_verl_calls(rank: int, job: Job, path: str) -> list[str]:
+    """The same through an engine that is called as verl's is."""
+    page = _block(HOSTS, 1)
+
+    class Engine:
+        def __init__(self, training: Any) -> None:
+            self.module = training.chunks
+
+        def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> None:
+            """Where verl's engine runs its schedule; the test's step does that right behind."""
+
+    page["under_a_plan"](Engine)
+    engines: dict[int, Engine] = {}
+
+    def before(training: Any, number: int) -> None:
+        engine = engines.setdefault(id(training), Engine(training))
+        engine.forward_backward_batch(None, None, forward_only=True)
+        assert number or not hasattr(engine, "lynx"), "log-probabilities install nothing"
+        engine.forward_backward_batch(None, None)
+        assert engine.lynx.hooks
+
+    return _differing(job, path, before)
+
+
+def _differing(job: Job, path: str, before_step: Any) -> list[str]:
+    import os
+    from unittest.mock import patch
+
+    from megatron_lynx.apply.hook import MARK
+
+    from .on_ranks import one_step, trained
+
+    stock, planned = trained(job), None
+    expected = [[*one_step(stock, number), *stock.gradients().values()] for number in range(2)]
+    planned, found = trained(job), []
+    with patch.dict(os.environ, LYNX_PLAN=path):
+        for number in range(2):
+            before_step(planned, number)
+            found.append([*one_step(planned, number), *planned.gradients().values()])
+    layer = planned.chunks[0].decoder.layers[0]
+    held = [] if getattr(layer._forward_mlp, MARK, False) else ["nothing is installed"]
+    _remove(layer)
+    return held + [
+        f"step {at}: {i}"
+        for at, both in enumerate(zip(expected, found, strict=True))
+        for i, (one, other) in enumerate(zip(*both, strict=True))
+        if not torch.equal(one, other)
+    ]
+
+
+def _remove(layer: Any) -> None:
+    """The page's hooks last as long as their process; these ranks live on."""
+    from megatron_lynx.apply.installation import Installation
+
+    for thing in gc.get_objects():
+        if isinstance(thing, Installation) and thing.hooks:
+            thing.remove()
+
+
+def _block(page: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    exec(compile(page.read_text().split("```python\n")[1 + number].split("```")[0], str(page), "exec"), found)
+    return found
+
+
+def twice(rank: int, job: Job, plan: Plan) -> list[str]:
+    """What is said where one model is to have two plans, and where installations end in the order in which they began."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.errors import HookRefused
+
+    from .on_ranks import trained
+
+    first, second = trained(job), trained(job)
+    said = []
+    with install(first.chunks, plan) as outer:
+        for action in (lambda: install(first.chunks, plan), lambda: _out_of_order(outer, second, plan)):
+            try:
+                action()
+            except HookRefused as refused:
+                said.append(str(refused))
+    return said
+
+
+def _out_of_order(outer: Any, second: Any, plan: Plan) -> None:
+    from megatron_lynx.apply import install
+
+    with install(second.chunks, plan):
+        outer.remove()

@@ -1,0 +1,45 @@
+"""A loop of one's own: docs/library.md, as it stands there."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.plan import save_plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..long import long
+from ..transparency.offloaded import offloading
+from . import library_on_ranks
+
+LAYOUTS = [{"tensor": 2, "sequence_parallel": True}, *long({"pipeline": 2, "microbatches": 4})]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_loop_of_the_page(pool_of, layout):
+    """Two models under two plans, in changing phases: every bit is that of the same loop without plans, and nothing is left."""
+    job = tiny_job(**layout)
+    plans = (uniform_plan(job, gather="once"), offloading(uniform_plan(job, ("activation",)), 20_000))
+    for seen in pool_of(job.gpus).run(library_on_ranks.both, job, plans):
+        assert seen == {"differing": [], "changed": [], "frames": 0}
+
+
+def test_one_model_has_one_plan(pool_of):
+    [said, _] = pool_of(2).run(library_on_ranks.twice, tiny_job(tensor=2), uniform_plan(tiny_job(tensor=2)))
+    two_plans, out_of_order = said
+    assert "layer 1._forward_attention: found a plan that is installed already" in two_plans
+    assert "schedules.forward_step" not in two_plans, "which several models share"
+    assert "another replacement on top of ours" in out_of_order
+
+
+@pytest.mark.parametrize("calls", [library_on_ranks.as_slime_calls, library_on_ranks.as_verl_calls], ids=["slime", "verl"])
+def test_the_lines_of_the_page_of_hosts(pool_of, tmp_path, calls):
+    """Our side, called with their arguments."""
+    job = tiny_job(tensor=2, sequence_parallel=True)
+    save_plan(uniform_plan(job, gather="once"), tmp_path / "plan.yaml")
+    assert pool_of(2).run(calls, job, str(tmp_path / "plan.yaml")) == [[], []]
+
+
+def test_the_loop_is_short():
+    code = library_on_ranks.PAGE.read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 46

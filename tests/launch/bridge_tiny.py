@@ -1,0 +1,137 @@
+"""A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
+
+Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`. What every rank
+saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
+"""
+
+import ast
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+if "UNDER" in os.environ:  # not started by the testbed's launcher, which answers for what a GPU machine has
+    from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+
+    stand_in_for_gpu_machine()
+
+import torch
+import torch.nn.functional as F
+from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec, local_layer_spec
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    MockGPTDatasetConfig,
+    OptimizerConfig,
+    RNGConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+
+
+def container(local: bool) -> ConfigContainer:
+    bf16 = not local
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = GPTModelProvider(
+        transformer_layer_spec=local_layer_spec if local else default_layer_spec,
+        transformer_impl="local" if local else "transformer_engine",
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        seq_length=64,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+        share_embeddings_and_output_weights=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        make_vocab_size_divisible_by=128,
+    )
+    return ConfigContainer(
+        model=model,
+        train=TrainingConfig(train_iters=4, global_batch_size=4, micro_batch_size=1),
+        validation=ValidationConfig(eval_interval=100, eval_iters=0),
+        optimizer=OptimizerConfig(optimizer="adam", bf16=bf16, use_distributed_optimizer=True, lr=3e-3, min_lr=1e-6),
+        scheduler=SchedulerConfig(
+            lr_decay_style="cosine",
+            lr_warmup_iters=1,
+            lr_decay_iters=10,
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+        ),
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
+        dataset=MockGPTDatasetConfig(
+            random_seed=1234,
+            reset_attention_mask=False,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+            seq_length=64,
+            num_dataset_builder_threads=1,
+            data_sharding=True,
+            dataloader_type="single",
+            num_workers=0,
+            path_to_cache=os.environ["SAID_IN"],
+        ),
+        logger=LoggerConfig(log_interval=1),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=511),
+        checkpoint=CheckpointConfig(save=None),
+        rng=RNGConfig(seed=1234),
+        dist=DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+class Seen(Callback):
+    """Every step's losses and norm, and the weights behind the last one that was taken."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_step_end(self, context):
+        losses = {name: loss.detach().clone() for name, loss in context.loss_dict.items()}
+        self.steps.append((losses, context.grad_norm))
+        weights = [parameter.detach().clone() for chunk in context.model for parameter in chunk.parameters()]
+        path = Path(os.environ["SAID_IN"]) / f"{os.environ['NAME']}_{os.environ['RANK']}.pt"
+        torch.save({"steps": self.steps, "weights": weights}, path)
+
+
+if __name__ == "__main__":
+    cfg = container(local="local" in sys.argv[1:])
+    for word in sys.argv[1:]:
+        place, found, value = word.partition("=")
+        if found:
+            part, field = place.split(".")
+            with suppress(ValueError):  # a word
+                value = ast.literal_eval(value)
+            setattr(getattr(cfg, part), field, value)
+    if "UNDER" in os.environ:
+        from megatron_lynx.bridge import training_under
+
+        with training_under(os.environ["UNDER"], check=2):
+            pretrain(cfg, forward_step, callbacks=[Seen()])
+    else:
+        pretrain(cfg, forward_step, callbacks=[Seen()])
