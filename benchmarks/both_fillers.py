@@ -65,7 +65,7 @@ def training(sequence_parallel: bool, rate: float) -> Job:
 
 def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with weight gradients in its waits, as many as help: memory is no matter here."""
-    return Filler(plan, job, profile, rehearse(plan, profile), Known()).filled([int(job.cluster.memory_gib * GIB)])
+    return Filler(plan, job, profile, rehearse(plan, profile), Known(), forwards=(0,)).filled([int(job.cluster.memory_gib * GIB)])
 
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:

@@ -7,6 +7,8 @@ Nothing runs, as in `benchmarks.when_not`. Each row is given what the fullest de
 cost least: `layernorm` and `moe_act`, `shared_experts` where there are any, `mla_up_proj` with latent attention.
 
     stock's best    of all that releases 0.16 to 0.19 offer within these bytes: module sets, blocks of layers, offloading
+    overlapped      the best of these beside overlapped exchanges, where Megatron takes them (one stage, or several chunks): if
+                    nothing slows down, as ours is simulated, and slowed down as it was measured elsewhere
     ours            the fastest plan within these bytes, which offloads nothing
     as fast         the least bytes with which a plan is no slower than stock's best
 """
@@ -25,7 +27,9 @@ from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.planner import Decision, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
+from megatron_lynx.stock import NONE, StockSetting, priced
+from megatron_lynx.stock.combined import MEASURED
+from megatron_lynx.stock.rival import rivals
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 
@@ -40,23 +44,62 @@ REFERENCE: dict[str, Any] = {
 }
 """The layout that rows are variations of."""
 
-QWEN3, MIXTRAL, DEEPSEEK = "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"
+QWEN3, MIXTRAL, DEEPSEEK, DEEPSEEK_V3 = "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"
+H100, H800, B200 = "h100-80g", "h800-80g", "b200-180g"
+BOTH = (H100, H800)
+
+QWEN3_235B = {"layers": 94, "hidden": 4096, "ffn": 12288, "heads": 64, "experts": {"count": 128, "per_token": 8, "ffn": 1536}}
+"""Beside Qwen3 30B-A3B (2505.09388, table 2)."""
+ONE_STAGE_OF_V3 = {"layers": 8, "experts": {"count": 256, "per_token": 8, "ffn": 2048, "shared_ffn": 2048}}
+"""As many layers of DeepSeek-V3 as one of eight stages has."""
+ONE_STAGE_OF_K2 = {
+    "layers": 8,
+    "heads": 64,
+    "kv_groups": 64,
+    "vocab": 163840,
+    "experts": {"count": 384, "per_token": 8, "ffn": 2048, "shared_ffn": 2048},
+}
+"""The same of Kimi K2, beside DeepSeek-V3 (2507.20534, table 2)."""
+
+OVER_NODES = {"model": QWEN3, "pipeline": 1, "expert": 16, "micro": 1}
+OF_235B = {
+    "model": QWEN3,
+    "sizes": QWEN3_235B,
+    "tensor": 2,
+    "pipeline": 8,
+    "expert": 32,
+    "gpus": 256,
+    "micro": 1,
+    "microbatches": 32,
+    "partition": [2, *[3] * 30, 2],
+}
+"""The layout of a public launch."""
+LARGE = {"model": DEEPSEEK_V3, "pipeline": 1, "expert": 32, "gpus": 32, "micro": 1}
+OF_V3, OF_K2 = LARGE | {"sizes": ONE_STAGE_OF_V3}, LARGE | {"sizes": ONE_STAGE_OF_K2}
 
 CASES: tuple[tuple[str, Mapping[str, Any]], ...] = tuple(
     (f"{what}, {cluster.split('-')[0].upper()}", {**change, "cluster": cluster})
-    for what, change in (
-        ("Qwen3 30B-A3B, p=2, experts in a node", {"model": QWEN3}),
-        ("Qwen3 30B-A3B, p=1, experts over two nodes", {"model": QWEN3, "pipeline": 1, "expert": 16, "micro": 1}),
-        ("Mixtral 8x7B, p=4, experts in a node", {"model": MIXTRAL, "pipeline": 4, "gpus": 64}),
-        ("Mixtral 8x7B, t=2, p=4, experts in a node", {"model": MIXTRAL, "tensor": 2, "pipeline": 4, "gpus": 64}),
-        ("DeepSeek-V2-Lite, p=1, experts in a node", {"model": DEEPSEEK, "pipeline": 1}),
+    for what, change, clusters in (
+        ("Qwen3 30B-A3B, p=2, experts in a node", {"model": QWEN3}, BOTH),
+        ("Qwen3 30B-A3B, p=1, experts over two nodes", OVER_NODES, BOTH),
+        ("Qwen3 30B-A3B, p=1, experts over two nodes, DeepEP", OVER_NODES | {"dispatcher": "deepep"}, BOTH),
+        ("Qwen3 30B-A3B, p=1, experts over two nodes, HybridEP", OVER_NODES | {"dispatcher": "hybridep"}, (H100,)),
+        ("Qwen3 30B-A3B, p=1, experts in a node", {"model": QWEN3, "pipeline": 1, "gpus": 8}, (B200,)),
+        ("Mixtral 8x7B, p=4, experts in a node", {"model": MIXTRAL, "pipeline": 4, "gpus": 64}, BOTH),
+        ("Mixtral 8x7B, t=2, p=4, experts in a node", {"model": MIXTRAL, "tensor": 2, "pipeline": 4, "gpus": 64}, BOTH),
+        ("DeepSeek-V2-Lite, p=1, experts in a node", {"model": DEEPSEEK, "pipeline": 1}, BOTH),
+        ("Qwen3 235B-A22B, t=2, p=8, four chunks", OF_235B, (H100,)),
+        ("DeepSeek-V3, one stage, experts over four nodes", OF_V3, (H100,)),
+        ("DeepSeek-V3, one stage, experts over four nodes, DeepEP", OF_V3 | {"dispatcher": "deepep"}, (H100, B200)),
+        ("Kimi K2, one stage, experts over four nodes", OF_K2, (H800,)),
+        ("Kimi K2, one stage, experts over four nodes, DeepEP", OF_K2 | {"dispatcher": "deepep"}, (B200,)),
     )
-    for cluster in ("h100-80g", "h800-80g")
+    for cluster in clusters
 )
 """What is changed, in words and for the job."""
 
-STEPS = 6
-"""How often the room between the least memory and a row's budget is halved."""
+STEPS, FEW_STEPS, MANY_LAYERS = 6, 2, 60
+"""How often the room between the least memory and a row's budget is halved; fewer times for models of many layers."""
 
 NO_SLOWER = 1.001
 """A plan within a thousandth of stock's step is no slower."""
@@ -75,6 +118,11 @@ class Row:
     """What that holds."""
     best_stock_s: float
     best_stock: str
+    overlapped_s: float | None
+    """The best beside overlapped exchanges; None where Megatron refuses them, or nothing fits."""
+    measured_s: float | None
+    """The same setting, with what overlaps slowed down as measured."""
+    overlapped: str
     ours_s: float
     hidden: float
     """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
@@ -101,9 +149,16 @@ class Row:
 def job_of(change: Mapping[str, Any]) -> Job:
     """The reference layout with something changed."""
     asked = {**REFERENCE, **change}
-    model, tensor = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml"), asked["tensor"]
+    model, tensor = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml") | asked.get("sizes", {}), asked["tensor"]
+    model["experts"] = {**model["experts"], "dispatcher": asked.get("dispatcher", "alltoall")}
     replicas = asked["gpus"] // (tensor * asked["pipeline"])
-    layout = {"tensor": tensor, "pipeline": asked["pipeline"], "expert": asked["expert"], "sequence_parallel": tensor > 1}
+    places = {"partition": asked["partition"]} if "partition" in asked else {}
+    layout = places | {
+        "tensor": tensor,
+        "pipeline": asked["pipeline"],
+        "expert": asked["expert"],
+        "sequence_parallel": tensor > 1,
+    }
     return Job.model_validate(
         {
             "model": model | {"seq": asked["seq"], "implementation": "transformer_engine"},
@@ -124,7 +179,11 @@ def row(what: str, job: Job) -> Row:
     profile = analytic_profile(job)
     none, modules = (priced(job, profile, setting) for setting in (NONE, cheapest(job)))
     budget_bytes = modules.most_bytes
-    best = best_rival(job, profile, budget_bytes)
+    found = list(rivals(job, profile, budget_bytes))
+    best, beside = (
+        min((price for price in found if price.setting.overlap == overlap), key=lambda price: price.step_s, default=None)
+        for overlap in (False, True)
+    )
     assert best is not None, "the row's own modules fit"
     ours = decide(on_devices_of(job, budget_bytes / GIB), profile)
     hidden_s, exposed_s = (sum(seconds) for seconds in zip(*map_stages(ours), strict=True))
@@ -137,6 +196,9 @@ def row(what: str, job: Job) -> Row:
         budget_bytes,
         best.step_s,
         best.setting.name,
+        None if beside is None else beside.step_s,
+        None if beside is None else priced(job, profile, beside.setting, MEASURED).step_s,
+        "" if beside is None else beside.setting.name,
         ours.simulation.step_s,
         hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0,
         as_fast_bytes(job, profile, best.step_s, budget_bytes),
@@ -155,7 +217,7 @@ def as_fast_bytes(job: Job, profile: Profile, step_s: float, budget_bytes: int) 
     """The least that the fullest device holds under a plan that takes no longer, found by halving; at most the budget."""
     fits, least = budget_bytes, budget_bytes
     too_little = max(memory.total for memory in least_memory(job, profile))
-    for _ in range(STEPS):
+    for _ in range(FEW_STEPS if job.model.layers > MANY_LAYERS else STEPS):
         middle = (fits + too_little) // 2
         decision = decide(on_devices_of(job, middle / GIB), profile)
         if decision.simulation.step_s <= NO_SLOWER * step_s:
@@ -173,8 +235,8 @@ def map_stages(decision: Decision) -> list[tuple[float, float]]:
 def table(rows: Iterable[Row]) -> str:
     """Markdown. Steps are ratios to stock none."""
     lines = [
-        "| layout | none holds | budget | its modules | best stock: which | ours | hidden | gain | as fast | less |",
-        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+        "| layout | none holds | budget | its modules | best stock: which | ours | hidden | gain | as fast | less | overlapped |",
+        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|---|",
         *map(line, rows),
     ]
     return "\n".join(lines)
@@ -185,7 +247,15 @@ def line(row: Row) -> str:
     sizes = [f"{size / GIB:.1f} GiB" for size in (row.none_bytes, row.budget_bytes)]
     modules, best, ours = (f"{seconds / row.none_s:.3f}" for seconds in (row.modules_s, row.best_stock_s, row.ours_s))
     shares = [f"{row.hidden:.0%}", f"{row.gain:.1%}", f"{row.as_fast_bytes / GIB:.1f} GiB", f"{row.less:.0%}"]
-    return f"| {' | '.join([row.what, *sizes, modules, f'{best}: {row.best_stock}', ours, *shares])} |"
+    return f"| {' | '.join([row.what, *sizes, modules, f'{best}: {row.best_stock}', ours, *shares, beside(row)])} |"
+
+
+def beside(row: Row) -> str:
+    """Stock with overlapped exchanges: its step if nothing slows down, and as measured; which."""
+    if row.overlapped_s is None or row.measured_s is None:
+        return "-"
+    which = row.overlapped.removesuffix("exchanges overlapped").removesuffix(", ")
+    return f"{row.overlapped_s / row.none_s:.3f} to {row.measured_s / row.none_s:.3f}{f': {which}' if which else ''}"
 
 
 if __name__ == "__main__":

@@ -88,6 +88,11 @@ _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
 _UNBALANCED = "rows that are dropped or padded for a whole rank are not priced"
 _ONE_PARAMETER = "experts that share one parameter are not modelled"
+_GRAPHS = (
+    "what is captured runs without the host, and so without any hook: nothing in it could be recomputed or sent out. The nearest "
+    "launch that works is without it, its --cuda-graph-modules or --cuda-graph-scope and --te-rng-tracker; what is lost is the "
+    "host's time, which plans count"
+)
 _SHARDED = "sharded parameters are not modelled"
 
 REFUSED = {
@@ -122,8 +127,8 @@ REFUSED = {
     "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
     "enable_cuda_graph": "CUDA graphs bypass every hook",
     "external_cuda_graph": "CUDA graphs bypass every hook",
-    "cuda_graph_impl": "CUDA graphs bypass every hook",
-    "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
+    "cuda_graph_impl": _GRAPHS,
+    "te_rng_tracker": "random state that graphs hold cannot be restored for a replay; without graphs it is not needed",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,

@@ -125,9 +125,10 @@ def _decided(job: Job, profile: Profile) -> Decision:
 def _fastest(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
-    filled = _with_both_fillers(job, decision, stages, profile)
+    known = Known()
+    filled = _with_both_fillers(job, decision, stages, profile, known)
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
-        late = without_early_exchanges(job, decision.job, profile)
+        late = without_early_exchanges(job, decision.job, profile, known)
         filled = filled if _faster(filled.simulation, late) else late
     finished = _with_loads(filled, profile)
     check_budget_kept(finished.job, finished.simulation)
@@ -141,15 +142,14 @@ def _with_best_share(job: Job, profile: Profile) -> Decision:
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
-def without_early_exchanges(job: Job, parted: Job, profile: Profile) -> Decision:
+def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
     """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
     decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
-    return _with_both_fillers(job, decision, stages, profile)
+    return _with_both_fillers(job, decision, stages, profile, known)
 
 
-def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile) -> Decision:
+def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
     """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
-    known = Known()
     filled, refused = _best_filled(decision, stages, job, profile, known)
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
     if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
@@ -265,16 +265,22 @@ def _filled(decision: Decision, profile: Profile, known: Known) -> tuple[Decisio
     """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}"), Refused()
-    ways = (True,) if decision.job.chunks == 1 else (True, False)  # `planner.filling` [3]
-    return min((_placed(decision, profile, known, forwards=way) for way in ways), key=lambda found: found[0].simulation.step_s)
+    found = _placed(decision, profile, known, forwards=True)
+    gains = found[0].simulation is not decision.simulation
+    if decision.job.chunks == 1 or (known.forwards == {True} and gains):  # `planner.filling` [3]
+        return found
+    without = _placed(decision, profile, known, forwards=False)
+    known.forwards.add(found[0].simulation.step_s < without[0].simulation.step_s)
+    return min(found, without, key=lambda each: each[0].simulation.step_s)
 
 
 def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> tuple[Decision, Refused]:
     """The same with waits of forwards, or without. What the simulation holds beyond the budget is taken from what weight
-    gradients may hold, and they are placed again."""
-    filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=forwards)
+    gradients may hold, and they are placed again; the stages that hold too much even then put none off to forwards."""
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
-    for _ in range(PLACED_AGAIN):
+    waiting = frozenset(range(len(budgets))) if forwards else frozenset()
+    filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
+    for again in range(PLACED_AGAIN):
         plan = filler.filled(budgets)
         if plan == decision.plan:
             break
@@ -288,6 +294,9 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
             said = f"deferred into waits: the step is {100 * gained:.1f} % shorter"
             return Decision(decision.job, decision.stages, rehearsed, simulation, host, said), filler.refused
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
+        if again:  # less memory alone did not help
+            waiting -= {stage for stage, size in enumerate(over) if size}
+            filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
     none = "none deferred: no wait that is left, and for which there is memory, makes it faster"
     return replace(decision, weight_gradients=none), filler.refused
 

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,17 +47,17 @@ class Filler:
     Args:
         simulation: of the plan.
         known: from fillers of other plans for the job.
-        forwards: whether waits of forwards are filled, too.
+        forwards: the stages on which waits of forwards are filled, too.
     """
 
     def __init__(
-        self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known, *, forwards: bool = True
+        self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known, *, forwards: Collection[int]
     ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
-        rooms = (_rooms(plan, entry, job, prices, simulation, forwards=forwards) for entry in plan.stages)
+        rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
         self.refused = Refused()
 
@@ -89,10 +89,14 @@ def _receives(job: Job, entry: Stage) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """The ways to fill layers, worked out once where waits are alike."""
+    """What fillers of other plans for one job have found."""
 
     ways: dict[object, Ways | InTurns] = field(default_factory=dict)
+    """To fill layers, worked out once where waits are alike."""
     best: dict[object, list[Packed]] = field(default_factory=dict)
+    forwards: set[bool] = field(default_factory=set)
+    """Where both were tried, which was faster: with waits of forwards, or without. Where it always was with them, they alone are
+    tried from then on, unless they gain nothing."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_lynx.testbed.ranks import RankPool
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
-from ..te_releases import pools_with
+from ..te_releases import pool_with, pools_with
 from ..transparency.checkpoints import checkpointed
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -181,3 +181,16 @@ def test_bytes_of_latent_attention(pool_of, recipe):
     job = latent_job(recipe, "TP2+SP", like="gpt", norm="rmsnorm", attention_dropout=0.0, hidden_dropout=0.0, qk_norm=True)
     for seen in pool_of(job.gpus).run(te_on_ranks.saved_bytes, job):
         assert seen == te_on_ranks.predicted_bytes(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("release", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
+def test_other_releases(release, core):
+    with pool_with(release, 2, core) as pool:
+        for recipe, filled in (("delayed", False), ("blockwise", True)):
+            job = job_of(recipe, "EP2", experts=MIXTURE | {"filled": filled})
+            plan = plan_for(job, lambda layer, job=job: replayable(job), windows=False)
+            training = {"ddp": True, "optimizer": "megatron"}
+            checked(lambda _: pool, job, [plan], Trial(steps=2, training=training, model={"moe_grouped_gemm": True}))
+        job = latent_job("delayed", "TP2+SP", qk_norm=True)
+        checked(lambda _: pool, job, [latent_plan(job, together(job, all_of(job)))], Trial(steps=2))

@@ -32,6 +32,7 @@ from megatron_lynx.plan.plan import (
     WeightGradients,
     Whole,
 )
+from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
 from megatron_lynx.timetable import Layout, Timetable
 
@@ -62,9 +63,11 @@ def plans(
     whole: bool = False,
     defers: bool = False,
     pieces: bool = False,
+    checkpoints: bool = False,
 ) -> Plan:
     """A valid plan. `partition`: layers of each virtual stage. With `whole`, some micro-batches may keep everything; with
-    `defers`, weight gradients may be deferred; with `pieces`, the head may be in some."""
+    `defers`, weight gradients may be deferred; with `pieces`, the head may be in some; with `checkpoints`, layers or halves of
+    them may be checkpointed."""
     parallel = parallel or draw(layouts())
     model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
@@ -72,7 +75,7 @@ def plans(
     te = model.implementation == "transformer_engine"
     least = [min(len(layers) for layers in owned[at :: parallel.pipeline]) for at in range(parallel.pipeline)]
     stages = [
-        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], te, model))
+        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], te, model, checkpoints))
         for number, layers in enumerate(owned)
     ]
     if whole:
@@ -85,7 +88,7 @@ def plans(
     return draw(deferring(plan)) if defers and draw(st.booleans()) else plan
 
 
-def plans_for(job: Job, *, whole: bool = False, defers: bool = False) -> st.SearchStrategy[Plan]:
+def plans_for(job: Job, *, whole: bool = False, defers: bool = False, checkpoints: bool = False) -> st.SearchStrategy[Plan]:
     """Plans that a run of this job takes."""
     facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if hasattr(job.model, name)}
     shared = job.model.experts is not None and job.model.experts.shared_ffn > 0
@@ -96,6 +99,7 @@ def plans_for(job: Job, *, whole: bool = False, defers: bool = False) -> st.Sear
         partition=job.partition,
         whole=whole,
         defers=defers,
+        checkpoints=checkpoints,
     )
 
 
@@ -164,6 +168,7 @@ def stages_of(
     least: int,
     te: bool = False,
     model: ModelFacts | None = None,
+    checkpoints: bool = False,
 ) -> Stage:
     """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `te`: of Transformer Engine's layers.
     `model`: says which layers have experts."""
@@ -174,6 +179,7 @@ def stages_of(
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
+    kept = [draw(checkpointed(rule)) for rule in kept] if checkpoints else kept
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -193,6 +199,22 @@ def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, context: int = 1) 
     norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if te else {}
     replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
     return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
+
+
+@st.composite
+def checkpointed(draw: st.DrawFn, rule: Rule) -> Rule:
+    """The same rule, or one whose layers, or one half of them, keep their input alone."""
+    both = ["layer", "halves", CheckpointGroups(layers=2)]
+    chosen = draw(st.sampled_from([None, None, *both, *HALVES]))
+    if chosen is None:
+        return rule
+    left = {
+        item
+        for item in (*rule.keep, *rule.replay)
+        if chosen in HALVES and (item in DENSE["attention"].names) == (chosen == "mlp")
+    }
+    keep, replay = (tuple(item for item in items if item in left) for items in (rule.keep, rule.replay))
+    return Rule(layers=rule.layers, checkpoint=chosen, keep=keep, replay=replay)
 
 
 @st.composite

@@ -53,7 +53,7 @@ def problems_of(tmp_path: Path, text: str) -> list[str]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(plans(defers=True, pieces=True))
+@given(plans(defers=True, pieces=True, checkpoints=True))
 @pytest.mark.slow
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.yaml"
@@ -63,7 +63,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> Non
 
 
 @settings(max_examples=10, deadline=None)
-@given(plans(defers=True, pieces=True))
+@given(plans(defers=True, pieces=True, checkpoints=True))
 @pytest.mark.slow
 def test_other_readers_see_the_same(plan: Plan) -> None:
     """PyYAML itself, which knows octal, yes and no, reads our files alike."""

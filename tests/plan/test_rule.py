@@ -12,7 +12,7 @@ from tests.plan.strategies import plans
 
 
 @settings(deadline=None, max_examples=12)
-@given(plans())
+@given(plans(checkpoints=True))
 @pytest.mark.slow
 def test_joining_single_layers(plan: Plan) -> None:
     for stage in plan.stages:

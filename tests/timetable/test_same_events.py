@@ -59,7 +59,7 @@ def passes(
             continue
         ran = []
         for half in timetable.backward(action.chunk, phase).halves:
-            ran += [(half.on_demand, ON_DEMAND)] if half.on_demand is not None else []
+            ran += [(each, ON_DEMAND) for each in (*half.first, half.on_demand) if each is not None]
             ran += run_in(*half.waits)
         last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
         yield action, action.micro_batch, ran, [] if last else list(run_in(timetable.receive(action.chunk, phase)))
@@ -81,7 +81,7 @@ def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:
 def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) -> None:
     """Pass by pass and in its order."""
     job = JOBS[layout]
-    plan, profile = data.draw(plans_for(job, defers=True)), made_up_profile(job, SECONDS_OF_A_MESSAGE)
+    plan, profile = data.draw(plans_for(job, defers=True, checkpoints=True)), made_up_profile(job, SECONDS_OF_A_MESSAGE)
     simulation, prices = rehearse(plan, profile), Prices(profile)
     for stage, executed in enumerate(simulation.executed):
         timetable = timetable_of(plan, stage)
