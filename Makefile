@@ -3,6 +3,7 @@
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
+# make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
 # make check   style and types
 # make clean   remove what was built (.venv stays)
@@ -17,6 +18,7 @@ TORCH  := torch==2.13.0
 DEMO   := build/demo
 OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
 TE_RELEASES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
+BRIDGES := 0.5.1 0.6.2
 
 FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
 	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
@@ -25,7 +27,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # file's tests share is made once; those that take longest come first (tests/conftest.py).
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test long streams faults releases quick check clean
+.PHONY: demo test long streams bridge faults releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -41,6 +43,10 @@ long: releases
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams
+
+bridge: releases build/bridge/installed $(BRIDGES:%=build/megatron-bridge-%/downloaded)
+	$(FOLDERS) BRIDGE_PYTHON=$(CURDIR)/build/bridge/bin/python $(foreach release,$(BRIDGES),\
+		BRIDGE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-bridge-$(release)) $(BIN)/python -m pytest tests/launch/test_bridge.py
 
 faults: releases
 	$(FOLDERS) $(BIN)/python -u -m tests.faults
@@ -73,6 +79,19 @@ build/megatron-core-%/downloaded: | $(VENV)/installed
 build/transformer-engine-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		transformer_engine==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
+
+# Bridge's wheels ask for Python 3.12 and for packages that need a GPU. What it imports where there is none is less, and any Python of ours.
+build/megatron-bridge-%/downloaded: | $(VENV)/installed
+	$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
+		megatron-bridge==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
+
+build/bridge/installed: | $(VENV)/installed
+	$(PYTHON) -m venv build/bridge
+	build/bridge/bin/python -m pip install --no-input --quiet $(TORCH)
+	build/bridge/bin/python -m pip install --no-input --quiet transformers==5.12.1 'hydra-core>=1.3.2,<1.4' omegaconf einops tensorboard \
+		rich six regex tqdm requests peft accelerate datasets megatron-energon nvidia-modelopt
+	build/bridge/bin/python -m pip install --no-input --quiet --editable .
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,6 +65,16 @@ def whole_numbers_in(text: str, option: str) -> list[int]:
     return [int(name) for name in named_in(text)]
 
 
+def lengths_of(text: str) -> dict[str, float]:
+    """What `--lengths` says: a mean, or what a file of lengths comes to. Raises `ConfigError` for a file that does not read."""
+    try:
+        return {"mean": float(text)}
+    except ValueError:
+        from megatron_lynx.config.loader import lengths_in
+
+        return lengths_in(Path(text))
+
+
 def number_or_word(text: str) -> float | str:
     try:
         return float(text)

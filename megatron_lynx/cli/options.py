@@ -110,6 +110,15 @@ OptimizerOption = Annotated[
     str | None,
     typer.Option("--optimizer-offload", metavar="SHARE", help="Of the optimizer, to the host: in [0, 1], or auto."),
 ]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="MEAN|FILE",
+        help="Of sequences that are packed: their mean in tokens, or a file of lengths. Attention is priced by them.",
+        show_default=False,
+    ),
+]
 MemoryOption = Annotated[
     float | None,
     typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),

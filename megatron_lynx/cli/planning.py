@@ -11,7 +11,7 @@ import typer
 from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import check_plot, check_writable, profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word, taught
+from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, lengths_of, measured_here, number_or_word, taught
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
@@ -24,6 +24,7 @@ from megatron_lynx.cli.options import (
     JobOrLaunch,
     LaunchFileOption,
     LayersOption,
+    LengthsOption,
     MemoryOption,
     OptimizerOption,
     PlanFile,
@@ -74,6 +75,7 @@ def plan(
     share: ShareOption = None,
     optimizer_offload: OptimizerOption = None,
     hold: HoldOption = None,
+    lengths: LengthsOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
     run_file: FromRunOption = None,
@@ -91,6 +93,7 @@ def plan(
     changes = budget_changes(memory_gib, share)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {} if hold is None else {"model.experts.holds": hold}
+    changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)

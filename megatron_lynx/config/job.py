@@ -42,6 +42,32 @@ Schedule = Literal["flush", "double_buffered"]
 chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
 
 
+class Lengths(Part):
+    """Lengths of packed sequences in tokens. Queries see keys of their own sequence alone.
+
+    In a job file also the name of a file of lengths, separated by blanks or lines (`config.loader`).
+    """
+
+    mean: float = Field(ge=1, le=1e9)
+    """Of all sequences."""
+    mean_square: float | None = Field(default=None, ge=1, le=1e18)
+    """The mean of their squares. None: all are as long as the mean, so that attention takes the least time that it can."""
+
+    @model_validator(mode="after")
+    def _spread(self) -> Lengths:
+        if self.mean_square is not None and self.mean_square < self.mean**2 * (1 - 1e-9):
+            raise ValueError(f"mean_square ({self.mean_square:g}) must be at least the square of mean ({self.mean**2:g})")
+        return self
+
+    def seen(self, seq: int) -> float:
+        """Pairs of queries and keys in a pack of `seq` tokens, over those that a causal mask leaves of one sequence of as many.
+
+        l tokens have l (l + 1) / 2 pairs, and there are seq / mean sequences in a pack.
+        """
+        square = self.mean**2 if self.mean_square is None else self.mean_square
+        return min(1.0, (square / self.mean + 1) / (seq + 1))
+
+
 class Batch(Part):
     """Sizes in sequences."""
 
@@ -49,6 +75,8 @@ class Batch(Part):
     """Sequences of one micro-batch (b)."""
     global_: int = Field(ge=1, le=100_000_000, alias="global")
     """Sequences of one optimizer step over all replicas (B)."""
+    lengths: Lengths | None = None
+    """Of the sequences that are packed into one of `model.seq` tokens. None: it is a single one."""
 
 
 Leaving = Literal["parameters", "gradients", "optimizer"]
@@ -310,6 +338,7 @@ class Job(Part):
         Host time is not in it: it is measured anew with every release, and makes another plan only where a stage is host-bound.
         """
         parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
+        parts |= {"batch": self.batch}
         off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
         off["learned"] = True
         if self.head is None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -62,6 +63,12 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
             unread.append(f"{file}: {key}")
             del data[key]
     problems += _override(data, inner)
+    batch = data.get("batch")
+    if isinstance(batch, dict) and isinstance(batch.get("lengths"), str):
+        try:
+            data["batch"] = {**batch, "lengths": lengths_in(file.parent / batch["lengths"])}
+        except ConfigError as error:
+            raise ConfigError(f"{file} is not a valid job", [*problems, *error.problems]) from None
     try:
         job = validated(Job, data, file)
     except ConfigError as error:
@@ -69,6 +76,22 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     if problems:
         raise ConfigError(f"{file} is not a valid job", problems)
     return job
+
+
+def lengths_in(file: Path) -> dict[str, float]:
+    """What a file of lengths comes to: their mean, and the mean of their squares."""
+    try:
+        lengths = [int(word) for word in file.read_text(encoding="utf-8").split()]
+    except OSError as error:
+        found = in_words(error)
+    except ValueError as error:
+        found = str(error)
+    else:
+        if lengths and min(lengths) >= 1:
+            return {"mean": fmean(lengths), "mean_square": fmean(length**2 for length in lengths)}
+        found = "no lengths" if not lengths else f"a length of {min(lengths)}"
+    needed = "lengths of sequences in tokens, whole numbers from 1, separated by blanks or lines"
+    raise ConfigError("the lengths cannot be read", [Problem(str(file), found, needed)])
 
 
 def job_path(name: str | os.PathLike[str]) -> Path:

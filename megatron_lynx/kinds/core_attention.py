@@ -91,7 +91,7 @@ def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes
     """Unfused: two batched GEMMs, a head of a sequence each, and softmax with its mask and dropout pass over all scores. `read`:
     bytes of what it takes and makes."""
     if shape.model.attention == "flash":
-        causal = flops / 2 * shape.model.seen
+        causal = flops / 2 * shape.seen
         kernel = shape.model.attention_kernel
         free = Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
         return _ordered_s(free, shape, roof)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lynx.config.cluster import OrderedAttention
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.job import Job, Lengths
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.profiler.quantized import FP8_BYTES
@@ -31,6 +31,8 @@ class LayerShape:
     """Decides with `model.attention` whose kernels save what: see `kinds.saved`."""
     ordered: OrderedAttention | None = None
     """Of fused attention that must add up in one order, what that costs these devices."""
+    lengths: Lengths | None = None
+    """Of packed sequences; None: each is as long as the model has it."""
 
     @classmethod
     def of(cls, job: Job) -> LayerShape:
@@ -43,7 +45,13 @@ class LayerShape:
         if job.model.experts is not None:
             layout = layout.model_copy(update={"expert": given.expert, "expert_tensor": given.expert_tensor})
         ordered = job.cluster.ordered_attention if job.model.deterministic and job.model.attention == "flash" else None
-        return cls(job.model, layout, job.batch.micro, job.cluster.device, ordered)
+        return cls(job.model, layout, job.batch.micro, job.cluster.device, ordered, job.batch.lengths)
+
+    @property
+    def seen(self) -> float:
+        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves of a whole sequence."""
+        packed = 1.0 if self.lengths is None else self.lengths.seen(self.model.seq)
+        return min(packed, self.model.seen)
 
     @property
     def tokens(self) -> int:

@@ -439,3 +439,32 @@ def test_what_megatron_does_not_overlap_is_refused(tmp_path: Path) -> None:
     assert "overlap.userbuffers needs parallel.sequence_parallel: true, found false" in found
     (found,) = refusals(tmp_path, JOB, **{"parallel.scattered_messages": True, "parallel.sequence_parallel": True})
     assert "scattered_messages needs sequence_parallel: false, found true" in found
+
+
+def test_lengths_of_packed_sequences_in_a_file(tmp_path: Path) -> None:
+    """Or as their mean; a job without any is the job that it was."""
+    (tmp_path / "lengths.txt").write_text("100 300\n200\n")
+    (tmp_path / "job.yaml").write_text(JOB.replace("global: 4", "global: 4, lengths: lengths.txt"))
+    lengths = load_job(tmp_path / "job.yaml").batch.lengths
+    assert lengths is not None
+    assert (lengths.mean, lengths.mean_square) == (200, (100**2 + 300**2 + 200**2) / 3)
+    (tmp_path / "job.yaml").write_text(JOB)
+    plain = load_job(tmp_path / "job.yaml")
+    assert plain.digest != load_job(tmp_path / "job.yaml", {"batch.lengths": {"mean": 8}}).digest
+    assert plain.digest == load_job(tmp_path / "job.yaml", {"batch.lengths": None}).digest
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("", "found no lengths"), ("5 0", "found a length of 0"), ("5 many", "'many'"), (None, "no such file")]
+)
+def test_a_file_of_lengths_that_does_not_read(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "lengths.txt").write_text(content)
+    [problem] = refusals(tmp_path, JOB.replace("global: 4", "global: 4, lengths: lengths.txt"))
+    assert "lengths.txt: found" in problem
+    assert said in problem
+
+
+def test_squares_are_at_least_those_of_equal_lengths(tmp_path: Path) -> None:
+    [problem] = refusals(tmp_path, JOB.replace("global: 4", "global: 4, lengths: {mean: 8, mean_square: 60}"))
+    assert "mean_square (60) must be at least the square of mean (64)" in problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import MLP
+from megatron_lynx.config.job import Lengths
 from megatron_lynx.config.model import Fp8
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
@@ -314,3 +315,26 @@ def test_cudnn_adds_up_in_one_order_from_products_that_it_writes_down():
     assert ordered_bytes(LayerShape.of(job.model_copy(update={"model": flash}))) == 8 * 4 * 4096 * 2048, "9 copies on 132"
     blackwell = catalogued_job("llama-7b", "b200-180g", gpus=8, batch=8, parallel={"tensor": 2})
     assert analytic_profile(deterministic(blackwell)) == analytic_profile(blackwell)
+
+
+def test_attention_of_packed_sequences_goes_with_the_squares_of_their_lengths():
+    """Sixteen equal sequences of a sixteenth have a sixteenth of the pairs; unequal ones with the same mean have more. All
+    else of a layer goes by its tokens."""
+    job = catalogued_job("llama-65b", "h800-80g", gpus=8, parallel={"tensor": 8})
+    seq = job.model.seq
+
+    def pairs(**lengths: float) -> float:
+        batch = job.batch.model_copy(update={"lengths": Lengths(**lengths)})
+        return LayerShape.of(job.model_copy(update={"batch": batch})).seen
+
+    assert LayerShape.of(job).seen == pairs(mean=seq) == 1
+    assert pairs(mean=seq / 16) == pytest.approx((seq / 16 + 1) / (seq + 1))
+    assert pairs(mean=seq / 16, mean_square=4 * (seq / 16) ** 2) == pytest.approx((seq / 4 + 1) / (seq + 1))
+    packed = job.model_copy(update={"batch": job.batch.model_copy(update={"lengths": Lengths(mean=seq / 16)})})
+    whole, short = (analytic_profile(each).model_dump() for each in (job, packed))
+    assert whole.pop("attention")["items"].keys() == short["attention"]["items"].keys()
+    one, other = (analytic_profile(each).attention.items for each in (job, packed))
+    assert [item for item in one if one[item] != other[item]] == ["core_attention"]
+    assert other["core_attention"].forward_s < one["core_attention"].forward_s
+    short.pop("attention")
+    assert whole == short
