@@ -2,7 +2,7 @@
 # make test    every property once, as continuous integration runs it (15 minutes on two idle cores)
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
-# make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
+# make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
 # make check   style and types
@@ -23,9 +23,9 @@ BRIDGES := 0.5.1 0.6.2
 FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
 	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
 
-# Two processes of tests side by side: most tests have one rank, or ranks that wait for each other. Files stay whole, so that what a
+# Three processes of tests side by side, on two cores: ranks wait for each other most of the time. Files stay whole, so that what a
 # file's tests share is made once; those that take longest come first (tests/conftest.py).
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test long streams bridge faults releases quick check clean
 
@@ -36,10 +36,10 @@ demo: $(VENV)/installed
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(TWO)
+	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(SIDE_BY_SIDE)
 
 long: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" $(TWO)
+	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" $(SIDE_BY_SIDE)
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams
@@ -55,7 +55,7 @@ releases: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RE
 
 # Tests are skipped where they would start a rank, unless they are marked `quick`; those marked `slow` are skipped, too.
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest --quick -r fE -m "not streams and not long" $(TWO)
+	$(BIN)/python -m pytest --quick -r fE -m "not streams and not long" $(SIDE_BY_SIDE)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

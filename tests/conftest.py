@@ -54,7 +54,7 @@ def seconds_of(item: pytest.Item) -> float:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that the two processes of `make test` end together."""
+    """Files that take longest come first, so that the processes of `make test` end together."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)

@@ -20,12 +20,15 @@ from megatron_lynx.errors import Problem
 
 STACK = "HybridStack"
 """The class of a hybrid model's decoder."""
-OF_MLP = ("mlp", "pre_mlp")
-"""How the names of attributes begin that a layer with an MLP has; the other one has something in place of all others."""
-CLASSES: dict[Half, str] = {
-    "attention": "megatron.core.transformer.transformer_layer.TransformerLayer",
-    "mlp": "megatron.core.ssm.mlp_layer.MLPLayer",
-}
+PAIR = "*-"
+"""An attention and an MLP, in a pattern of layers."""
+CLASSES: dict[Half, str] = dict(
+    zip(
+        HALVES,
+        ("megatron.core.transformer.transformer_layer.TransformerLayer", "megatron.core.ssm.mlp_layer.MLPLayer"),
+        strict=True,
+    )
+)
 """Of the two layers, where Megatron's own specification of a stack is taken."""
 
 
@@ -37,8 +40,9 @@ class HybridLayer:
         self.owners: dict[Half, Module] = dict(zip(HALVES, (attention, mlp), strict=True))
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the layer that has that half."""
-        return getattr(self.owners["mlp" if name.startswith(OF_MLP) else "attention"], name)
+        """An attribute of the layer that has that half: names of the second half's have its name in them."""
+        first, second = HALVES
+        return getattr(self.owners[second if second in name else first], name)
 
 
 def owner_of(layer: Any, half: Half) -> Module:
@@ -63,9 +67,9 @@ def refused_stack(chunk: Module) -> Problem | None:
     """Why a hybrid stack is no translation of a GPT; None where it is one."""
     if not is_hybrid(chunk):
         return None
-    pattern = list(chunk.decoder.layer_type_list)  # type: ignore[union-attr, arg-type]
-    if len(pattern) % 2 == 0 and set(pattern[::2]) <= {"*"} and set(pattern[1::2]) <= {"-"}:
+    pattern = "".join(chunk.decoder.layer_type_list)  # type: ignore[union-attr, arg-type]
+    if pattern.replace(PAIR, "") == "":
         return None
-    found, needed = f"{''.join(pattern)} on this rank", "pairs of an attention and an MLP, such as *-*-"
+    found, needed = f"{pattern} on this rank", "pairs of an attention and an MLP, such as *-*-"
     todo = "Mamba layers, experts and halves without the other one are not planned in hybrid models yet"
     return Problem("--hybrid-layer-pattern", found, needed, todo)

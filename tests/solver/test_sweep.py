@@ -76,12 +76,12 @@ def held_at_most(answer):
     held = [resident + sum(there.values()) + answer.loss_bytes]
     for number, half in enumerate(backward):
         there[number] = half.regenerated
-        held.append(resident + sum(there.values()))
+        held.append(resident + sum(there.values()) - half.less_in_hand)
         following = backward[number + 1 : number + 2]
         del there[number]
         resident -= half.resident
         ahead = {at: each.early + each.ahead[0] for at, each in enumerate(following, start=number + 1)}
-        held.append(resident + sum((there | ahead).values()) + half.tail)
+        held.append(resident + sum((there | ahead).values()) + half.tail - half.less_in_hand)
     return max(held) + (answer.in_flight - 1) * sum(half.resident for half in backward)
 
 
