@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_lynx.errors import Problem
 
 PARTS = ("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "checkpoint", "logger", "rng")
 """In the order in which a name is looked for."""
@@ -39,6 +42,19 @@ RENAMED = {
     "cuda_graph_impl": "model.cuda_graph_impl",
     "lr": "optimizer.lr",
     "rope_fusion": "model.apply_rope_fusion",
+    "untie_embeddings_and_output_weights": "model.share_embeddings_and_output_weights",
+    "squared_relu": "model.activation_func",
+    "quick_geglu": "model.activation_func",
+    "bias_swiglu_fusion": "model.bias_activation_fusion",
+    "bias_gelu_fusion": "model.bias_activation_fusion",
+    "pad_vocab_size": "model.should_pad_vocab",
+    "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
+    "accumulate_allreduce_grads_in_fp32": "ddp.grad_reduce_in_fp32",
+    "grad_reduce_in_bf16": "ddp.grad_reduce_in_fp32",
+    "ddp_bucket_size": "ddp.bucket_size",
+    "ddp_num_buckets": "ddp.num_buckets",
+    "ddp_pad_buckets_for_high_nccl_busbw": "ddp.pad_buckets_for_high_nccl_busbw",
     "overlap_p2p_communication": "model.overlap_p2p_comm",
     "microbatch_group_size_per_virtual_pipeline_stage": "model.microbatch_group_size_per_vp_stage",
 }
@@ -55,6 +71,24 @@ def places_of(name: str) -> Iterator[tuple[str, str]]:
         yield part, field
         return
     yield from ((part, name) for part in PARTS)
+
+
+def has_setting(cfg: Any, part: str, field: str) -> bool:
+    """Whether a container has a setting; without a field, a part."""
+    return hasattr(getattr(cfg, part, None), field) if field else hasattr(cfg, part)
+
+
+def refused_settings(cfg: Any) -> Iterator[Problem]:
+    """Settings of a container that no plan can be held under, when it is made and before the first step."""
+    if getattr(getattr(cfg, "dist", None), "use_decentralized_pg", False):
+        needed = "False under a plan: hooks and windows go by Megatron's own groups"
+        yield Problem("cfg.dist.use_decentralized_pg", "True", needed, "unset it")
+    if getattr(getattr(cfg, "inprocess_restart", None), "enabled", False):
+        needed = "False under a plan: a loop that begins again in the middle of a step leaves one that nobody removes"
+        yield Problem("cfg.inprocess_restart.enabled", "True", needed, "unset it: a job that is started again resumes")
+    if (peft := getattr(cfg, "peft", None)) is not None:
+        needed = "None under a plan: the linears that it wraps are not those that a plan recomputes"
+        yield Problem("cfg.peft", type(peft).__name__, needed, "train without a plan, or all weights")
 
 
 def in_settings(text: str, has: Callable[[str, str], bool]) -> str:

@@ -3,6 +3,7 @@
 megatron-lynx plan jobs/demo                                       a job file, or a bundled one
 megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
 megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
+megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge's
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ def asked_about(
     launch_file: Path | None = None,
     *,
     strict: bool = False,
+    bridge: str | None = None,
 ) -> Asked:
     """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
     from megatron_lynx.errors import ConfigError
+    from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
     from megatron_lynx.launch_arguments.files import read_launch_file
 
-    words = words or []
+    words = [*(() if bridge is None else (CONTAINER, bridge)), *(words or [])]
     if launch_file is None:
         asked = Asked(tuple(words), cluster, gpus, strict)
     elif words:

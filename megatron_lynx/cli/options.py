@@ -41,6 +41,18 @@ LaunchFileOption = Annotated[
 ]
 
 
+BridgeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bridge",
+        metavar="MODULE:RECIPE|FILE",
+        help="Of Megatron-Bridge, not a launch: a function that returns its ConfigContainer, or one in a file. Behind -- its "
+        "settings: model.seq_length=8192.",
+        show_default=False,
+    ),
+]
+
+
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Refuse flags that Megatron does not know. Without: planned, with a warning.")
 ]

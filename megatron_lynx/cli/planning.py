@@ -15,6 +15,7 @@ from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path,
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
+    BridgeOption,
     ClusterOption,
     FromRunOption,
     GpusOption,
@@ -69,6 +70,7 @@ def plan(
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    bridge: BridgeOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -95,7 +97,7 @@ def plan(
     changes |= {} if hold is None else {"model.experts.holds": hold}
     changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
     changes |= {"head.pieces": "auto"} if inexact else {}
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading = job_or_launch(asked, planning=True, changes=changes)
     check_writable(output, read=[profile_file, launch_file, run_file, job_path(asked.words[0]) if reading is None else None])
     job, costs, lesson = taught(job, profile_file, run_file)

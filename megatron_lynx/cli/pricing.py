@@ -14,6 +14,7 @@ from megatron_lynx.cli.inputs import named_in, number_or_word, whole_numbers_in
 from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, show_understood, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
+    BridgeOption,
     ClusterOption,
     GpusOption,
     JobOrLaunch,
@@ -32,6 +33,7 @@ def estimate(
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    bridge: BridgeOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -52,7 +54,7 @@ def estimate(
 
     changes: dict[str, object] = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
     changes |= budget_changes(memory_gib, share)
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
     today = None if reading is None else priceable(reading)

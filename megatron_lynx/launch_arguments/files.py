@@ -105,7 +105,7 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
             if name not in NO_ARGUMENT and not (value is None or value is False):
                 found.append(_unknown(f"{path}: {key}", name, table))
         elif value is not None:
-            values[name] = Value(flag, key, _checked(flag, f"{path}: {key}", value, found))
+            values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, found))
     return Given(values, arguments.releases, table, arguments.unknown), found
 
 
@@ -125,7 +125,8 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "text": (str | int | float, "text")}
 
 
-def _checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
+def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
+    """A value as its flag would have it; None for another, which is added to `problems`."""
     kind, needed = (bool, "true or false") if flag.takes == 0 and isinstance(flag.to, bool) else KINDS[flag.type]
     ones = value if isinstance(value, list) and flag.takes not in (0, 1) else [value]
     if not all(isinstance(one, kind) and isinstance(one, bool) <= (kind is bool) for one in ones):

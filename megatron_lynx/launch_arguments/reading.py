@@ -1,7 +1,7 @@
 """Reading a launch: the job it trains, which flag says what, and what cannot be planned for.
 
 words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──> facts ─> a job's data
-                        (or --yaml-cfg)                                          ├─ priced as ──> said
+          (or --yaml-cfg, or --bridge)                                           ├─ priced as ──> said
                                                                                  ├─ refused ────> problems
                                                                                  └─ no matter ──> listed
 
@@ -10,7 +10,8 @@ With a cluster it becomes a job, or everything that prevents it is said.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,8 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
+from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
+from megatron_lynx.launch_arguments.container import given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
@@ -72,6 +75,14 @@ class Reading:
     """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
     today: Today
     """What it does against activation memory as it is written."""
+    in_settings: Callable[[str], str] | None = None
+    """Of Megatron-Bridge's container: a text about flags in its settings."""
+
+    def spoken(self, problem: Problem) -> Problem:
+        """A problem in the words of whoever wrote the launch."""
+        if self.in_settings is None:
+            return problem
+        return Problem(*map(self.in_settings, (problem.where, problem.found, problem.needed, problem.todo)))
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -104,7 +115,12 @@ class Reading:
         """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
         `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
         """
-        text = self.changed({}, without).under_plan(plan, flags, environment)
+        if self.in_settings is None:
+            text = self.changed({}, without).under_plan(plan, flags, environment)
+        else:
+            variables = "".join(f"{name}={value} " for name, value in environment.items())
+            text = f"{variables}torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan {shlex.quote(plan)}"
+            text += "".join(f", set {self.in_settings(flag)}" for flag in flags)
         dropped = [*self.today.flags, *dict.fromkeys(self.given.origin(name) for name in without if name in self.given.values)]
         return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
@@ -118,7 +134,12 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     Raises `ConfigError` only where there is no launch at all; what else is wrong is in `problems`.
     """
     command = command_line(words)
-    given, problems = given_arguments(command.arguments, flag_table())
+    container = None
+    if command.arguments[:1] == (BRIDGE,):
+        container = read_container(command.arguments[1:], gpus)
+        given, problems = given_container(container, flag_table())
+    else:
+        given, problems = given_arguments(command.arguments, flag_table())
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
     given = with_pairs(with_packing(given), problems)
@@ -151,8 +172,14 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
             unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
         ]
     silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
+    silent = silent if container is None else ()  # a container says everything
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
-    return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems), today)
+    reading = Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems), today)
+    if container is None:
+        return reading
+    facts = [replace(fact, origin=container.say(fact.origin)) for fact in facts]
+    reading = replace(reading, facts=tuple(facts), in_settings=container.say)
+    return replace(reading, problems=tuple(reading.spoken(problem) for problem in problems))
 
 
 def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
@@ -253,5 +280,5 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     else:
         problems += against_megatron(reading.given, reading.today, job)
     if problems:
-        raise ConfigError(HEADLINE, problems)
+        raise ConfigError(HEADLINE, [reading.spoken(problem) for problem in problems])
     return job

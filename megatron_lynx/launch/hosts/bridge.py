@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.bridge_settings import in_settings, places_of
+from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.agreement import Ended
 from megatron_lynx.launch.flags import PREFIX
@@ -58,7 +58,7 @@ class Settings:
 
     def has(self, part: str, field: str) -> bool:
         """Whether the configuration has a setting."""
-        return hasattr(getattr(self._cfg, part, None), field) if field else hasattr(self._cfg, part)
+        return has_setting(self._cfg, part, field)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -139,16 +139,7 @@ class Bridge:
         yield Claim(train, "train_step", around_step, "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
-        cfg = args._cfg
-        if cfg.dist.use_decentralized_pg:
-            needed = "False under a plan: hooks and windows go by Megatron's own groups"
-            yield Problem("cfg.dist.use_decentralized_pg", "True", needed, "unset it")
-        if getattr(cfg.inprocess_restart, "enabled", False):
-            needed = "False under a plan: a loop that begins again in the middle of a step leaves one that nobody removes"
-            yield Problem("cfg.inprocess_restart.enabled", "True", needed, "unset it: a job that is started again resumes")
-        if cfg.peft is not None:
-            needed = "None under a plan: the linears that it wraps are not those that a plan recomputes"
-            yield Problem("cfg.peft", type(cfg.peft).__name__, needed, "train without a plan, or all weights")
+        yield from refused_settings(args._cfg)
         if args.lynx_schedule != "flush":
             needed = "flush: Megatron-Bridge's loop saves and stops where a pipeline is empty"
             yield Problem("--lynx-schedule", args.lynx_schedule, needed, "launch without it")

@@ -1,0 +1,208 @@
+"""Planning for Megatron-Bridge, of containers as it writes them; without Bridge."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.yaml_file import write_yaml
+from tests.test_cli import lynx
+
+PROVIDER = "megatron.bridge.models.gpt_provider"
+MODEL = {
+    "_target_": f"{PROVIDER}.GPTModelProvider",
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "seq_length": 2048,
+    "gated_linear_unit": True,
+    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    "attention_backend": {"_target_": "megatron.core.transformer.enums.AttnBackend", "_args_": [5], "_name_": "auto"},
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "share_embeddings_and_output_weights": False,
+    "transformer_layer_spec": {"_target_": f"{PROVIDER}.default_layer_spec", "_call_": False},
+    "transformer_impl": "transformer_engine",
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+    "bias_dropout_fusion": True,
+    "bias_activation_fusion": True,
+    "apply_rope_fusion": True,
+    "vocab_size": 32000,
+    "should_pad_vocab": True,
+    "make_vocab_size_divisible_by": 128,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "sequence_parallel": True,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "overlap_p2p_comm": False,
+    "tp_comm_overlap": False,
+    "params_dtype": {"_target_": "torch.bfloat16", "_call_": False},
+    "bf16": False,
+}
+CONTAINER = {
+    "_target_": "megatron.bridge.training.config.ConfigContainer",
+    "model": MODEL,
+    "train": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
+    "optimizer": {"optimizer": "adam", "lr": 3e-4, "main_grads_dtype": {"_target_": "torch.float32", "_call_": False}},
+    "ddp": {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": None},
+    "dist": {"use_decentralized_pg": False},
+    "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None, "use_tokenizer_vocab_size": False},
+    "mixed_precision": "bf16_mixed",
+    "comm_overlap": None,
+    "peft": None,
+}
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 3584 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 4 --seq-length 2048 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights "
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --bf16 --vocab-size 32000 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --global-batch-size 32 "
+    "--use-distributed-optimizer --overlap-grad-reduce"
+)
+
+
+def written(folder: Path) -> str:
+    path = folder / "run_config.yaml"
+    path.write_text(write_yaml(CONTAINER))
+    return str(path)
+
+
+def read(folder: Path, *changes: str) -> Reading:
+    return read_launch(["--bridge", written(folder), *changes], gpus=8)
+
+
+def test_a_container_is_the_job_of_the_flags_that_say_the_same(tmp_path: Path) -> None:
+    reading = read(tmp_path)
+    assert job_of(reading, "h100-80g") == job_of(read_launch(FLAGS.split(), gpus=8), "h100-80g")
+    origins = {fact.place: fact.origin for fact in reading.facts}
+    assert origins["model.layers"] == "cfg.model.num_layers"
+    assert origins["batch.global"] == "cfg.train.global_batch_size"
+    assert "--" not in origins["model.vocab"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "value"),
+    [
+        (["model.seq_length=8192"], "model.seq", 8192),
+        (["model.transformer_layer_spec=local_layer_spec"], "model.implementation", "local"),
+        (["model.gated_linear_unit=False", "model.activation_func=squared_relu"], "model.activation", "squared_relu"),
+        (["model.share_embeddings_and_output_weights=true"], "model.tied_embeddings", True),
+        (["model.vocab_size=32001", "model.should_pad_vocab=False"], "model.vocab", 32001),
+        (["model.vocab_size=32001"], "model.vocab", 32256),
+        (["tokenizer.use_tokenizer_vocab_size=True", "tokenizer.vocab_size=1000"], "model.vocab", 1024),
+        (["mixed_precision=None", "model.bf16=True", "ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "bf16"),
+        (["ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "fp32"),
+        (["model.num_query_groups=16"], "model.kv_groups", 16),
+        (
+            ["model.pipeline_model_parallel_layout=[['embedding','decoder','decoder','decoder'],"
+             "['decoder','decoder','decoder','decoder','decoder','loss']]"],
+            "parallel.partition",
+            [3, 5],
+        ),
+        (["model.virtual_pipeline_model_parallel_size=2"], "parallel.partition", [2, 2, 2, 2]),
+        (["model.virtual_pipeline_model_parallel_size=2"], "overlap.messages", False),
+    ],
+)  # fmt: skip
+def test_what_bridge_says_in_another_way(changes: list[str], place: str, value: object, tmp_path: Path) -> None:
+    facts = {fact.place: fact.value for fact in read(tmp_path, *changes).facts}
+    assert facts[place] == value
+
+
+def test_communication_beside_computing_is_bridges_to_decide(tmp_path: Path) -> None:
+    cfg = {**CONTAINER, "comm_overlap": {"tp_comm_overlap": True, "overlap_grad_reduce": None, "bucket_size": None}}
+    (tmp_path / "cfg.yaml").write_text(write_yaml(cfg))
+    facts = {fact.place: fact.value for fact in read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).facts}
+    assert facts["overlap.userbuffers"]
+    assert facts["overlap.bucket_parameters"] == 128 * 1024 * 1024
+
+
+def test_problems_are_named_as_bridges_users_name_them(tmp_path: Path) -> None:
+    changes = ["model.activation_func=gelu", "train.micro_batch_size=0", "dist.use_decentralized_pg=True", "lora"]
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, *changes, "model.seq_lenth=1")
+    assert [problem.where for problem in caught.value.problems] == ["launch", "cfg.model.seq_lenth"]
+    assert "did you mean seq_length?" in str(caught.value)
+    changes = [*changes[:3], "peft=lora", "model.transformer_layer_spec=mine", "tokenizer.use_tokenizer_vocab_size=True"]
+    wheres = {problem.where for problem in read(tmp_path, *changes).problems}
+    assert wheres >= {
+        "cfg.model.activation_func",
+        "cfg.train.micro_batch_size",
+        "cfg.dist.use_decentralized_pg",
+        "cfg.model.transformer_layer_spec",
+        "cfg.tokenizer.vocab_size",
+        "cfg.peft",
+    }
+
+
+def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = {**MODEL, "_target_": "megatron.bridge.models.t5_provider.T5ModelProvider", "vision_config": {"depth": 2}}
+    (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
+    problems = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
+    assert {problem.where for problem in problems} == {"cfg.model", "cfg.model.vision_config"}
+
+
+def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_recipes.py").write_text(
+        "from pathlib import Path\nfrom types import SimpleNamespace\nimport torch.nn.functional as F\nimport yaml\n"
+        "def small():\n"
+        "    print('a word of a framework')\n"
+        f"    parts = yaml.safe_load(Path({written(tmp_path)!r}).read_text())\n"
+        "    cfg = SimpleNamespace(**{n: SimpleNamespace(**p) if isinstance(p, dict) else p for n, p in parts.items()})\n"
+        "    cfg.model.activation_func, cfg.model.recompute_granularity = F.silu, 'selective'\n"
+        "    return cfg\n"
+        "def asking():\n"
+        "    import os\n"
+        "    raise OSError('no connection to https://huggingface.co: offline ' + os.environ['HF_HUB_OFFLINE'])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    plan = ("plan", "--cluster", "h100-80g", "--gpus", 8, "-o", "plan.yaml")
+    result = lynx(*plan, "--bridge", "my_recipes:small", "--", "model.seq_length=1024")
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    assert "torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan plan.yaml" in last
+    assert last.endswith("and drop cfg.model.recompute_granularity")
+    assert "a word of a framework" not in result.stdout
+    result = lynx(*plan, "--bridge", "my_recipes:asking")
+    assert result.exit_code == 2
+    assert "needed a recipe that needs no network" in result.output
+    assert "offline 1" in result.output
+    assert "Traceback" not in result.output
+    for name, found in {"my_recipes:none": "AttributeError", "nowhere_at_all:x": "ModuleNotFoundError", "plain": "plain"}.items():
+        result = lynx(*plan, "--bridge", name)
+        assert (result.exit_code, found in result.output) == (2, True), result.output
+    sys.modules.pop("my_recipes", None)
+
+
+def test_a_class_of_ones_own_is_told_by_what_it_builds() -> None:
+    from megatron_lynx.launch_arguments.container import _other_class
+
+    class GPTModelProvider:
+        def provide(self) -> None: ...
+
+    class Mine(GPTModelProvider):
+        pass
+
+    class Vision(GPTModelProvider):
+        def provide(self) -> None: ...
+
+    assert _other_class(Mine()) is None
+    assert _other_class(Vision()) == "Vision"
+    assert _other_class(SimpleNamespace()) is None
