@@ -23,9 +23,9 @@ BRIDGES := 0.5.1 0.6.2
 FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
 	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
 
-# Three processes of tests side by side, on two cores: ranks wait for each other most of the time. Files stay whole, so that what a
-# file's tests share is made once; those that take longest come first (tests/conftest.py).
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes of tests side by side: most tests have one rank, or ranks that wait for each other; a third gains nothing on two cores.
+# Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test long streams bridge faults releases quick check clean
 
