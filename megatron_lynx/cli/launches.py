@@ -61,10 +61,13 @@ def asked_about(
 ) -> Asked:
     """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
     from megatron_lynx.errors import ConfigError
-    from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
     from megatron_lynx.launch_arguments.files import read_launch_file
 
-    words = [*(() if bridge is None else (CONTAINER, bridge)), *(words or [])]
+    words = words or []
+    if bridge is not None:
+        from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
+
+        words = [CONTAINER, bridge, *words]
     if launch_file is None:
         asked = Asked(tuple(words), cluster, gpus, strict)
     elif words:

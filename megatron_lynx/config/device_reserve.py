@@ -18,6 +18,8 @@ from megatron_lynx.units import GIB
 
 OTHERS = "others' share"
 """What a job's share of the device leaves to others, by name."""
+SLACK = "allocator"
+"""The part that PyTorch's allocator reserves and nobody has; plan files know it by this name, too (`plan.facts`)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,6 @@ def device_reserve(cluster: Cluster, groups: Sequence[Communicator], *, expandab
         "context": int(GIB * reserve.context_gib),
         "libraries": int(GIB * reserve.libraries_gib),
         "nccl": sum(buffers.values()),
-        "allocator": int(GIB * (slack.expandable_gib if expandable_segments else slack.fixed_gib)),
+        SLACK: int(GIB * (slack.expandable_gib if expandable_segments else slack.fixed_gib)),
     }
     return DeviceReserve(memory_bytes, parts, buffers)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lynx.config.device_reserve import SLACK
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.units import format_bytes
@@ -24,7 +25,6 @@ OF_LEAVING = {
 """The kinds of bytes that go to the host with each part of training."""
 STATES = (*(kind for kinds in OF_LEAVING.values() for kind in kinds), "buffers", "rest")
 """What is there between two steps, by kind: `StageMemory.before_step`."""
-ALLOCATOR = "allocator"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def between_steps(job: Job, stages: Sequence[StageMemory]) -> BetweenSteps | Non
         return None
     gone = {kind for part in budget.leaves for kind in OF_LEAVING[part]}
     fullest = max((_held(memory, gone) for memory in stages), key=lambda held: sum(held.values()))
-    stays = {**fullest, **{part: size for part, size in reserve.parts.items() if part != ALLOCATOR and size}}
+    stays = {**fullest, **{part: size for part, size in reserve.parts.items() if part != SLACK and size}}
     return BetweenSteps(stays, reserve.memory_bytes - sum(stays.values()), budget.leaves)
 
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Given, Value
+from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 PATTERN, SPEC = "hybrid_layer_pattern", "spec"
 PATTERN_FLAG = "--hybrid-layer-pattern"
 PAIR, BAR = "*-", "|"
 STOCK_SPEC = "hybrid_stack_spec"
-LAYOUT = "pipeline_model_parallel_layout"
 
 
 def with_pairs(given: Given, problems: list[Problem]) -> Given:

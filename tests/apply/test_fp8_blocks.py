@@ -5,7 +5,7 @@ Nothing moves on from call to call: what a replay quantizes again is what the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +18,12 @@ from megatron_lynx.testbed.ranks import RankPool
 
 from ..layouts import LAYOUTS
 from ..long import long
-from ..te_releases import pools_with
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.trials import Trial
 from . import fp8_on_ranks, on_ranks, te_on_ranks
 from .test_fp8 import NORMS, STEPPED, fp8_job
 
-BLACKWELL = {"TESTBED_CAPABILITY": "10.0"}
 WIDE: dict[str, Any] = {"hidden": 64, "ffn": 64, "layers": 2}
 """Widths that MXFP8 takes on two tensor-parallel ranks."""
 GATHERED: dict[str, Any] = {"hidden": 128, "ffn": 128, "layers": 2, "seq": 128, "vocab": 128}
@@ -36,16 +34,6 @@ def blocks_job(recipe: str, layout: str, like: str = "llama", **fields: Any) -> 
     size = GATHERED if LAYOUTS[layout].get("sequence_parallel") else WIDE
     job: Job = fp8_job(recipe, like, **{**size, **LAYOUTS[layout], **fields})
     return job
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[Callable[[int], RankPool]]:
-    yield from pools_with("2.9")
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> Iterator[Callable[[int], RankPool]]:
-    yield from pools_with("2.9", **BLACKWELL)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_lynx.testbed.ranks import RankPool
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
-from ..te_releases import pool_with, pools_with
+from ..te_releases import pool_with
 from ..transparency.checkpoints import checkpointed
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -26,7 +26,6 @@ from ..transparency.test_latent import all_of, latent_plan, together
 from ..transparency.trials import Trial, compare_with_stock
 from . import te_on_ranks
 from .test_fp8 import STEPPED, fp8_job
-from .test_fp8_blocks import BLACKWELL
 
 MIXTURE: dict[str, Any] = {"count": 4, "per_token": 2, "ffn": 64, "shared_ffn": 64}
 LATENT: dict[str, Any] = {"q_rank": 32, "kv_rank": 32, "head_size": 16, "rope_size": 32, "value_head_size": 16}
@@ -42,16 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP, EP2": {**SP2, "expert": 2, "expert_tensor": 1},
     "PP2": {"pipeline": 2, "microbatches": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[Callable[[int], RankPool]]:
-    yield from pools_with("2.9")
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> Iterator[Callable[[int], RankPool]]:
-    yield from pools_with("2.9", **BLACKWELL)
 
 
 @pytest.fixture

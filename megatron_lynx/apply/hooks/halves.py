@@ -48,21 +48,22 @@ class Capacity:
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
+        owner = owner_of(layer, policy.section.half)
 
-        def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
-            code = _leaving_as_it_was(owner_of(layer, policy.section.half), original) if policy.replay else original
+        def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
+            code = _leaving_as_it_was(owner, original) if policy.replay else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 of_call = policy
                 if policy.replay and torch.is_grad_enabled():
                     _check_call(policy, kwargs)
                     hidden_SBH = args[0] if args else kwargs["hidden_states"]
-                    of_call = policy if capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]) else policy.keeping
+                    if not capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]):
+                        of_call = policy.keeping
                 return engine.half(of_call, code, args, kwargs)
 
             return run_half
 
-        owner = owner_of(layer, policy.section.half)
         yield Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
 
 

@@ -12,13 +12,12 @@ Passes through when   no plan was asked for. A script that only evaluates (`--sk
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.launch.hosts.host import Told
+from megatron_lynx.launch.hosts.host import Told, around_step
 
 
 def claims(told: Told) -> Iterator[Claim]:
@@ -32,16 +31,5 @@ def claims(told: Told) -> Iterator[Claim]:
 
         return train
 
-    def around_step(original: Any) -> Any:
-        signature = inspect.signature(original)
-
-        @wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            with told.step(given.arguments):
-                return original(*given.args, **given.kwargs)
-
-        return train_step
-
     yield Claim(training, "train", around_loop, "is the training loop")
-    yield Claim(training, "train_step", around_step, "is one step")
+    yield Claim(training, "train_step", around_step(told), "is one step")

@@ -29,7 +29,7 @@ from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, r
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.agreement import Ended
 from megatron_lynx.launch.flags import PREFIX
-from megatron_lynx.launch.hosts.host import Told
+from megatron_lynx.launch.hosts.host import Told, around_step
 
 TRAINING = "megatron.bridge.training"
 
@@ -123,20 +123,9 @@ class Bridge:
 
             return loop
 
-        def around_step(original: Callable[..., Any]) -> Callable[..., Any]:
-            signature = inspect.signature(original)
-
-            @wraps(original)
-            def train_step(*args: Any, **kwargs: Any) -> Any:
-                given = signature.bind(*args, **kwargs)
-                with told.step(given.arguments):
-                    return original(*given.args, **given.kwargs)
-
-            return train_step
-
         yield Claim(setup, "initialize_megatron", initialised, "starts torch.distributed")
         yield Claim(pretrain, "train", around_loop, "is the training loop")
-        yield Claim(train, "train_step", around_step, "is one step")
+        yield Claim(train, "train_step", around_step(told), "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
         yield from refused_settings(args._cfg)
