@@ -100,7 +100,7 @@ def test_deferred_weight_gradients_equal_stocks_in_every_bit(pool_on, release):
         deferring(plan_for(job, lambda _: ()), chosen=is_forward),
         deferring(plan_for(job, lambda _: replayable(job, gather=True))),
     ]
-    trial = Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
+    trial = Trial(steps=2, training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
     for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans, trial):
         assert version.startswith(f"{release}.")
         for outcome in outcomes:

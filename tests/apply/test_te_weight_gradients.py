@@ -82,7 +82,7 @@ def test_into_waits(pool_of, layout, recipe):
 def test_of_weights_that_are_held_in_fp8(pool_of):
     """`main_grad` and its flags are on the parameter, which is a wrapper around bytes."""
     job = tiny_job("llama", implementation="transformer_engine", dtype="bf16", **LAYOUTS["TP2"], **HELD)
-    trial = Trial(training=OVERLAPPED | {"optimizer": "megatron"}, model=FUSED)
+    trial = Trial(steps=2, training=OVERLAPPED | {"optimizer": "megatron"}, model=FUSED)
     for both in counts_of(pool_of, job, plans_of(job), trial):
         assert all(counts.filled > 0 for counts in both)
 

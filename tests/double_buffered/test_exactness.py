@@ -23,17 +23,19 @@ PER_TOKEN = {"model": {"calculate_per_token_loss": True}}
 FULL = {"model": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 LAYOUTS = [
     ({"microbatches": 2}, {}),
-    ({"pipeline": 2, "microbatches": 2}, {}),
     ({"pipeline": 2, "microbatches": 3}, MEGATRON | FULL),
-    ({"pipeline": 2, "microbatches": 2, "dtype": "bf16"}, MEGATRON),
-    ({"pipeline": 2, "microbatches": 3, "distributed_optimizer": True}, MEGATRON),
+    *long(
+        ({"pipeline": 2, "microbatches": 2}, {}),
+        ({"pipeline": 2, "microbatches": 2, "dtype": "bf16"}, MEGATRON),
+        ({"pipeline": 2, "microbatches": 3, "distributed_optimizer": True}, MEGATRON),
+    ),
     ({"pipeline": 4, "microbatches": 4}, MEGATRON | OVERLAPPED),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, MEGATRON),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, MEGATRON),
 ]
 DEFERRED = [
     ({"pipeline": 2, "microbatches": 2}, FULL),
-    ({"pipeline": 2, "microbatches": 3, "dtype": "bf16"}, FUSED),
+    *long(({"pipeline": 2, "microbatches": 3, "dtype": "bf16"}, FUSED)),
     ({"pipeline": 4, "microbatches": 4}, OVERLAPPED),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2}, FUSED),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, {}),

@@ -54,12 +54,18 @@ IN_FLIGHT = 2 * SIZE["seq"] * SIZE["micro"] * 4
 """gloo's thread may still hold the results of reductions, a float for each token."""
 
 
+CONTAINED = ("uniform 4", "block 3")
+"""Settings that differ from others in a number alone: of one rank, with an MLP in each layer."""
+
+
 def counted(pool: RankPool, job: Job) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
     """By rank and setting: what is held from forward to backward and at the step's peak, of stock and of ours."""
-    stock = [(one, None) for one, _, _ in SETTINGS.values()]
-    ours = [({}, kept_but_for(job, checkpoint, layers)) for _, checkpoint, layers in SETTINGS.values()]
+    all_of_them = job.gpus == 1 and job.model.experts is None
+    settings = {name: setting for name, setting in SETTINGS.items() if all_of_them or name not in CONTAINED}
+    stock = [(one, None) for one, _, _ in settings.values()]
+    ours = [({}, kept_but_for(job, checkpoint, layers)) for _, checkpoint, layers in settings.values()]
     for found in pool.run(held, job, [*stock, *ours]):
-        yield from zip(SETTINGS, found[: len(SETTINGS)], found[len(SETTINGS) :], strict=True)
+        yield from zip(settings, found[: len(settings)], found[len(settings) :], strict=True)
 
 
 @pytest.mark.parametrize("fields", [{"like": "llama"}, {"tensor": 2, "sequence_parallel": True}, *long({})], ids=str)
@@ -82,7 +88,7 @@ def test_with_experts_what_the_router_decided_is_held_beside_it(own_pool_of: Poo
     job = tiny_job(**{**SIZE, "experts": EXPERTS, "bias": False})
     tokens = SIZE["seq"] * SIZE["micro"]
     for name, (stocks, _), (ours, _) in counted(own_pool_of(1), job):
-        layers = {"none": 0, "block 1": 1, "block 3": 3}.get(name, 4)
+        layers = {"none": 0, "block 1": 1}.get(name, 4)
         assert -STATES * layers <= ours - stocks <= ROUTED * tokens * layers + IN_FLIGHT, name
 
 

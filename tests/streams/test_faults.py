@@ -69,7 +69,7 @@ def run(pool_of: Any, case: tuple[Any, Any], fault: Any = None) -> list[on_ranks
 
 
 def watch_with(rank: int, job: Any, plans: Any, more: dict[str, Any]) -> list[on_ranks.Under]:
-    return on_ranks.watched(rank, job, plans, Trial(model=NO_SYNC), **more)
+    return on_ranks.watched(rank, job, plans, Trial(steps=2, model=NO_SYNC), **more)
 
 
 @pytest.mark.parametrize("case", [OFFLOADED, WITHIN, TENSOR, GATHERED], ids=["offloaded", "within", "tensor", "gathered"])

@@ -75,23 +75,23 @@ def filling_later(job: Job) -> Plan:
 DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accumulation_fusion": True}}
 
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
-    "TP2": (TP2, [replaying], Trial(), False),
-    "sequence parallel, gathered once": (SP, [replaying], Trial(), False),
-    "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(), False),
-    "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(**DEFERRED), False),
+    "TP2": (TP2, [replaying], Trial(steps=2), False),
+    "sequence parallel, gathered once": (SP, [replaying], Trial(steps=2), False),
+    "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(steps=2), False),
+    "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),
     "weight gradients in waits, TP2xPP2xVPP2": (ALL_FOUR, [filling_later], Trial(steps=1, **DEFERRED), False),
     "PP4": (PP4, [replaying], Trial(steps=1), False),
     "PP4, offloaded": (PP4, [leaving], Trial(steps=1, model=NO_SYNC), False),
     "PP4, copies away from messages": (PP4, [lambda job: leaving(job, beside="avoid")], Trial(steps=1, model=NO_SYNC), False),
-    "PP2, exchanges that synchronise, offloaded": (PP2, [leaving], Trial(), False),
-    "PP2, offloaded in part, and replayed": (PP2, [both, lambda job: leaving(job, 0.3)], Trial(model=NO_SYNC), False),
-    "interleaved": (INTERLEAVED, [replaying], Trial(), False),
-    "interleaved, offloaded and replayed": (INTERLEAVED, [both], Trial(), False),
+    "PP2, exchanges that synchronise, offloaded": (PP2, [leaving], Trial(steps=2), False),
+    "PP2, offloaded in part, and replayed": (PP2, [both, lambda job: leaving(job, 0.3)], Trial(steps=2, model=NO_SYNC), False),
+    "interleaved": (INTERLEAVED, [replaying], Trial(steps=2), False),
+    "interleaved, offloaded and replayed": (INTERLEAVED, [both], Trial(steps=2), False),
     "TP2xPP2xVPP2, sequence parallel, offloaded and replayed": (ALL_FOUR, [both], Trial(steps=1), False),
-    "one stage, half by half": ({"microbatches": 2}, [half_by_half, half_by_half_and_replayed], Trial(), False),
+    "one stage, half by half": ({"microbatches": 2}, [half_by_half, half_by_half_and_replayed], Trial(steps=2), False),
     "TP2, half by half, and replayed": (TP2, [half_by_half_and_replayed], Trial(steps=1), False),
     "interleaved, half by half": (INTERLEAVED, [half_by_half_and_replayed], Trial(steps=1), False),
-    "reductions in backward": ({"replicas": 2}, [replaying], Trial(training=OVERLAPPED), False),
+    "reductions in backward": ({"replicas": 2}, [replaying], Trial(steps=2, training=OVERLAPPED), False),
     "distributed optimizer, both overlaps": (
         DISTRIBUTED,
         [replaying],
@@ -101,12 +101,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "distributed optimizer, both overlaps, pipeline, offloaded": (
         {**DISTRIBUTED, **PP2},
         [both],
-        Trial(training=BOTH_OVERLAPS, model=NO_SYNC, compared="weights"),
+        Trial(steps=2, training=BOTH_OVERLAPS, model=NO_SYNC, compared="weights"),
         False,
     ),
-    "a log of each step, offloaded": (PP2, [both], Trial(model=NO_SYNC), True),
-    "timers with barriers, interleaved, offloaded": (INTERLEAVED, [both], Trial(), True),
-    "a trace, offloaded and replayed": (PP2, [both], Trial(traced=True, model=NO_SYNC), False),
+    "a log of each step, offloaded": (PP2, [both], Trial(steps=2, model=NO_SYNC), True),
+    "timers with barriers, interleaved, offloaded": (INTERLEAVED, [both], Trial(steps=2), True),
+    "a trace, offloaded and replayed": (PP2, [both], Trial(steps=2, traced=True, model=NO_SYNC), False),
 }
 """Layout, plans, how it is trained, whether each step is timed between barriers."""
 

@@ -93,7 +93,7 @@ def test_what_nobody_needs_is_not_communicated_again(pool_of: Pools, layout: str
 def test_a_replay_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools) -> None:
     job = tiny_job("gpt")
     plan = kept_but_for(job, {"layers": 2})
-    [outcome] = checked(pool_of, job, [plan], Trial(traced=True))[0]
+    [outcome] = checked(pool_of, job, [plan], Trial(steps=2, traced=True))[0]
     seen = [
         (event["layer"], event["half"])
         for event in outcome.planned.events
@@ -111,7 +111,7 @@ def test_a_checkpoint_runs_again_where_backward_enters_it(pool_of: Pools) -> Non
     """Before the first collective of its own backward: with sequence parallelism that gathers its gradient, and comes before
     anything that was saved is asked for."""
     job = tiny_job("llama", **LAYOUTS["TP2+SP"])
-    [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(traced=True))[0]
+    [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(steps=2, traced=True))[0]
     events = [event for event in outcome.planned.events if event["kind"] in ("replay", "window") and event["micro_batch"] == 2]
     kinds = [(event["kind"], f"{event['window']}") for event in sorted(events, key=lambda one: one["start_s"])]
     for layer in range(1, job.model.layers + 1):

@@ -76,7 +76,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
         with_gemms = replayable(job, gather=True)
         candidates += [plan_for(job, lambda layer: with_gemms, windows=False), plan_for(job, lambda layer: with_gemms)]
         candidates.append(plan_for(job, lambda layer: ["linear_qkv", "linear_fc1"]))
-    checked(pool_of, job, candidates)
+    checked(pool_of, job, candidates, Trial(steps=2))
 
 
 @with_models((layout for layout in reversed(LAYOUTS) if "3+1" not in layout), (*COMBINED, "PP2", "PP2xVPP2", "TP2"))
@@ -98,14 +98,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
     "bf16, sequence parallel": ({"tensor": 2, "sequence_parallel": True, "dtype": "bf16"}, Trial()),
     "query and key norms": ({"tensor": 2}, Trial(model={"qk_layernorm": True})),
     "wide heads, squared ReLU": ({"tensor": 2, "kv_channels": 16, "activation": "squared_relu"}, Trial()),
-    "Megatron's DDP": ({"tensor": 2}, Trial(training={"ddp": True, "optimizer": "megatron"})),
+    "Megatron's DDP": ({"tensor": 2}, Trial(steps=2, training={"ddp": True, "optimizer": "megatron"})),
     "reductions in backward": (
         {"replicas": 2},
-        Trial(training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}),
+        Trial(steps=2, training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}),
     ),
     "distributed optimizer with fused weight gradients, bf16": (
         {"replicas": 2, "distributed_optimizer": True, "dtype": "bf16"},
         Trial(
+            steps=2,
             training=OVERLAPPED,
             model={"gradient_accumulation_fusion": True},
             compared="weights",

@@ -116,7 +116,7 @@ def test_variants(pool_of: Pools, variant: str) -> None:
     items = replayable(job, gather=job.parallel.sequence_parallel)
     if "moe_shared_expert_overlap" in fields:  # what runs inside the dispatcher is kept
         items = tuple(item for item in items if item in DENSE["attention"].names)
-    checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3 if fields is STATEFUL else 2))
+    checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3 if fields is STATEFUL else 1))
 
 
 def test_exchanges_are_windows(pool_of: Pools) -> None:
@@ -166,7 +166,7 @@ def test_a_rank_without_tokens(pool_of: Pools) -> None:
     """All tokens go to the experts of the first rank. What the second one's save is empty, and its replays find nothing."""
     job = job_of("EP2, every second layer")
     candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))]
-    ranks = checked(pool_of, job, candidates, trial_of(model=STATEFUL, starved=True))
+    ranks = checked(pool_of, job, candidates, trial_of(steps=2, model=STATEFUL, starved=True))
     for rank, load in enumerate((2.0, 0.0)):
         assert [outcome.planned.counts[-1].expert_load for outcome in ranks[rank]] == [load, load]
         assert ranks[rank][1].planned.counts[-1].let_go_bytes > 0
@@ -181,7 +181,7 @@ def test_offloaded_with_replay(pool_of: Pools) -> None:
         offloading(keeping, 1 << 20, experts=True),
         offloading(replaying, 4_000, experts=True),
     ]
-    for trial in (Trial(tampered=True), Trial(tampered=True, model=STATEFUL, starved=True)):
+    for trial in (Trial(tampered=True), Trial(steps=2, tampered=True, model=STATEFUL, starved=True)):
         for rank, outcomes in enumerate(checked(pool_of, job, candidates, trial)):
             counts = [outcome.planned.counts[-1] for outcome in outcomes]
             assert all(each.offloaded_bytes == each.reloaded_bytes for each in counts)

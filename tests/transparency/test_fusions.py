@@ -68,7 +68,7 @@ def test_the_same_bits_and_nothing_compiled_for_a_replay(compiling: Pools, layou
         plan_for(job, lambda layer: ["input_layernorm", "activation"] if layer % 2 else (), windows=False),
         offloading(plan_for(job, lambda layer: ["mlp_bda"]), int(0.63 * chunk_bytes(job))),
     ]
-    for outcomes in checked(compiling, job, candidates, Trial(model=FUSED, canaries=layout == "TP2")):
+    for outcomes in checked(compiling, job, candidates, Trial(steps=2, model=FUSED, canaries=layout == "TP2")):
         assert_nothing_new(like, outcomes[0].stock, [outcome.planned for outcome in outcomes])
 
 
@@ -76,7 +76,7 @@ def test_another_thread_needs_nothing_compiled(compiling: Pools) -> None:
     """The compiler's guards look at the state of the thread, too. On CUDA backward runs in autograd's."""
     job = tiny_job("gpt", dtype="bf16")
     plan = plan_for(job, lambda layer: replayable(job))
-    ((outcome,),) = checked(compiling, job, [plan], Trial(model=FUSED, backward_thread=True))
+    ((outcome,),) = checked(compiling, job, [plan], Trial(steps=2, model=FUSED, backward_thread=True))
     assert_nothing_new("gpt", outcome.stock, [outcome.planned])
 
 
@@ -88,7 +88,7 @@ def test_rotary_positions_in_one_kernel() -> None:
         plan_for(job, lambda layer: replayable(job)),
         offloading(plan_for(job, lambda layer: ["rotary"] if layer % 2 else ()), chunk_bytes(job)),
     ]
-    trial = Trial(model={**FUSED, "apply_rope_fusion": True})
+    trial = Trial(steps=2, model={**FUSED, "apply_rope_fusion": True})
     with RankPool(1, compiler="aot_eager", env={"PYTHONPATH": python_path(folder)}) as pool:
         (outcomes,) = checked(lambda _: pool, job, candidates, trial)
         assert pool.run(turned_as_megatron_does) == [(True, True)]
@@ -122,5 +122,5 @@ def test_masks_that_generated_code_draws() -> None:
         offloading(plan_for(job, lambda layer: ["attention_bda", "mlp_bda"]), chunk_bytes(job)),
     ]
     with RankPool(1, compiler="inductor", env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as pool:
-        (outcomes,) = checked(lambda _: pool, job, candidates, Trial(model=FUSED, recompile_limit=1))
+        (outcomes,) = checked(lambda _: pool, job, candidates, Trial(steps=2, model=FUSED, recompile_limit=1))
     assert_nothing_new("llama", outcomes[0].stock, [outcome.planned for outcome in outcomes])

@@ -53,7 +53,7 @@ def test_reductions_in_backward(pool_of: Pools) -> None:
     """Gradients of two replicas are reduced chunk by chunk, as soon as the last micro-batch has passed."""
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=2, replicas=2)
     overlapped = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
-    checked(pool_of, job, [uniform_plan(job)], Trial(training=overlapped))
+    checked(pool_of, job, [uniform_plan(job)], Trial(steps=2, training=overlapped))
 
 
 def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:

@@ -222,7 +222,7 @@ def test_beside_experts(pool_of: Pools, spread: dict[str, Any]) -> None:
         uniform_plan(job, windows=False),
         uniform_plan(job, (*HEADS, "experts_activation")),
     ]
-    trial = Trial(training={"ddp": True, "optimizer": "megatron"}, counted=True, canaries=True)
+    trial = Trial(steps=2, training={"ddp": True, "optimizer": "megatron"}, counted=True, canaries=True)
     for outcomes in checked(pool_of, job, plans, trial):
         for outcome in outcomes:
             assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)

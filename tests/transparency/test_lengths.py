@@ -45,7 +45,7 @@ def test_every_bit_is_stocks_whatever_comes(pool_of, layout):
 
 def test_recorded_graphs_do_not_pile_up(pool_of):
     """Each new length would be recorded anew, and sixteen of them forgot all."""
-    job = tiny_job(tensor=2)
+    job = tiny_job(tensor=2, layers=2)
     steps = [Step(tuple((length,) for length in range(1, 17)))] * 2
     for differing, seen in pool_of(2).run(changing_lengths, job, uniform_plan(job), steps, {}):
         assert differing == []

@@ -200,7 +200,7 @@ def test_parameters_stay_themselves(pool_of: Pools) -> None:
     job = tiny_job("llama", pipeline=2, replicas=2, distributed_optimizer=True, dtype="bf16", microbatches=3)
     fused = {"gradient_accumulation_fusion": True, "qk_layernorm": True}
     plan = offloading(plan_for(job, lambda layer: ["activation"]), chunk_bytes(job))
-    checked(pool_of, job, [plan], Trial(training=OVERLAPPED, model=fused, compared="weights"))
+    checked(pool_of, job, [plan], Trial(steps=2, training=OVERLAPPED, model=fused, compared="weights"))
 
 
 @pytest.mark.quick

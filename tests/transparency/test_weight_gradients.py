@@ -65,7 +65,9 @@ def test_into_waits(pool_of: Pools, layout: str, like: Any) -> None:
         deferring(everything(job)),
         deferring(everything(job), chosen=is_forward, most_bytes=BOUND),
     ]
-    for rank, (later, at_once, bounded) in enumerate(counts_of(pool_of, job, plans, Trial(training={"ddp": True}, model=FUSED))):
+    for rank, (later, at_once, bounded) in enumerate(
+        counts_of(pool_of, job, plans, Trial(steps=2, training={"ddp": True}, model=FUSED))
+    ):
         assert later.deferred == at_once.deferred == bounded.deferred == per_step(job, rank)
         assert at_once.flushed == 0, "each has a wait in its own backward"
         assert 0 < later.filled < later.deferred, "the last ones have no forward behind them"

@@ -26,7 +26,8 @@ from tests.transparency.tampering import tampered_copies
 class Trial:
     """How a trial is run; everything has the usual value."""
 
-    steps: int = 2
+    steps: int = 1
+    """More where something goes from step to step: what optimizers update, scales of FP8, what routers count."""
     training: dict[str, Any] = field(default_factory=dict)
     """Arguments of `testbed.training.Training`."""
     model: dict[str, Any] = field(default_factory=dict)
