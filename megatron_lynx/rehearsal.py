@@ -164,7 +164,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        rule, unasked = stage.rule_for(layer), section.in_some_layers and (stage.offload is None or not stage.offload.experts)
+        rule = stage.rule_for(layer)
+        unasked = section.opaque or (section.exchanges and (stage.offload is None or not stage.offload.experts))
         if unasked or rule.checkpoints(section.half):
             yield 0
             continue
@@ -194,6 +195,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
     facts["latent"] = facts.pop("latent_attention")
+    facts.pop("opaque")  # by layers, below
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
         found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}

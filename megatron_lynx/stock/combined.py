@@ -23,6 +23,7 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.kinds.experts.saved import experts_of, local_experts
 from megatron_lynx.kinds.experts.section import COMBINE, DISPATCH
 from megatron_lynx.profiler.profile import HalfProfile, Profile
@@ -59,13 +60,13 @@ class Nodes(NamedTuple):
     back_b: float = 0.0
 
 
-def nodes_of(shape: LayerShape, profile: Profile, layer: LayerSeconds, *, experts: bool) -> Nodes:
+def nodes_of(shape: LayerShape, profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
     """`layer`: its halves under a setting. What runs again is a part of its half's first node of a backward."""
-    first, second = (profile.of(section) for section in shape.model.kind_sections(experts=experts))
+    first, second = map(profile.of, kind)
     attention, mlp = layer
     before_f, before_b = attention.forward_s, attention.backward_s + attention.again_s
     inside_f, inside_b = mlp.forward_s, mlp.backward_s + mlp.again_s
-    if not experts or profile.experts is None:
+    if not kind[1].exchanges or profile.experts is None:
         return Nodes(before_f, before_b, _weights_s(first), inside_f, inside_b, _weights_s(second))
     half, names = profile.experts, experts_of(shape).section.names
     apart = _moved_outside(shape)
