@@ -195,7 +195,6 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
     facts["latent"] = facts.pop("latent_attention")
-    facts.pop("opaque")  # by layers, below
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
         found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
@@ -210,6 +209,9 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     if having != needed:
         said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
         problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
+    if (opaque := {each.kind for each in profile.shape.opaque}) != plan.model.opaque_layers.keys():
+        said, wanted = (", ".join(sorted(names)) or "none" for names in (opaque, plan.model.opaque_layers))
+        problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 

@@ -53,7 +53,7 @@ class ModelFacts(Part):
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)
     """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
-    opaque: Mapping[OpaqueName, tuple[Layers, ...]] = {}
+    opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
     """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
@@ -93,7 +93,7 @@ class ModelFacts(Part):
 
     def sections_of(self, layer: int) -> LayerKind:
         """What fills the halves of a layer."""
-        named = tuple(name for name, spans in self.opaque.items() if any(layer in span for span in spans))
+        named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
         facts = self.facts._replace(experts=self.has_experts(layer), opaque=named)
         return sections_of(facts._replace(shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher))
 

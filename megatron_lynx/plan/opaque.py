@@ -1,4 +1,4 @@
-"""Checks of halves that nobody looks into (`model.opaque`): their layers exist, and rules keep them whole."""
+"""Checks of halves that nobody looks into (`model.opaque_layers`): their layers exist, and rules keep them whole."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_lynx.plan.rule import Rule
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
     """Layers of `model.opaque` that the model does not have, or has something else in."""
-    for name, spans in plan.model.opaque.items():
+    for name, spans in plan.model.opaque_layers.items():
         for span in spans:
             if span.last > plan.model.layers:
-                yield f"model.opaque.{name} has {span}, but the model has layers 1-{plan.model.layers}"
+                yield f"model.opaque_layers.{name} has {span}, but the model has layers 1-{plan.model.layers}"
             for layer in span if span.last <= plan.model.layers else ():
                 if OPAQUE[name] not in (found := plan.model.sections_of(layer)):
                     filled = next(section.name for section in found if section.half == OPAQUE[name].half)
-                    yield f"model.opaque.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
+                    yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
@@ -37,4 +37,4 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
             yield f"found {', '.join(rule.replays(half))} replayed, needed {named} kept whole: nobody looks into it; {todo}"
         said = [name for name in OPAQUE if name in (*rule.keep, *rule.replay) and OPAQUE[name].half == half]
         if others := [name for name in said if name not in affected]:
-            yield f"found {', '.join(others)}, which no layer of the rule has (model.opaque)"
+            yield f"found {', '.join(others)}, which no layer of the rule has (model.opaque_layers)"

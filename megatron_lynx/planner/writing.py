@@ -144,7 +144,7 @@ def model_facts(job: Job) -> ModelFacts:
     """What a plan states of a job's model."""
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
-    facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent, "opaque": model.opaque_layers}
+    facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
     return ModelFacts(**facts)
 
 

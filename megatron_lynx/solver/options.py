@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -44,9 +44,12 @@ class Subset:
     """What it costs, and what it holds if it is replayed on demand."""
     host: HostSeconds
 
-    def option(self, seat: Seat, profile: Profile) -> Option:
+    def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
+        """`attention`: what fills attention halves."""
         price = self.price
-        steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
+        steady = self._held(seat.steady, seat.gather, profile, attention)
+        alike = seat.cooldown == seat.steady
+        cooldown = steady if alike else self._held(seat.cooldown, seat.gather, profile, attention)
         return Option(
             self.replay,
             steady,
@@ -58,7 +61,7 @@ class Subset:
             host=self.host,
         )
 
-    def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
+    def _held(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
         price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
@@ -68,7 +71,7 @@ class Subset:
             price.stops,
             sequence_parallel=shape.sequence_parallel,
             exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
-            attention=shape.halves[ATTENTION.half],
+            attention=attention,
         )
 
 
@@ -83,7 +86,7 @@ def stays_whole(job: Job, section: Section) -> bool:
 
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
     """Of every half in order: the other one of its layer."""
-    for first, second in zip(kinds[::2], kinds[1::2], strict=True):
+    for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
         yield from (second, first)
 
 
@@ -110,7 +113,7 @@ class StageProblems:
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
-        attention, mlp, last_mlp = self._choices(seats)
+        attention, mlp, last_mlp = self._with_more(self._everywhere, self._subsets, seats)
         return StageProblem(
             stage,
             layers,
@@ -169,13 +172,24 @@ class StageProblems:
             return None
         kinds = [HalfKind(*both) for both in zip(sections, (*sections[1:], None), strict=True)]
         both = list(zip(kinds, _others(kinds), strict=True))  # a layer's halves are checkpointed together
-        choices = {pair: self._choices_beside(*pair, seats) for pair in dict.fromkeys(both)}
+        pairs = list(dict.fromkeys(both))
+        found = self._with_more(
+            [self._everywhere_beside(pair) for pair in pairs], [self._subsets_known(kind) for kind, _ in pairs], seats
+        )
+        choices = dict(zip(pairs, found, strict=True))
         return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
 
-    def _choices_beside(self, kind: HalfKind, other: HalfKind, seats: StageSeats) -> Choices:
-        """Those of a half in a layer with such another one. Where nobody looks into that, the layer is no checkpoint."""
-        choices = self._choices_of(self._subsets_known(kind), seats)
-        return choices.apart if other.section.opaque else choices
+    def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
+        """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
+        checkpoint."""
+        if pair not in self._known_beside:
+            choices = self._offered_everywhere(self._subsets_known(pair[0]))
+            self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
+        return self._known_beside[pair]
+
+    @cached_property
+    def _known_beside(self) -> dict[tuple[HalfKind, HalfKind], Choices]:
+        return {}
 
     def _subsets_known(self, kind: HalfKind) -> tuple[Subset, ...]:
         if kind not in self._known_subsets:
@@ -186,10 +200,14 @@ class StageProblems:
     def _known_subsets(self) -> dict[HalfKind, tuple[Subset, ...]]:
         return {}
 
-    def _choices_of(self, subsets: Sequence[Subset], seats: StageSeats) -> Choices:
-        """All choices of one kind of half."""
-        more = self._priced(subsets, seats.of) if seats.has_more else ()
-        return Choices((*self._offered_everywhere(subsets), *more))
+    def _with_more(
+        self, everywhere: Sequence[Choices], of_kinds: Sequence[Sequence[Subset]], seats: StageSeats
+    ) -> Sequence[Choices]:
+        """All choices of some kinds of halves: first those that every stage has."""
+        if not seats.has_more:
+            return everywhere
+        both = zip(everywhere, of_kinds, strict=True)
+        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
     def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
         """What every stage has: every subset in the seats of its backward, then the checkpoints."""
@@ -261,27 +279,17 @@ class StageProblems:
         done = int(seats.phases.steady > 0)
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
-    def _choices(self, seats: StageSeats) -> tuple[Choices, Choices, Choices]:
-        """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""
-        if not seats.has_more:
-            return self._everywhere
-        attention, mlp, last_mlp = (
-            Choices((*common, *self._priced(subsets, seats.of)))
-            for common, subsets in zip(self._everywhere, self._subsets, strict=True)
-        )
-        return attention, mlp, last_mlp
-
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Every subset in every seat that it is offered."""
         offered = (
             (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
         )
-        return (subset.option(seat, self.profile) for subset, seat in offered)
+        return (subset.option(seat, self.profile, self._kinds[0].section) for subset, seat in offered)
 
     @cached_property
-    def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = map(self._offered_everywhere, self._subsets)
-        return attention, mlp, last_mlp
+    def _everywhere(self) -> tuple[Choices, ...]:
+        """What every stage has of an attention half, an MLP half and the last MLP half."""
+        return tuple(map(self._offered_everywhere, self._subsets))
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:

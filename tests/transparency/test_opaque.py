@@ -48,7 +48,7 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
     kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")
     halves = checkpointed(checkpointed(kept, "halves", [2]), "mlp", [1, 3, 4])
     candidates = [kept, everything, halves, offloading(uniform_plan(job), 8_000, experts=True)]
-    assert kept.model.opaque == {"gated_delta_net": everything.model.opaque["gated_delta_net"]}
+    assert [str(span) for span in kept.model.opaque_layers["gated_delta_net"]] == ["1", "3-4"]
     for outcomes in pool_of(job.gpus).run(compare, job, candidates, Trial(canaries=True)):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
@@ -66,5 +66,5 @@ def test_weight_gradients_in_waits(pool_of: Any) -> None:
 def test_a_plan_for_other_layers_is_refused(pool_of: Any) -> None:
     usual = uniform_plan(tiny_job("llama", hidden_dropout=0.1, experts=EXPERTS))
     said = pool_of(1).run(refused, job_of("one rank"), usual)[0]
-    assert "plan: model.opaque: layers 1, 3, 4" in said
+    assert "plan: model.opaque_layers: layers 1, 3, 4" in said
     assert "gated_delta_net in this run alone" in said

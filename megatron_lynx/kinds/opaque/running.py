@@ -42,7 +42,7 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 class HeldOpaque(Running):
     """One such half."""
 
-    stated_as = "model.opaque"
+    stated_as = "model.opaque_layers"
 
     def __init__(self, name: OpaqueName) -> None:
         section = OPAQUE[name]
