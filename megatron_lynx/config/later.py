@@ -48,7 +48,14 @@ LATER: dict[str, dict[str, Any]] = {
 IN_FP8: dict[str, Any] = {"parameters": False, "first_in_bf16": 0, "last_in_bf16": 0}
 """The same of `model.fp8`."""
 
-IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "holds": None, "whole": False, "filled": False, "dispatcher": "alltoall"}
+IN_EXPERTS: dict[str, Any] = {
+    "load": BALANCED,
+    "holds": None,
+    "whole": False,
+    "filled": False,
+    "dispatcher": "alltoall",
+    "overlapped": False,
+}
 """The same of `model.experts`."""
 
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")

@@ -243,6 +243,11 @@ class Model(Part):
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
+    def moe_overlapped(self) -> bool:
+        """Whether tokens travel beside the computing of another micro-batch, in Megatron's combined schedule."""
+        return self.experts is not None and self.experts.overlapped
+
+    @property
     def experts_whole(self) -> bool:
         """Whether plans keep all of the halves that have experts, on the device."""
         return self.experts is not None and self.experts.whole
@@ -259,7 +264,12 @@ class Model(Part):
     def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
         """The same of one of its kinds of layers."""
         return sections_of(
-            self.facts._replace(experts=experts, shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher)
+            self.facts._replace(
+                experts=experts,
+                shared_experts=self.shared_experts,
+                dispatcher=self.moe_dispatcher,
+                overlapped=self.moe_overlapped,
+            )
         )
 
     @property
