@@ -42,6 +42,16 @@ def half_in_hand_bytes(shape: LayerShape) -> int:
     return max(_alone(shape, section) for section in shape.model.halves.values())
 
 
+@lru_cache(maxsize=1024)
+def fullest_half_bytes(shape: LayerShape) -> int:
+    """What any layer holds at least beside its input while one of its halves runs backward: all that this half saves, less what
+    it has less in hand than `half_in_hand_bytes`. Of the half of which that is most; of experts it is not asked."""
+    most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
+    asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
+    saved = ((section, sum(_freed(shape, section).values())) for section in asked)
+    return max(0, *(size - (most - _alone(shape, section)) for section, size in saved))
+
+
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
     """How much less is in hand while a half runs backward than `half_in_hand_bytes`, which is counted beside all layers.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -44,9 +44,12 @@ class Subset:
     """What it costs, and what it holds if it is replayed on demand."""
     host: HostSeconds
 
-    def option(self, seat: Seat, profile: Profile) -> Option:
+    def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
+        """`attention`: what fills attention halves."""
         price = self.price
-        steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
+        steady = self._held(seat.steady, seat.gather, profile, attention)
+        alike = seat.cooldown == seat.steady
+        cooldown = steady if alike else self._held(seat.cooldown, seat.gather, profile, attention)
         return Option(
             self.replay,
             steady,
@@ -58,7 +61,7 @@ class Subset:
             host=self.host,
         )
 
-    def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
+    def _held(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
         price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
@@ -68,7 +71,7 @@ class Subset:
             price.stops,
             sequence_parallel=shape.sequence_parallel,
             exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
-            attention=shape.halves[ATTENTION.half],
+            attention=attention,
         )
 
 
@@ -104,7 +107,7 @@ class StageProblems:
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
-        attention, mlp, last_mlp = self._choices(seats)
+        attention, mlp, last_mlp = self._with_more(self._everywhere, self._subsets, seats)
         return StageProblem(
             stage,
             layers,
@@ -161,12 +164,16 @@ class StageProblems:
         having = tuple(number in self.job.model.expert_layers for number in numbers)
         if not any(having):
             return None
-        return Mixed(having, *(self._choices_of(subsets, seats) for subsets in self._mixed_subsets))
+        return Mixed(having, *self._with_more(self._everywhere_mixed, self._mixed_subsets, seats))
 
-    def _choices_of(self, subsets: Sequence[Subset], seats: StageSeats) -> Choices:
-        """All choices of one kind of half."""
-        more = self._priced(subsets, seats.of) if seats.has_more else ()
-        return Choices((*self._offered_everywhere(subsets), *more))
+    def _with_more(
+        self, everywhere: Sequence[Choices], of_kinds: Sequence[Sequence[Subset]], seats: StageSeats
+    ) -> Sequence[Choices]:
+        """All choices of some kinds of halves: first those that every stage has."""
+        if not seats.has_more:
+            return everywhere
+        both = zip(everywhere, of_kinds, strict=True)
+        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
     def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
         """What every stage has: every subset in the seats of its backward, then the checkpoints."""
@@ -238,27 +245,22 @@ class StageProblems:
         done = int(seats.phases.steady > 0)
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
-    def _choices(self, seats: StageSeats) -> tuple[Choices, Choices, Choices]:
-        """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""
-        if not seats.has_more:
-            return self._everywhere
-        attention, mlp, last_mlp = (
-            Choices((*common, *self._priced(subsets, seats.of)))
-            for common, subsets in zip(self._everywhere, self._subsets, strict=True)
-        )
-        return attention, mlp, last_mlp
-
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Every subset in every seat that it is offered."""
         offered = (
             (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
         )
-        return (subset.option(seat, self.profile) for subset, seat in offered)
+        return (subset.option(seat, self.profile, self._kinds[0].section) for subset, seat in offered)
 
     @cached_property
-    def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = map(self._offered_everywhere, self._subsets)
-        return attention, mlp, last_mlp
+    def _everywhere(self) -> tuple[Choices, ...]:
+        """What every stage has of an attention half, an MLP half and the last MLP half."""
+        return tuple(map(self._offered_everywhere, self._subsets))
+
+    @cached_property
+    def _everywhere_mixed(self) -> tuple[Choices, ...]:
+        """The same of layers of experts."""
+        return tuple(map(self._offered_everywhere, self._mixed_subsets))
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:
