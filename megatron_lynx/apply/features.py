@@ -12,8 +12,6 @@ from megatron_lynx.kinds.running import FACES
 OFF = {
     "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading: the plan decides what is offloaded",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: that schedule bypasses the layer's halves",
-    "delay_wgrad_compute": "--delay-wgrad-compute: the plan decides which weight gradients are deferred (weight_gradients)",
     "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
     "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
     "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",

@@ -11,6 +11,7 @@ A plan's layers are those of the GPT that the hybrid model translates, so that b
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch.nn import Module
@@ -45,10 +46,10 @@ class HybridLayer:
         return getattr(self.owners[second if second in name else first], name)
 
 
-def owner_of(layer: Any, half: Half) -> Module:
-    """The module whose method a half is."""
+def owner_of(layer: Any, half: Half, path: str = "") -> Module:
+    """The module whose method a half is. `path`: where it is in the layer, if that is none of the layer's own."""
     owner: Module = layer.owners[half] if isinstance(layer, HybridLayer) else layer
-    return owner
+    return attrgetter(path)(owner) if path else owner
 
 
 def is_hybrid(chunk: Module) -> bool:

@@ -86,6 +86,11 @@ class LiveRun:
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
 
     @property
+    def combined(self) -> bool:
+        """Whether a forward and a backward run in turns, node by node, while tokens of the other travel to experts."""
+        return overlapped(self.config)
+
+    @property
     def overlaps_exchanges(self) -> bool:
         """Whether messages between stages are waited for later than they are issued. Only interleaved schedules can."""
         return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
@@ -137,6 +142,11 @@ def module_at(layer: object, path: str) -> object:
 def name_of(module: object) -> str:
     """The full name of an object's class: module and qualified name."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def overlapped(config: Any) -> bool:
+    """Whether exchanges of experts run beside the computing of another micro-batch."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def switched_on(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:

@@ -66,6 +66,8 @@ class Experts(Part):
 
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
+    overlapped: bool = False
+    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
@@ -98,7 +100,8 @@ class Experts(Part):
     @property
     def section(self) -> Section:
         """What fills the MLP half of a layer that has them."""
-        return sections_of(Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher))[1]
+        facts = Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher, overlapped=self.overlapped)
+        return sections_of(facts)[1]
 
     def most_load(self, ranks: int) -> float:
         """The load of one of so many ranks if every token went to as many of its experts as it can."""

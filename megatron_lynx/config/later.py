@@ -56,6 +56,7 @@ IN_EXPERTS: dict[str, Any] = {
     "filled": False,
     "dispatcher": "alltoall",
     "shared_gate": False,
+    "overlapped": False,
 }
 """The same of `model.experts`."""
 

@@ -257,6 +257,11 @@ class Model(Part):
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
+    def moe_overlapped(self) -> bool:
+        """Whether tokens travel beside the computing of another micro-batch, in Megatron's combined schedule."""
+        return self.experts is not None and self.experts.overlapped
+
+    @property
     def experts_whole(self) -> bool:
         """Whether plans keep all of the halves that have experts, on the device."""
         return self.experts is not None and self.experts.whole
@@ -273,8 +278,15 @@ class Model(Part):
 
     def kind_sections(self, *, experts: bool, opaque: tuple[OpaqueName, ...] = ()) -> LayerKind:
         """The same of one of its kinds of layers."""
-        facts = self.facts._replace(opaque=opaque)
-        return sections_of(facts._replace(experts=experts, shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher))
+        return sections_of(
+            self.facts._replace(
+                experts=experts,
+                shared_experts=self.shared_experts,
+                dispatcher=self.moe_dispatcher,
+                overlapped=self.moe_overlapped,
+                opaque=opaque,
+            )
+        )
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
         """How many layers of each kind there are among these."""

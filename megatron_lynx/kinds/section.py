@@ -178,6 +178,10 @@ class Section:
     next may read."""
     in_place: tuple[str, ...] = ()
     """A linear, and the code behind it that overwrites what it returned. Empty: nothing does."""
+    owner: str = ""
+    """Whose method that is, as an attribute path of Megatron's layer; empty: the layer's own."""
+    apart: tuple[str, ...] = ()
+    """The items that Megatron runs outside of that method, where it runs a layer in nodes. They are kept."""
     profiled: str = ""
     """The key of a profile that has its figures, where that is not the half's: some layers have this section then, and others the
     half's usual one. A plan's rules need not name its items: what they do not name is kept."""
@@ -259,7 +263,8 @@ class Section:
     @cached_property
     def replayable(self) -> tuple[str, ...]:
         """The items that a plan may replay."""
-        return tuple(item.name for item in self.items if item.role not in WHY_KEPT and not self.opaque)
+        kept = self.names if self.opaque else self.apart
+        return tuple(item.name for item in self.items if item.role not in WHY_KEPT and item.name not in kept)
 
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
         """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last

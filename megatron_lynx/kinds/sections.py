@@ -17,7 +17,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
-from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, MIXTURES, Dispatcher
+from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, MIXTURES, Dispatcher
 from megatron_lynx.kinds.latent.section import LATENT, latent_section
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
@@ -37,6 +37,8 @@ class Facts(NamedTuple):
     """Whether that has shared experts."""
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to them."""
+    overlapped: bool = False
+    """Whether their exchanges run beside the computing of another micro-batch: then layers run in nodes."""
     kinds: tuple[str, ...] = ()
     """The names of kinds that no other fact speaks of."""
     opaque: tuple[OpaqueName, ...] = ()
@@ -71,7 +73,8 @@ def _latent(facts: Facts) -> Section | None:
 
 
 def _experts(facts: Facts) -> Section | None:
-    return MIXTURES[facts.dispatcher, facts.shared_experts] if facts.experts else None
+    mixtures = IN_NODES if facts.overlapped else MIXTURES
+    return mixtures[facts.dispatcher, facts.shared_experts] if facts.experts else None
 
 
 def _opaque(half: Half) -> Callable[[Facts], Section | None]:

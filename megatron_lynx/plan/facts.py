@@ -45,6 +45,9 @@ class ModelFacts(Part):
     moe_dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to them, where they are shared out over ranks; deepep, hybridep: Megatron's flex dispatcher with this
     backend."""
+    moe_overlapped: bool = False
+    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`): then forwards and
+    backwards run in turn, node by node, and everything is replayed on demand."""
     moe_load: float = Field(default=1.0, ge=1)
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
@@ -85,7 +88,7 @@ class ModelFacts(Part):
     @property
     def exchanges_in_windows(self) -> bool:
         """Whether experts that are shared out over ranks have windows in which tokens travel."""
-        return any(EXCHANGES[self.moe_dispatcher].values())
+        return not self.moe_overlapped and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""
@@ -94,8 +97,14 @@ class ModelFacts(Part):
     def sections_of(self, layer: int) -> LayerKind:
         """What fills the halves of a layer."""
         named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
-        facts = self.facts._replace(experts=self.has_experts(layer), opaque=named)
-        return sections_of(facts._replace(shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher))
+        facts = self.facts._replace(
+            experts=self.has_experts(layer),
+            shared_experts=self.shared_experts,
+            dispatcher=self.moe_dispatcher,
+            overlapped=self.moe_overlapped,
+            opaque=named,
+        )
+        return sections_of(facts)
 
 
 class ParallelFacts(Part):

@@ -25,8 +25,6 @@ from . import on_ranks
 FEATURES = {
     "cpu_offloading": True,
     "fine_grained_activation_offloading": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "delay_wgrad_compute": True,
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
     "moe_layer_recompute": True,
