@@ -201,7 +201,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        rule, unasked = stage.rule_for(layer), section.in_some_layers and (stage.offload is None or not stage.offload.experts)
+        rule = stage.rule_for(layer)
+        unasked = section.opaque or (section.exchanges and (stage.offload is None or not stage.offload.experts))
         if unasked or rule.checkpoints(section.half):
             yield 0
             continue
@@ -245,6 +246,9 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     if having != needed:
         said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
         problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
+    if (opaque := {each.kind for each in profile.shape.opaque}) != plan.model.opaque_layers.keys():
+        said, wanted = (", ".join(sorted(names)) or "none" for names in (opaque, plan.model.opaque_layers))
+        problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION, filling
+from megatron_lynx.anatomy import HALVES, filling
 from megatron_lynx.apply.hybrid import is_hybrid, layers_in, refused_stack
 from megatron_lynx.errors import Problem
 
@@ -55,9 +55,9 @@ class LiveRun:
 
     @property
     def uses_te(self) -> bool:
-        """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
-        layer = next(iter(self.layers.values()), None)
-        linears = [module_at(layer, item.path) for section in filling(ATTENTION.half) for item in section.items if item.is_linear]
+        """Whether the rank's first known linear is Transformer Engine's. `refused_layers` checks that all are alike."""
+        paths = [item.path for half in HALVES for section in filling(half) for item in section.items if item.is_linear]
+        linears = (module_at(layer, path) for layer in self.layers.values() for path in paths)
         return name_of(next(filter(None, linears), None)).startswith(TE_MODULE)
 
     @property

@@ -26,6 +26,7 @@ LATER: dict[str, dict[str, Any]] = {
         "deterministic": False,
         "glu_offset": True,
         "kinds": (),
+        "opaque": (),
         "mtp": 0,
         "activation_clamped": False,
         "window": None,
@@ -54,6 +55,7 @@ IN_EXPERTS: dict[str, Any] = {
     "whole": False,
     "filled": False,
     "dispatcher": "alltoall",
+    "shared_gate": False,
     "overlapped": False,
 }
 """The same of `model.experts`."""

@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.kinds.experts.section import COMBINE, DISPATCH
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 
@@ -76,16 +76,16 @@ LayerSeconds = tuple[HalfSeconds, ...]
 """By half, in the order of a forward."""
 
 
-def nodes_of(profile: Profile, layer: LayerSeconds, sections: Sequence[Section]) -> Nodes:
-    """`layer`: its halves under a setting, or a plan, which are filled with `sections`. What runs again is a part of its half's
+def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
+    """`layer`: its halves under a setting, or a plan, which is of this kind. What runs again is a part of its half's
     node of a backward."""
-    first, second = (profile.of(section) for section in sections)
+    first, second = map(profile.of, kind)
     attention, mlp = layer
     before_f, before_b = attention.forward_s, attention.backward_s + attention.again_s
     inside_f, inside_b = mlp.forward_s, mlp.backward_s + mlp.again_s
-    if not sections[-1].in_some_layers or profile.experts is None:
+    if not kind[1].exchanges or profile.experts is None:
         return Nodes(before_f, before_b, _weights_s(first), inside_f, inside_b, _weights_s(second))
-    half, names = profile.experts, sections[-1].names
+    half, names = profile.experts, kind[1].names
     apart = _moved_outside(profile)
     front = dict.fromkeys(names[: names.index(DISPATCH)], 1.0) | {DISPATCH: apart}
     back = {COMBINE: apart} | dict.fromkeys(names[names.index(COMBINE) + 1 :], 1.0)

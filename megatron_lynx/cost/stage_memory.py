@@ -32,9 +32,11 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.communication import userbuffers_bytes
@@ -144,7 +146,7 @@ def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: 
         _beside_layers(job, stage, shape, states, layer_whole=True),
         activations=activations,
         staging=staging,
-        recomputed=_recomputed(shape, job.policy, job.experts_on(stage) > 0),
+        recomputed=_recomputed(shape, job.policy, job.kinds_on(stage)),
         chunk=size,
     )
 
@@ -231,10 +233,7 @@ def chunk_bytes(job: Job, stage: int) -> int:
 
 
 def _largest_chunk(job: Job, stage: int, shape: LayerShape) -> int:
-    if job.model.experts is None:
-        return max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
-    chunks = enumerate(job.chunk_layers(stage))
-    return max(layers_bytes(shape, job.policy, layers, job.experts_of(stage, chunk)) for chunk, layers in chunks)
+    return max(layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks))
 
 
 def offloads(job: Job, stage: int) -> bool:
@@ -255,18 +254,17 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
     return round((count - whole) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
-def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
-    """What the layer that makes most again holds meanwhile; a stage with experts may have none without, whose layers keep less
-    as a rule."""
+def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:
+    """What the layer that makes most again holds meanwhile."""
     if policy == "none":
         return 0
-    return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)
+    return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
 
 
 def pair_more_bytes(shape: LayerShape) -> int:
     """What a forward and a backward that run in turns, layer by layer, hold beyond one of the two: a layer, which the forward
     has made before the backward lets go of its own, taken to keep everything; and its rows on their way."""
-    return kept_bytes(shape, "none", experts=True) + dispatched_bytes(shape)
+    return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
 
 
 def without_overlap(job: Job) -> Job:

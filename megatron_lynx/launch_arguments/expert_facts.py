@@ -105,6 +105,8 @@ def _widths(given: Given) -> Iterator[Fact]:
     shared = given["moe_shared_expert_intermediate_size"]
     if shared is not None:
         yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))
+        if given["moe_shared_expert_gate"]:
+            yield Fact("model.experts.shared_gate", True, given.origin("moe_shared_expert_gate"))
 
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:

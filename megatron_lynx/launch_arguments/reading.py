@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lynx.config import Job
 from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
+from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
@@ -40,6 +41,7 @@ from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
 from megatron_lynx.launch_arguments.hybrid import with_pairs
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
+from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
 from megatron_lynx.launch_arguments.packing import with_packing
@@ -147,7 +149,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += window_facts(given, problems)
+    facts += [*window_facts(given, problems), *opaque_facts(given, problems)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()
@@ -166,7 +168,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given)]
+    priced += [*_positions(given), *_dispatch(given), *_opaque(facts)]
+    given = without_known(given)
     if strict or problems:  # then a mistyped flag may be why something is missing
         problems += [
             unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
@@ -249,6 +252,14 @@ def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
     """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
+
+
+def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
+    """What nobody looks into is priced by formulas, with a margin."""
+    for fact in facts:
+        for each in fact.value if fact.place == "model.opaque" else ():
+            kept = f"{each['kept_bytes']} bytes a token, read in code and not measured"
+            yield fact.origin, f"{each['kind']}, kept whole, {MARGIN:g} times {kept}: leave room, or put a profile in place of it"
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
+from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
@@ -55,6 +56,8 @@ class ModelFacts(Part):
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)
     """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
+    opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
+    """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -91,13 +94,15 @@ class ModelFacts(Part):
         """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)
 
-    def sections_of(self, layer: int) -> tuple[Section, Section]:
+    def sections_of(self, layer: int) -> LayerKind:
         """What fills the halves of a layer."""
+        named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
         facts = self.facts._replace(
             experts=self.has_experts(layer),
             shared_experts=self.shared_experts,
             dispatcher=self.moe_dispatcher,
             overlapped=self.moe_overlapped,
+            opaque=named,
         )
         return sections_of(facts)
 

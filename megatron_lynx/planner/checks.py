@@ -40,6 +40,7 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
         ("schedule", job.schedule, "flush"),
         ("model.mtp", model.mtp, 0),
         ("model.fp8", model.fp8_recipe, None),
+        ("model.opaque", ", ".join(each.kind for each in model.opaque) or None, None),
         ("head.pieces", job.head_pieces, 1),
         ("offload_ratio", 0 if job.offload_ratio == "auto" else job.offload_ratio, 0),
     ):

@@ -142,11 +142,10 @@ class Chunks:
         common = {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
         return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in chunks)
 
-    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...]]:
-        """What alike chunks have in common: how many layers, and which of them have experts."""
-        job = self.problems.job
-        layers = job.layers_of(stage, chunk)
-        return len(layers), tuple(layer in job.model.expert_layers for layer in layers) if job.model.experts is not None else ()
+    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
+        """What alike chunks have in common: how many layers, which of them have experts, and what else fills their halves."""
+        kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
+        return len(kinds), tuple(second.exchanges for _, second in kinds), tuple(each.name for kind in kinds for each in kind)
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the backward of the last of several chunks follows its own forward. [4]"""

@@ -94,8 +94,9 @@ def job_of(**changes) -> Job:
 def test_nodes_are_a_whole_layer(dispatcher):
     job = job_of(experts={"dispatcher": dispatcher, "shared_ffn": 512})
     shape, costs = LayerShape.of(job), analytic_profile(job)
-    halves = layer_seconds(shape, costs, NONE, experts=True)
-    nodes = nodes_of(costs, halves, shape.model.kind_sections(experts=True))
+    kind = job.model.sections(1)
+    halves = layer_seconds(shape, costs, NONE, kind)
+    nodes = nodes_of(costs, halves, kind)
     forward_s, backward_s = (sum(getattr(half, way) for half in halves) for way in ("forward_s", "backward_s"))
     waits_s = 2 * nodes.exchange
     assert nodes.before_f + nodes.experts_f + nodes.back_f + waits_s == pytest.approx(forward_s)

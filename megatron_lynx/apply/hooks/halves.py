@@ -1,7 +1,7 @@
 """The two halves of a layer.
 
-Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage. Where exchanges of experts
-                      are overlapped, `routed_experts_compute` of their mixtures instead of the latter.
+Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage; not of opaque halves. Where
+                      exchanges of experts are overlapped, `routed_experts_compute` of their mixtures instead of the latter.
 Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
@@ -49,6 +49,8 @@ class Capacity:
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
+        if policy.section.opaque:
+            continue
         owner = owner_of(layer, policy.section.half, policy.section.owner)
 
         def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
