@@ -43,7 +43,7 @@ def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
     deepep = {"dispatcher": "deepep"}
     beside, usual = decided(58, experts=deepep), decided(58, overlapped=False, experts=deepep)
     none_s = priced(usual.job, analytic_profile(usual.job), NONE).step_s
-    assert 0.8 * none_s < beside.simulation.step_s < 0.97 * usual.simulation.step_s
+    assert 0.8 * none_s < beside.simulation.step_s < usual.simulation.step_s
     assert max(each.total for each in beside.memory) <= 58 * GIB
     rules = [rule for entry in beside.plan.stages for rule in entry.rules]
     assert any("experts_activation" in rule.replay for rule in rules)
