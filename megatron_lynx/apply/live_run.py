@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, filling
-from megatron_lynx.apply.hybrid import is_hybrid, layers_in, refused_stack
+from megatron_lynx.apply.hybrid import all_layers, is_hybrid, layers_in, refused_stack
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -51,7 +51,7 @@ class LiveRun:
     @property
     def all_layers(self) -> int:
         """How many layers the whole model has, counted as a plan does."""
-        return int(self.config.num_layers) // (2 if is_hybrid(self.chunks[0]) else 1)
+        return all_layers(self.chunks[0]) if is_hybrid(self.chunks[0]) else int(self.config.num_layers)
 
     @property
     def uses_te(self) -> bool:

@@ -88,7 +88,7 @@ def gated_delta_net(
     states = value_heads * key_size * value_size // CHUNK
     return {
         "kind": "gated_delta_net",
-        "parameters": hidden * (made + values) + convolved * (2 * keys + values) + 2 * value_heads,
+        "parameters": hidden * (made + values) + convolved * (2 * keys + values) + 2 * value_heads + value_size,
         "kept_bytes": element * (6 * keys + 2 * repeated * (value_heads > key_heads) + 6 * values + 80 * value_heads),
         "in_hand_bytes": element * (4 * repeated + 4 * values + 3 * states),
         "flops": 2 * hidden * (made + values) + 2 * convolved * (2 * keys + values) + value_heads * inside,

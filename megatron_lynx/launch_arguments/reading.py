@@ -39,7 +39,7 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
-from megatron_lynx.launch_arguments.hybrid import with_pairs
+from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
@@ -144,7 +144,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_arguments(command.arguments, flag_table())
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
-    given = with_pairs(with_packing(given), problems)
+    given = in_words_of_a_gpt(with_packing(given), problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
@@ -258,6 +258,8 @@ def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
     """What nobody looks into is priced by formulas, with a margin."""
     for fact in facts:
         for each in fact.value if fact.place == "model.opaque" else ():
+            if "kept_bytes" not in each:
+                continue
             kept = f"{each['kept_bytes']} bytes a token, read in code and not measured"
             yield fact.origin, f"{each['kind']}, kept whole, {MARGIN:g} times {kept}: leave room, or put a profile in place of it"
 

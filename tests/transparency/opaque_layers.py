@@ -83,3 +83,15 @@ def refused(rank: int, job: Job, plan: Plan) -> str:
         except LynxError as error:
             return str(error)
     return "installed"
+
+
+def held_and_parameters(rank: int, job: Job, plan: Plan) -> tuple[list[str], int]:
+    """What hooks hold, and how many parameters the model has."""
+    from megatron_lynx.apply import install
+    from tests.apply.on_ranks import trained
+
+    with delta_nets(job):
+        training = trained(job)
+        with install(training.chunks, plan) as installation:
+            held = [hook.claim.where for hook in installation.hooks]
+        return held, sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
@@ -15,7 +16,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
-from tests.transparency.opaque_layers import compare, delta_net_in, refused
+from tests.transparency.opaque_layers import compare, delta_net_in, held_and_parameters, refused
 from tests.transparency.trials import Trial
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "shared_gate": True, "layers": [2, 4]}
@@ -68,3 +69,12 @@ def test_a_plan_for_other_layers_is_refused(pool_of: Any) -> None:
     said = pool_of(1).run(refused, job_of("one rank"), usual)[0]
     assert "plan: model.opaque_layers: layers 1, 3, 4" in said
     assert "gated_delta_net in this run alone" in said
+
+
+def test_no_hook_is_on_what_nobody_looks_into(pool_of: Any) -> None:
+    """And its parameters are as many as priced."""
+    job = job_of("one rank", experts=None)
+    [(held, parameters)] = pool_of(1).run(held_and_parameters, job, uniform_plan(job))
+    halves = {f"layer {layer}._forward_{half}" for layer in range(1, 5) for half in ("attention", "mlp")}
+    assert halves - set(held) == {f"layer {layer}._forward_attention" for layer in (1, 3, 4)}
+    assert parameters == stage_parameters(job, 0).total

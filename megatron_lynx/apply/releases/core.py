@@ -261,6 +261,7 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
     },
     hybrid={
         "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": "debd25cfb08e553d",
+        "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "4a944ed851f25cc2",
     },
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining": "aad4a9e5fa82f324",
@@ -309,16 +310,19 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "e8826ff1c83eb53c",
         "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "ee9c3e36b0e76bac",
     },
+    hybrid={
+        "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "4e2bba56ad0e7d51",
+    },
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "c88509af0f94978d",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "7a62dc8735f135d3",
         "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6a09cc81f2faf45a",
         "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "75d8dae9c8209a64",
         "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "f7cfa30c9599f312",
-        "megatron.core.models.common.utils:TransformerLayerNode": "075b03a6e3d65ebf",
-        "megatron.core.models.common.utils:should_free_input": "85f4bb5b4a46dc6e",
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": GONE,
         "megatron.core.models.gpt.fine_grained_callables:should_free_input": GONE,
+        "megatron.core.models.common.utils:TransformerLayerNode": "075b03a6e3d65ebf",
+        "megatron.core.models.common.utils:should_free_input": "85f4bb5b4a46dc6e",
     },
 )
 
