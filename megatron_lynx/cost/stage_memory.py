@@ -165,7 +165,8 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         embedding=microbatches_in_flight(job, stage) * at_beginning if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
-        + (dispatched_bytes(shape) if experts else 0),
+        + (dispatched_bytes(shape) if experts else 0)
+        + (pair_more_bytes(shape) if experts and job.model.moe_overlapped else 0),
         head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
         predicting=predicting_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
@@ -258,6 +259,21 @@ def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -
     if policy == "none":
         return 0
     return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
+
+
+def pair_more_bytes(shape: LayerShape) -> int:
+    """What a forward and a backward that run in turns, layer by layer, hold beyond one of the two: a layer, which the forward
+    has made before the backward lets go of its own, taken to keep everything; and its rows on their way."""
+    return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
+
+
+def without_overlap(job: Job) -> Job:
+    """The same job where tokens are waited for."""
+    experts = job.model.experts
+    if experts is None or not experts.overlapped:
+        return job
+    alone = experts.model_copy(update={"overlapped": False})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": alone})})
 
 
 def dispatched_bytes(shape: LayerShape) -> int:

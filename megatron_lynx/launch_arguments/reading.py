@@ -53,7 +53,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     layer_facts,
     overlap_facts,
 )
-from megatron_lynx.launch_arguments.today import REPLACED, Today, against_megatron, today_of
+from megatron_lynx.launch_arguments.today import Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
@@ -101,7 +101,7 @@ class Reading:
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
         `setting`: flags with their words, in place of what the launch says."""
-        names = {*(REPLACED if self.today.flags else ()), *without}
+        names = {*self.today.replaced, *without}
         if self.given["step_batch_size_schedule"] is not None:
             names.add("global_batch_size")  # the two are refused together
         table, releases = self.given.table, self.given.releases
@@ -151,7 +151,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*window_facts(given, problems), *opaque_facts(given, problems)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
-    today = today_of(given, problems)
+    today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()
     facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
     facts += schedule_facts(command.arguments, problems)

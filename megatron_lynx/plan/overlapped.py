@@ -35,6 +35,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         ("schedule", plan.schedule, "flush"),
         ("model.mtp", model.mtp, 0),
         ("model.fp8", model.fp8, None),
+        ("model.opaque_layers", ", ".join(model.opaque_layers) or None, None),
         ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
     ):
         if found != needed:

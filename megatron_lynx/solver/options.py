@@ -220,6 +220,8 @@ class StageProblems:
             return
         least_bytes = min(subset.price.memory.resident for subset in subsets)
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
+            if self.job.model.moe_overlapped and (kind.section.apart or checkpoint != Checkpoint()):
+                continue  # rows would travel again; and a layer of nodes is none that runs again as one
             items = checkpoint.items(kind.section)
             price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
             if price.memory.resident >= least_bytes and checkpoint == Checkpoint():

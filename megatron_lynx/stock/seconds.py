@@ -25,10 +25,11 @@ have more time than this. Copies do not slow compute or messages down.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind, Section
+from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.kinds.experts.section import DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
@@ -36,24 +37,6 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.stock.layer_bytes import expert_treatment, treatment
 from megatron_lynx.stock.setting import StockSetting
-
-
-@dataclass(frozen=True)
-class HalfSeconds:
-    """One micro-batch in one half."""
-
-    forward_s: float
-    backward_s: float
-    again_s: float = 0.0
-
-    @property
-    def recomputed_whole(self) -> HalfSeconds:
-        """The same where all of it runs again."""
-        return replace(self, again_s=self.forward_s)
-
-
-LayerSeconds = tuple[HalfSeconds, ...]
-"""By half, in the order of a forward."""
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:

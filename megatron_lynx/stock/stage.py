@@ -22,19 +22,19 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts
+from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
-from megatron_lynx.stock.combined import UNDISTURBED, Beside, Nodes, nodes_of, paired_s
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
-from megatron_lynx.stock.seconds import CopiedLayer, LayerSeconds, StageCopies, layer_seconds, recomputed_whole
+from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds, recomputed_whole
 from megatron_lynx.stock.setting import NONE, StockSetting
 
 NO_BLOCK = BlockProfile()
@@ -42,12 +42,15 @@ NO_BLOCK = BlockProfile()
 
 @dataclass(frozen=True)
 class StockStage:
-    """One stage of a job under one setting."""
+    """One stage of a job under one setting, whose exchanges are overlapped where that says so, whatever the job does."""
 
     job: Job
     setting: StockSetting
     stage: int
     beside: Beside = UNDISTURBED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", without_overlap(self.job))
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
@@ -127,7 +130,7 @@ class StockStage:
     def _nodes(self, profile: Profile, chunk: int) -> tuple[Nodes, ...]:
         shape, layers = LayerShape.of(self.job), self.chunks[chunk]
         known = {
-            kind: nodes_of(shape, profile, layer_seconds(shape, profile, self.setting, kind), kind)
+            kind: nodes_of(profile, layer_seconds(shape, profile, self.setting, kind), kind)
             for kind in {layer.kind for layer in layers}
         }
         return tuple(known[layer.kind] for layer in layers)
