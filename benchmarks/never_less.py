@@ -1,10 +1,11 @@
-"""What plans do at exactly the bytes of stock's full recomputation: a row for each bundled job, or for each launch of a folder.
+"""What plans do at exactly the bytes of stock's full recomputation: a row for each job, or for each launch of a folder.
 
-python -m benchmarks.never_less                              bundled jobs: `docs/when_not.md` has the table
+python -m benchmarks.never_less                              bundled jobs, and Llama 3: `docs/when_not.md` has both tables
 python -m benchmarks.never_less --launches FOLDER            launches that recompute today, each at its own bytes
 
-Simulated, without the optimizer's update. A job with experts gets what its routers keep beside that: they decide once, where
-stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as all-to-all.
+Simulated, without the optimizer's update. Where no plan fits them, a job with experts gets what its routers keep beside them:
+they decide once, where stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as
+all-to-all.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import priced as priced_section
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import Infeasible, LynxError
 from megatron_lynx.launch_arguments.files import read_launch_file
-from megatron_lynx.planner import decide
+from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
@@ -41,6 +43,14 @@ JOBS = (
     "deepseek-v2-lite-h100-80g",
     "deepseek-v3-h100-80g",
 )
+LAYOUTS = (
+    ("llama3-8b", 4, 2, 16),
+    ("llama3-70b", 8, 4, 32),
+    ("llama3-8b", 1, 2, 16),
+    ("llama3-70b", 1, 20, 80),
+)
+"""Models, tensor-parallel ranks, stages and micro-batches of one replica, with tensor parallelism and without."""
+CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
 DISPATCHER = "--moe-token-dispatcher-type"
 
 
@@ -58,18 +68,28 @@ def row(name: str, job: Job, setting: StockSetting) -> tuple[str, float | None]:
     """A line of Markdown, and the plan's step over stock's."""
     profile = analytic_profile(job)
     none, today = priced(job, profile, NONE), priced(job, profile, setting)
-    beside = kept_by_routers(job, profile)
-    budget = job.budget.model_copy(update={"memory_gib": (today.most_bytes + beside) / GIB, "activation_mib": None})
     begin = f"| {name} | {setting.name} | {today.most_bytes / GIB:.2f} | {today.step_s / none.step_s:.2f} |"
     try:
-        decision = decide(job.model_copy(update={"budget": budget, "policy": "planned"}), profile)
+        decision, beside = decided(job, profile, today.most_bytes)
     except LynxError as error:
         return f"{begin} none: {error.headline} | | |", None
     rules = [rule for stage in decision.plan.stages for rule in stage.rules if rule.checkpoint]
     layers, ours_s = sum(len(rule.layers) for rule in rules), decision.simulation.step_s
     ratio = ours_s / today.step_s
-    beside_gib = f" + {beside / GIB:.2f}" if beside else ""
-    return f"{begin[:-2]} | {ours_s / none.step_s:.2f}{beside_gib and f' at{beside_gib} GiB'} | {layers} | {ratio:.2f} |", ratio
+    beside_gib = f" at + {beside / GIB:.2f} GiB" if beside else ""
+    return f"{begin[:-2]} | {ours_s / none.step_s:.2f}{beside_gib} | {layers} | {ratio:.2f} |", ratio
+
+
+def decided(job: Job, profile: Profile, size_bytes: int) -> tuple[Decision, int]:
+    """The decision at these bytes, or with what routers keep beside them; and how many bytes that is."""
+    for beside in (0, kept_by_routers(job, profile)):
+        allowed = on_devices_of(job, (size_bytes + beside) / GIB)
+        try:
+            return decide(allowed.model_copy(update={"policy": "planned"}), profile), beside
+        except Infeasible:
+            if beside or job.model.experts is None:
+                raise
+    raise AssertionError("routers keep something")
 
 
 def launched(path: Path) -> tuple[Job, StockSetting]:
@@ -82,19 +102,35 @@ def launched(path: Path) -> tuple[Job, StockSetting]:
     return asked.job, asked.reading.today.setting
 
 
+def asked(folder: Path | None) -> Iterator[tuple[str, tuple[Job, StockSetting] | LynxError]]:
+    """Every job that has a row, with what it recomputes, by name; or why it cannot be read."""
+    if folder is None:
+        yield from ((name, (load_job(job_path(f"jobs/{name}")), FULL)) for name in JOBS)
+        for model, tensor, pipeline, microbatches in LAYOUTS:
+            for cluster in CLUSTERS:
+                layout = {"tensor": tensor, "pipeline": pipeline, "microbatches": microbatches}
+                job = job_of({"model": model, "cluster": cluster, **layout})
+                yield f"{model}, t={tensor}, p={pipeline}, m={microbatches}, {cluster}", (job, FULL)
+        return
+    for path in sorted(folder.glob("*.args")):
+        try:
+            yield path.stem, launched(path)
+        except LynxError as error:
+            yield path.stem, error
+
+
 def lines(folder: Path | None) -> Iterator[str]:
     yield "| job | stock | GiB | stock's step / none's | ours / none's | layers checkpointed | ours / stock |"
     yield "|---|---|--:|--:|--:|--:|--:|"
     ratios = []
-    for name in JOBS if folder is None else sorted(folder.glob("*.args")):
-        try:
-            job, setting = launched(name) if isinstance(name, Path) else (load_job(job_path(f"jobs/{name}")), FULL)
-        except LynxError as error:
-            yield f"| {name.stem if isinstance(name, Path) else name} | not read: {error.headline} | | | | | |"
+    for name, found in asked(folder):
+        if isinstance(found, LynxError):
+            yield f"| {name} | not read: {found.headline} | | | | | |"
             continue
+        job, setting = found
         if setting == NONE:
             continue
-        line, ratio = row(name.stem if isinstance(name, Path) else name, job, setting)
+        line, ratio = row(name, job, setting)
         ratios += [] if ratio is None else [ratio]
         yield line
     yield f"\nMean of the last column: {statistics.mean(ratios):.2f}, at most {max(ratios):.2f}."

@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.when_not import on_devices_of, replayed_s
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.planner import Decision, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock import NONE, StockSetting, priced
-from megatron_lynx.stock.combined import MEASURED
 from megatron_lynx.stock.rival import rivals
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.between import BetweenSteps, between_steps
+from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
@@ -29,7 +30,6 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
-from megatron_lynx.stock.combined import MEASURED
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage

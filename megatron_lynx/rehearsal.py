@@ -14,6 +14,7 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import HalfSeconds, nodes_of
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
@@ -24,7 +25,7 @@ from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule, with_replays
@@ -32,6 +33,7 @@ from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, paired
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Halves, Leaving, Treated
@@ -65,16 +67,44 @@ def rehearse(
             update_s=update_s,
         )
     between = profile.messages_between_passes
-    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
+    apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
+    if not plan.model.moe_overlapped:
+        return apart
+    pairs = [paired(list(_in_nodes(plan, stage, passes, prices)), profile.interference) for stage, passes in enumerate(chunks)]
+    together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)
+    return SideBySide(together.executed, together.copied, apart)
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """Megatron's schedule for the plan's layout, every backward after the replays that its receive hides."""
+def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Prices) -> Iterator[PairedChunk]:
+    """The chunks of a stage, layer by layer, with what the plan runs again in the nodes of their backward."""
+    profile, timetable = prices.profile, timetable_of(plan, stage)
+    for entry, own in zip(plan.chunks_of(stage), passes, strict=True):
+        halves = list(treated_halves(entry, timetable.chunks[entry.chunk], prices))
+        with_again, without = [], []
+        for attention, mlp in zip(*[iter(halves)] * 2, strict=True):
+            sections = attention.section, mlp.section
+            costs = [profile.of(section) for section in sections]
+            plain = tuple(HalfSeconds(each.forward_s, each.backward_s) for each in costs)
+            again = tuple(
+                replace(each, again_s=half.replay_s + half.communicates_s)
+                for each, half in zip(plain, (attention, mlp), strict=True)
+            )
+            with_again.append(nodes_of(profile, again, sections))
+            without.append(nodes_of(profile, plain, sections))
+        ends = _ends(plan, entry, prices)
+        ends_s = sum(end.forward_s for end in ends if end), sum(end.backward_s for end in ends if end)
+        again_s = sum(half.replay_s + half.communicates_s for half in halves)
+        yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s)
+
+
+def schedule_of(plan: Plan, more: int = 0) -> Schedule:
+    """Megatron's schedule for the plan's layout, every backward after the replays that its receive hides. `more`: forwards beyond
+    the usual before the first backward."""
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if layout.chunks == 1:
-        stock = one_f_one_b(layout.pipeline, microbatches)
+        stock = one_f_one_b(layout.pipeline, microbatches, more)
     else:
-        stock = interleaved(layout.pipeline, microbatches, layout.chunks, layout.group)
+        stock = interleaved(layout.pipeline, microbatches, layout.chunks, layout.group, more)
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
@@ -126,8 +156,7 @@ def _passes(
 ) -> ChunkPasses:
     """`chunk`: which one of the timetable's it is, where it is not the stage's."""
     profile, message_bytes = prices.profile, prices.message_bytes
-    place = stage.stage, stage.chunk
-    first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+    embedding, head = _ends(plan, stage, prices)
     return stage_passes(
         timetable,
         stage.chunk if chunk is None else chunk,
@@ -135,11 +164,19 @@ def _passes(
         halves,
         profile,
         message_bytes,
-        embedding=embedding_of(profile, message_bytes) if first else None,
-        head=last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
+        embedding=embedding,
+        head=head,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
         reduced_in_backward=reduced_in_backward,
     )
+
+
+def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile | None, BlockProfile | None]:
+    """What runs before the model's first layer and behind its last one, where a stage's entry has them."""
+    profile, message_bytes, place = prices.profile, prices.message_bytes, (stage.stage, stage.chunk)
+    first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+    head = last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None
+    return embedding_of(profile, message_bytes) if first else None, head
 
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
@@ -164,7 +201,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        rule, unasked = stage.rule_for(layer), section.in_some_layers and (stage.offload is None or not stage.offload.experts)
+        rule = stage.rule_for(layer)
+        unasked = section.opaque or (section.exchanges and (stage.offload is None or not stage.offload.experts))
         if unasked or rule.checkpoints(section.half):
             yield 0
             continue
@@ -208,6 +246,9 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     if having != needed:
         said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
         problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
+    if (opaque := {each.kind for each in profile.shape.opaque}) != plan.model.opaque_layers.keys():
+        said, wanted = (", ".join(sorted(names)) or "none" for names in (opaque, plan.model.opaque_layers))
+        problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 

@@ -43,7 +43,15 @@ COMING = (
 
 def core_draft() -> str:
     """What differs in the megatron-core that can be imported."""
-    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "te": (), "experts": (), "latent": (), "head": (), "hybrid": ()}
+    tables: dict[str, Sequence[str]] = {
+        "fingerprints": COMING,
+        "te": (),
+        "experts": (),
+        "latent": (),
+        "head": (),
+        "hybrid": (),
+        "overlapped": (),
+    }
     unread = []
     try:
         installed_te()

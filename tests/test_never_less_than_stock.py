@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.never_less import kept_by_routers
+from benchmarks.when_not import job_of
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
 from megatron_lynx.cost.in_hand import half_in_hand_bytes, layer_in_hand_bytes
@@ -71,7 +72,8 @@ def settings_of(job: Job) -> list[StockSetting]:
 
 
 def within(job: Job, size_bytes: int) -> Job:
-    return job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": size_bytes / GIB})})
+    budget = job.budget.model_copy(update={"memory_gib": size_bytes / GIB})
+    return job.model_copy(update={"budget": budget, "policy": "planned"})
 
 
 @settings(max_examples=8, deadline=None)
@@ -98,3 +100,18 @@ def test_with_tensor_parallelism_a_tenth_less_than_full_recomputation_in_its_byt
     assert any(rule.checkpoint == "layer" for rule in rules)
     assert max(stage.total for stage in decision.memory) <= full.most_bytes
     assert decision.simulation.step_s <= 0.9 * full.step_s
+
+
+@pytest.mark.parametrize("partition", [(2, 2, 2, 0), (1, 1, 1, 1, 1, 0)], ids=["embedding", "loss alone"])
+def test_a_plan_fits_exactly_where_full_recomputation_does(partition: tuple[int, ...]) -> None:
+    """Neither did. What layers let go of before the embedding's backward was taken for their inputs alone, and a chunk that has
+    the loss and no layers got whatever the chunks before it did not want."""
+    data = job_of({"tensor": 1, "cluster": "h100-80g"}).model_dump(mode="json", by_alias=True)
+    data["model"] |= {"layers": sum(partition)}
+    data["parallel"] |= {"partition": partition}
+    job = Job.model_validate(data)
+    profile = analytic_profile(job)
+    full = priced(job, profile, FULL)
+    decision = decide(within(job, full.most_bytes), profile)
+    assert max(stage.total for stage in decision.memory) <= full.most_bytes
+    assert decision.simulation.step_s <= full.step_s

@@ -21,6 +21,7 @@ FOUNDATION = {
     "kinds.experts.section",
     "kinds.latent.section",
     "kinds.latent.sizes",
+    "kinds.opaque.section",
     "kinds.section",
     "kinds.sections",
     "bridge_settings",
@@ -40,10 +41,11 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-KINDS_RUNNING = {"kinds.held", "kinds.running", *(f"kinds.{kind}.running" for kind in ("dense", "experts", "latent"))}
+KINDS_RUNNING = {"kinds.held", "kinds.running", *(f"kinds.{kind}.running" for kind in ("dense", "experts", "latent", "opaque"))}
 KINDS_PLANNING = {
     *("kinds.backward", "kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
+    "kinds.opaque.planning",
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
@@ -116,6 +117,9 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, data: dict[str, An
     path = tmp_path_factory.mktemp("yaml") / "file.yaml"
     write_whole(path, write_yaml(data))
     assert read_yaml(path) == data
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(yaml, "__with_libyaml__", False)
+        assert read_yaml(path) == data, "PyYAML may be built without it"
 
 
 class Engine(BaseModel):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, is_hybrid, pattern_of
+from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, is_hybrid, stack_of
 from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan
@@ -74,7 +75,7 @@ def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[s
         return
     if reading is not None and is_hybrid(reading.given):
         virtual_stages = sorted(made.stages, key=lambda stage: min(stage.layers, default=0))
-        yield PATTERN_FLAG, (pattern_of(len(stage.layers) for stage in virtual_stages),)
+        yield PATTERN_FLAG, (pattern_of(stack_of(reading.given), [len(stage.layers) for stage in virtual_stages]),)
         return
     for text in layer_flags(made):
         flag, *values = shlex.split(text)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import cannot_train
 from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock.combined import MEASURED, UNDISTURBED, Beside
 from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.units import format_seconds

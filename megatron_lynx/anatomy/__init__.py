@@ -14,7 +14,7 @@ from megatron_lynx.kinds.dense.section import (
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, SHARED_EXPERTS
 from megatron_lynx.kinds.latent.section import LATENT, LATENT_ITEMS
 from megatron_lynx.kinds.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
-from megatron_lynx.kinds.sections import Facts, all_items, filling, halves_of, names_in, sections_of
+from megatron_lynx.kinds.sections import Facts, LayerKind, all_items, filling, halves_of, names_in, sections_of
 
 __all__ = [
     "ATTENTION",
@@ -33,6 +33,7 @@ __all__ = [
     "LATENT",
     "LATENT_ITEMS",
     "LINEARS",
+    "LayerKind",
     "MLP",
     "PASSES",
     "Pass",

@@ -50,7 +50,7 @@ def _policy(
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and planned.gathers
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
-    offloads = stage.offload is not None and (not section.in_some_layers or stage.offload.experts)
+    offloads = stage.offload is not None and not section.opaque and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=planned.layer,
         section=section,
@@ -110,15 +110,15 @@ def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPo
     ]
 
 
-def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> OrderOfStep:
+def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int = 0) -> OrderOfStep:
     """What a stage does in a step, by the number of micro-batches.
 
-    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`.
+    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`. `more`: forwards beyond the usual before the first backward.
     """
 
     @lru_cache(maxsize=8)
     def order(microbatches: int) -> StageOrder:
-        passes = passes_of(pipeline, stage, microbatches, chunks, group_size)
+        passes = passes_of(pipeline, stage, microbatches, chunks, group_size, more)
         return StageOrder([ScheduledPass(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes])  # type: ignore[arg-type]
 
     return order

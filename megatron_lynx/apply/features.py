@@ -12,8 +12,6 @@ from megatron_lynx.kinds.running import FACES
 OFF = {
     "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading: the plan decides what is offloaded",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: that schedule bypasses the layer's halves",
-    "delay_wgrad_compute": "--delay-wgrad-compute: the plan decides which weight gradients are deferred (weight_gradients)",
     "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
     "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
     "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",
@@ -28,7 +26,6 @@ OFF = {
     "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",
     "use_grouped_gemm_for_dense_mlp": "--use-grouped-gemm-for-dense-mlp: the MLP's linears are not called one by one",
-    "experimental_attention_variant": "--experimental-attention-variant: its projections are not sites",
 }
 """Config fields that must be off, and what to drop."""
 
@@ -42,6 +39,9 @@ OFF_WITH_TE = {
 }
 """Config fields that must also be off if the layers are Transformer Engine's, and what to drop."""
 
+KEPT_WHOLE = "gated_delta_net"
+"""The attention variant that plans keep whole (`kinds.opaque`)."""
+
 ONE = {
     "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards: weights are gathered by collectives of their own",
@@ -54,6 +54,9 @@ def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
     yield from switched_on(config, OFF, "off under a plan")
     for name, drop in ONE.items():
         yield from not_one(config, name, drop)
+    if (variant := getattr(config, "experimental_attention_variant", None)) not in (None, KEPT_WHOLE):
+        todo = "drop --experimental-attention-variant: its projections are not sites"
+        yield Problem("config.experimental_attention_variant", str(variant), f"none, or {KEPT_WHOLE}", todo)
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"

@@ -5,50 +5,58 @@
                             its MLP passes through        its attention passes through
                    └────────────── one layer of a plan: 1 ──────────────┘
 
-A plan's layers are those of the GPT that the hybrid model translates, so that both get the same plan. A stack with anything else
-(Mamba, experts, an attention without an MLP behind it) is refused.
+What is one layer of a plan in any pattern, `anatomy.stack` says. A Mamba layer is a half that nobody looks into, and a half may
+not be there at all (`kinds.opaque`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.anatomy.stack import NEEDED, StackLayer, layers_of, segments_of, unknown_in
 from megatron_lynx.errors import Problem
 
 STACK = "HybridStack"
 """The class of a hybrid model's decoder."""
-PAIR = "*-"
-"""An attention and an MLP, in a pattern of layers."""
-CLASSES: dict[Half, str] = dict(
+_TRANSFORMER = "megatron.core.transformer.transformer_layer."
+CLASSES: Mapping[Half, tuple[str, ...]] = dict(
     zip(
         HALVES,
-        ("megatron.core.transformer.transformer_layer.TransformerLayer", "megatron.core.ssm.mlp_layer.MLPLayer"),
+        ((f"{_TRANSFORMER}TransformerLayer",), ("megatron.core.ssm.mlp_layer.MLPLayer", f"{_TRANSFORMER}MoETransformerLayer")),
         strict=True,
     )
 )
-"""Of the two layers, where Megatron's own specification of a stack is taken."""
+"""Of the layers of each half, where Megatron's own specification of a stack is taken."""
 
 
 class HybridLayer:
-    """Two layers of a hybrid stack that are one layer of a plan: as much of Megatron's layer as hooks look at."""
+    """One or two layers of a hybrid stack that are one layer of a plan: as much of Megatron's layer as hooks look at."""
 
-    def __init__(self, number: int, attention: Module, mlp: Module) -> None:
+    def __init__(self, number: int, owners: Mapping[Half, Module]) -> None:
         self.layer_number = number
-        self.owners: dict[Half, Module] = dict(zip(HALVES, (attention, mlp), strict=True))
+        self.owners = owners
+        """By half; one that is not there has none."""
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the layer that has that half: names of the second half's have its name in them."""
         first, second = HALVES
-        return getattr(self.owners[second if second in name else first], name)
+        asked = second if second in name else first
+        return getattr(self.owners.get(asked) or next(iter(self.owners.values())), name)
+
+    def modules(self) -> Iterator[Module]:
+        for owner in self.owners.values():
+            yield from owner.modules()
 
 
-def owner_of(layer: Any, half: Half) -> Module:
-    """The module whose method a half is."""
+def owner_of(layer: Any, half: Half, path: str = "") -> Module:
+    """The module whose method a half is. `path`: where it is in the layer, if that is none of the layer's own."""
     owner: Module = layer.owners[half] if isinstance(layer, HybridLayer) else layer
-    return owner
+    return attrgetter(path)(owner) if path else owner
 
 
 def is_hybrid(chunk: Module) -> bool:
@@ -56,20 +64,46 @@ def is_hybrid(chunk: Module) -> bool:
 
 
 def layers_in(chunk: Module) -> list[Any]:
-    """The layers of a plan in one chunk, in order: Megatron's own, or pairs of a hybrid stack."""
+    """The layers of a plan in one chunk, in order: Megatron's own, or those that a hybrid stack has."""
     layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
-    if not is_hybrid(chunk):
+    if not is_hybrid(chunk) or not layers:
         return layers
-    return [HybridLayer((mlp.layer_number + 1) // 2, attention, mlp) for attention, mlp in zip(*[iter(layers)] * 2, strict=False)]
+    own, below = layers_of(_symbols(chunk)), layers[0].layer_number - 1
+    first, found = 1 + sum(len(each) for each in _segments_below(chunk, below)), iter(layers)
+    return [HybridLayer(number, _owners(layer, found)) for number, layer in enumerate(own, start=first)]
+
+
+def all_layers(chunk: Module) -> int:
+    """How many layers of a plan the whole model has of which a hybrid chunk is a part."""
+    return sum(map(len, map(layers_of, _segments(chunk))))
+
+
+def _owners(layer: StackLayer, found: Iterator[Module]) -> dict[Half, Module]:
+    return {half: next(found) for half, symbol in zip(HALVES, layer, strict=True) if symbol}
+
+
+def _symbols(chunk: Module) -> str:
+    return "".join(chunk.decoder.layer_type_list)  # type: ignore[union-attr, arg-type]
+
+
+def _segments(chunk: Any) -> list[str]:
+    """What every stage, or chunk of one, has. Without bars all have as much, as Megatron cuts them."""
+    pattern, own = str(chunk.hybrid_layer_pattern), len(_symbols(chunk))
+    return segments_of(pattern, max(1, len(pattern) // max(1, own)))
+
+
+def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
+    """The layers of the segments that have the first so many symbols."""
+    for segment in _segments(chunk):
+        if symbols <= 0:
+            return
+        symbols -= len(segment)
+        yield layers_of(segment)
 
 
 def refused_stack(chunk: Module) -> Problem | None:
-    """Why a hybrid stack is no translation of a GPT; None where it is one."""
-    if not is_hybrid(chunk):
+    """Why nothing in a hybrid stack is known; None where a plan can have it."""
+    if not is_hybrid(chunk) or not (unknown := unknown_in(_symbols(chunk))):
         return None
-    pattern = "".join(chunk.decoder.layer_type_list)  # type: ignore[union-attr, arg-type]
-    if pattern.replace(PAIR, "") == "":
-        return None
-    found, needed = f"{pattern} on this rank", "pairs of an attention and an MLP, such as *-*-"
-    todo = "Mamba layers, experts and halves without the other one are not planned in hybrid models yet"
-    return Problem("--hybrid-layer-pattern", found, needed, todo)
+    found, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
+    return Problem("--hybrid-layer-pattern", found, NEEDED, todo)

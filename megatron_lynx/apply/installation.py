@@ -139,13 +139,15 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("megatron-core's hybrid stack does not read as recorded", stale)
     if plan.head is not None and (stale := release.stale_with("head")):
         raise HookRefused("megatron-core's head does not read as recorded", stale)
+    if run.combined and (stale := _stale_combined(release)):
+        raise HookRefused("megatron-core's overlapped exchanges do not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run, overlapping):
         raise PlanMismatch("the plan does not fit this run", differing)
     device = device_for(next(parameter for chunk in run.chunks for parameter in chunk.parameters()).device)
-    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
+    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size, int(run.combined))
     extra: dict[str, Any] = {}
     if run.fp8:
         extra["surroundings"] = (Autocast(), Fp8Autocast())
@@ -171,6 +173,13 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     return Installation(engine, _changed(claims), without_flushes)
 
 
+def _stale_combined(release: Release) -> list[Problem]:
+    if "overlapped" in release.only_with:
+        return release.stale_with("overlapped")
+    todo = "train with a later release, or drop --overlap-moe-expert-parallel-comm"
+    return [Problem("megatron-core", release.version, "0.16 or later, whose combined schedule has experts in a node alone", todo)]
+
+
 def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
     te, beside = present_te(), release.stale_with("te")
     if "te" not in release.only_with:
@@ -194,7 +203,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
             half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
         ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
-    yield from steps.claims(engine, frozenset(map(id, run.chunks)))
+    yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)
     linears = deferring_linears(plan, run)

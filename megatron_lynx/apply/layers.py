@@ -58,12 +58,13 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
 
 
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
-    """A live layer, or each of the two of a hybrid stack that are one, of another class than Megatron's."""
-    of_half = dict.fromkeys(HALVES, _LAYER_CLASS) if isinstance(layer, Module) else CLASSES
-    owners = {owner_of(layer, half): needed for half, needed in of_half.items()}
+    """A live layer, or each of the two of a hybrid stack that are one, of another class than Megatron's, if it is looked into."""
+    of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
+    known = [section.half for section in sections_in(layer) if not section.opaque]
+    owners = {owner_of(layer, half): of_half[half] for half in known}
     for owner, needed in owners.items():
-        if name_of(owner) != needed:
-            yield Problem(f"layer {number}", name_of(owner), needed, _OTHER_KINDS)
+        if name_of(owner) not in needed:
+            yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
 
 
 def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) -> Iterator[Problem]:

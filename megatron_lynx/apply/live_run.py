@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION, filling
-from megatron_lynx.apply.hybrid import is_hybrid, layers_in, refused_stack
+from megatron_lynx.anatomy import HALVES, filling
+from megatron_lynx.apply.hybrid import all_layers, is_hybrid, layers_in, refused_stack
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -51,13 +51,13 @@ class LiveRun:
     @property
     def all_layers(self) -> int:
         """How many layers the whole model has, counted as a plan does."""
-        return int(self.config.num_layers) // (2 if is_hybrid(self.chunks[0]) else 1)
+        return all_layers(self.chunks[0]) if is_hybrid(self.chunks[0]) else int(self.config.num_layers)
 
     @property
     def uses_te(self) -> bool:
-        """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
-        layer = next(iter(self.layers.values()), None)
-        linears = [module_at(layer, item.path) for section in filling(ATTENTION.half) for item in section.items if item.is_linear]
+        """Whether the rank's first known linear is Transformer Engine's. `refused_layers` checks that all are alike."""
+        paths = [item.path for half in HALVES for section in filling(half) for item in section.items if item.is_linear]
+        linears = (module_at(layer, path) for layer in self.layers.values() for path in paths)
         return name_of(next(filter(None, linears), None)).startswith(TE_MODULE)
 
     @property
@@ -84,6 +84,11 @@ class LiveRun:
     def group_size(self) -> int:
         """Micro-batches that one chunk takes before the next one has its turn."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
+
+    @property
+    def combined(self) -> bool:
+        """Whether a forward and a backward run in turns, node by node, while tokens of the other travel to experts."""
+        return overlapped(self.config)
 
     @property
     def overlaps_exchanges(self) -> bool:
@@ -137,6 +142,11 @@ def module_at(layer: object, path: str) -> object:
 def name_of(module: object) -> str:
     """The full name of an object's class: module and qualified name."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def overlapped(config: Any) -> bool:
+    """Whether exchanges of experts run beside the computing of another micro-batch."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def switched_on(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:

@@ -60,6 +60,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "kv_groups": config.num_attention_heads if latent else config.num_query_groups,
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "mtp": getattr(config, "mtp_num_layers", None) or 0,
+        "moe_overlapped": run.combined,
         "fp8": recipe_of(config) if config.fp8 else None,
         "fp8_parameters": bool(config.fp8 and getattr(config, "fp8_param", False)),
     }

@@ -46,6 +46,8 @@ class Experts(Part):
     """Width inside one expert; with SwiGLU, of each of the two halves."""
     shared_ffn: int = Field(default=0, ge=0)
     """Width inside the shared experts together, which every token passes; 0: none."""
+    shared_gate: bool = False
+    """Whether what shared experts return is multiplied with a gate (`--moe-shared-expert-gate`)."""
     layers: Layers = "all"
     """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
     load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)
@@ -64,12 +66,16 @@ class Experts(Part):
 
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
+    overlapped: bool = False
+    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
         problems = []
         if self.per_token > self.count:
             problems.append(f"per_token ({self.per_token}) must be at most count ({self.count})")
+        if self.shared_gate and not self.shared_ffn:
+            problems.append("shared_gate true needs shared_ffn, found 0")
         if self.holds is not None and self.holds < self.load:
             problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
         if isinstance(self.layers, tuple):
@@ -89,12 +95,13 @@ class Experts(Part):
 
     def numbers(self, layers: int) -> frozenset[int]:
         """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""
-        return _numbers_of(self.layers, layers)
+        return numbers_of(self.layers, layers)
 
     @property
     def section(self) -> Section:
         """What fills the MLP half of a layer that has them."""
-        return sections_of(Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher))[1]
+        facts = Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher, overlapped=self.overlapped)
+        return sections_of(facts)[1]
 
     def most_load(self, ranks: int) -> float:
         """The load of one of so many ranks if every token went to as many of its experts as it can."""
@@ -114,7 +121,8 @@ def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
+def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
+    """The layers that a file names, of a model with so many, by Megatron's numbers (from 1)."""
     if isinstance(stated, tuple):
         spans = (_numbers(span) for span in stated)
         return frozenset(number for span in spans for number in range(span.start, min(span.stop, layers + 1)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator, communicators
 from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
@@ -330,6 +332,21 @@ class Job(Part):
     def experts_on(self, stage: int) -> int:
         """How many layers of a stage have experts, in all its chunks."""
         return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
+
+    def kinds_of(self, stage: int, chunk: int = 0) -> Counter[LayerKind]:
+        """How many layers of each kind one chunk of a stage has."""
+        return self.model.kinds_of(self.layers_of(stage, chunk))
+
+    def kinds_on(self, stage: int) -> Counter[LayerKind]:
+        """The same of all its chunks."""
+        return sum((self.kinds_of(stage, chunk) for chunk in range(self.chunks)), start=Counter[LayerKind]())
+
+    def halves_on(self, stage: int) -> Counter[Section]:
+        """What fills the halves of a stage's layers, and how many times."""
+        counts = Counter[Section]()
+        for kind, layers in self.kinds_on(stage).items():
+            counts.update(dict.fromkeys(kind, layers))
+        return counts
 
     @property
     def digest(self) -> str:

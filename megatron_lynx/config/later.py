@@ -26,6 +26,7 @@ LATER: dict[str, dict[str, Any]] = {
         "deterministic": False,
         "glu_offset": True,
         "kinds": (),
+        "opaque": (),
         "mtp": 0,
         "activation_clamped": False,
         "window": None,
@@ -48,7 +49,15 @@ LATER: dict[str, dict[str, Any]] = {
 IN_FP8: dict[str, Any] = {"parameters": False, "first_in_bf16": 0, "last_in_bf16": 0}
 """The same of `model.fp8`."""
 
-IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "holds": None, "whole": False, "filled": False, "dispatcher": "alltoall"}
+IN_EXPERTS: dict[str, Any] = {
+    "load": BALANCED,
+    "holds": None,
+    "whole": False,
+    "filled": False,
+    "dispatcher": "alltoall",
+    "shared_gate": False,
+    "overlapped": False,
+}
 """The same of `model.experts`."""
 
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")

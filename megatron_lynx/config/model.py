@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
+from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.host_time import Implementation
+from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
 
@@ -122,6 +125,9 @@ class Model(Part):
     """Layers of multi-token prediction (`--mtp-num-layers`): behind the last layer and like it, on the last stage, each with a
     projection, norms and a loss of its own. No plan treats them: they keep everything."""
 
+    opaque: tuple[Opaque, ...] = ()
+    """Halves of some layers that nobody looks into: plans keep them whole. Of one layer and half the first one that names it."""
+
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -131,7 +137,10 @@ class Model(Part):
         """A file's list is checked as Python's, once somebody has looked at its data."""
         if not isinstance(data, dict):
             return data
-        return {**data, **{name: tuple(data[name]) for name in ("fusions", "kinds") if isinstance(data.get(name), list)}}
+        return {
+            **data,
+            **{name: tuple(data[name]) for name in ("fusions", "kinds", "opaque") if isinstance(data.get(name), list)},
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -158,6 +167,11 @@ class Model(Part):
         if self.activation_clamped and not self.gated:
             problems.append(f"activation_clamped needs activation swiglu or quick_geglu, found {self.activation}")
         problems += self._beside_latents()
+        named = [each.kind for each in self.opaque]
+        problems += [f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1]
+        for at, opaque in enumerate(self.opaque):
+            if (number := opaque.beyond(self.layers)) is not None:
+                problems.append(f"opaque.{at}.layers has {number}, but the model has layers 1-{self.layers}")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -183,9 +197,9 @@ class Model(Part):
 
     @property
     def every_section(self) -> tuple[Section, ...]:
-        """Every content of a half that some layer has, the usual ones first."""
+        """Every content of a half that some layer has, the usual ones first, whether a layer has them or not."""
         mixture = () if self.experts is None else (self.experts.section,)
-        return (*self.halves.values(), *mixture)
+        return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
 
     @property
     def element_bytes(self) -> int:
@@ -243,6 +257,11 @@ class Model(Part):
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
+    def moe_overlapped(self) -> bool:
+        """Whether tokens travel beside the computing of another micro-batch, in Megatron's combined schedule."""
+        return self.experts is not None and self.experts.overlapped
+
+    @property
     def experts_whole(self) -> bool:
         """Whether plans keep all of the halves that have experts, on the device."""
         return self.experts is not None and self.experts.whole
@@ -252,15 +271,49 @@ class Model(Part):
         """The load of the fullest rank's experts for which bytes are counted."""
         return BALANCED if self.experts is None else self.experts.held_load
 
-    def sections(self, layer: int) -> tuple[Section, ...]:
+    def sections(self, layer: int) -> LayerKind:
         """What fills the halves of a layer (its number from 1), in the order of a forward."""
-        return self.kind_sections(experts=layer in self.expert_layers)
+        named = tuple(each.kind for each in self.opaque if layer in each.numbers(self.layers))
+        return self.kind_sections(experts=layer in self.expert_layers, opaque=named)
 
-    def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
+    def kind_sections(self, *, experts: bool, opaque: tuple[OpaqueName, ...] = ()) -> LayerKind:
         """The same of one of its kinds of layers."""
         return sections_of(
-            self.facts._replace(experts=experts, shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher)
+            self.facts._replace(
+                experts=experts,
+                shared_experts=self.shared_experts,
+                dispatcher=self.moe_dispatcher,
+                overlapped=self.moe_overlapped,
+                opaque=opaque,
+            )
         )
+
+    def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
+        """How many layers of each kind there are among these."""
+        return Counter(map(self.sections, layers)) if self.experts is not None or self.opaque else self._all_alike(layers)
+
+    def _all_alike(self, layers: Iterable[int]) -> Counter[LayerKind]:
+        count = sum(1 for _ in layers)
+        return Counter({self.kind_sections(experts=False): count} if count else {})
+
+    def opaque_in(self, section: Section) -> Opaque:
+        """The figures of a half that nobody looks into."""
+        return next(each for each in self.opaque if each.section is section)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers are of one kind."""
+        return len(self.kinds_of(range(1, self.layers + 1))) == 1
+
+    @property
+    def opaque_layers(self) -> Mapping[OpaqueName, tuple[int | str, ...]]:
+        """The layers of each kind that nobody looks into, as a plan writes them."""
+        having: dict[OpaqueName, list[int]] = {}
+        for layer in range(1, self.layers + 1) if self.opaque else ():
+            for section in self.sections(layer):
+                if section.opaque:
+                    having.setdefault(cast("OpaqueName", section.name), []).append(layer)
+        return {name: as_spans(numbers) for name, numbers in having.items()}
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:

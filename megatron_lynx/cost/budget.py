@@ -17,6 +17,7 @@ A solver is given the first of these bounds, and by how much the second one is s
 from __future__ import annotations
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_hand import fullest_half_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.profiler.shape import LayerShape
@@ -82,9 +83,10 @@ def _more_behind_backward(job: Job, stage: int, beside: Parts) -> int:
     """How much more is held beside the layers when these have run backward for one micro-batch, while others are in flight: in
     the embedding's backward, and without flushes in updates.
 
-    Less what the layers of that micro-batch no longer hold then: at least their inputs.
+    Less what the layers of that micro-batch no longer hold then: at least their inputs, and what one half saves.
     """
     later = {"embedding_backward"} | (set() if beside.flushed else {"reduction", "first_update", "update"})
     most = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)
-    least = min(job.chunk_layers(stage)) * LayerShape.of(job).input_bytes
-    return max(0, most - beside.at("backward").total - least)
+    shape, least = LayerShape.of(job), min(job.chunk_layers(stage))
+    held = least * shape.input_bytes + fullest_half_bytes(shape) if least else 0
+    return max(0, most - beside.at("backward").total - held)

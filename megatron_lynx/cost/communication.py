@@ -91,7 +91,7 @@ def _exposed_s(
 
 def _beside_s(profile: Profile, section: Section, collective: Collective) -> float:
     """The GEMM beside a collective: stock Megatron has one in the column-parallel linear's backward, userbuffers always have."""
-    items = profile.half(section.half).items
+    items = profile.of(section).items
     column, row = items[collective.of or section.column_parallel or section.row_parallel], items[section.row_parallel]
     if profile.hiding == "nothing":
         return 0.0
@@ -179,14 +179,14 @@ def gather_lost_and_spared_s(
     """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
     earlier one delays it: one of the two is 0."""
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
-    saved_s = max(0.0, gather_s - profile.half(section.half).items[section.column_parallel].dgrad_s)
+    saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
     longer_s = max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
     return max(0.0, longer_s), max(0.0, -longer_s)
 
 
 def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
     """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
-    items = profile.half(section.half).items
+    items = profile.of(section).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))
 

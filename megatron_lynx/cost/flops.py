@@ -18,13 +18,12 @@ Convention = Literal["causal", "whole"]
 
 def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     """Forward and backward of the whole model: 6 for each weight of a matrix, and the attention."""
-    mixtures = len(model.expert_layers)
-    matrices = (model.layers - mixtures) * passed_weights(model) + model.hidden * model.vocab
-    if mixtures:  # of its experts a token passes some
-        matrices += mixtures * passed_weights(model, experts=True)
-    predicting = passed_weights(model, experts=model.layers in model.expert_layers) + projection_weights(model)
-    matrices += model.mtp * (predicting + model.hidden * model.vocab)
-    attention = (6 if convention == "causal" else 12) * (model.layers + model.mtp) * model.query_width * model.seq
+    kinds, last = model.kinds_of(range(1, model.layers + 1)), model.sections(model.layers)
+    matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
+    matrices += model.mtp * (passed_weights(model, last) + projection_weights(model) + model.hidden * model.vocab)
+    kinds[last] += model.mtp
+    attending = sum(layers for (first, _), layers in kinds.items() if not first.opaque)
+    attention = (6 if convention == "causal" else 12) * attending * model.query_width * model.seq
     return 6 * matrices + round(attention * model.seen)
 
 

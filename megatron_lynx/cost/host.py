@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.host_time import Implementation, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
@@ -108,11 +108,9 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
     """All layers of a stage under the job's policy, which is stock Megatron's (or Yuan et al.'s) and not `planned`."""
     if profile.host_time is None:
         return NO_HOST_TIME
-    experts = job.experts_on(stage)
-    counted = {
-        section: job.layers_on(stage) - (experts if half == EXPERTS.half else 0) for half, section in job.model.halves.items()
-    }
-    halves = [_of(profile, section, BY_POLICY[job.policy]) * count for section, count in counted.items()]
+    counted = job.halves_on(stage)
+    usual = job.model.halves.values()
+    halves = [_of(profile, section, BY_POLICY[job.policy]) * counted[section] for section in usual]
     return sum(halves, start=NO_HOST_TIME)
 
 

@@ -15,10 +15,10 @@ Each kind says which operators its halves have (`kinds.backward`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from megatron_lynx.anatomy import MLP, Half, Section
+from megatron_lynx.anatomy import HALVES, MLP, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.planning import planning_of
@@ -31,7 +31,17 @@ def layer_in_hand_bytes(shape: LayerShape) -> int:
 
     Remembered, as the next one is: a search asks for every stage of every pipeline that the same layers are put into.
     """
-    sections = list(shape.model.halves.values())
+    kinds = {tuple(shape.model.halves.values()), *_opaque_kinds(shape)}
+    return max(_in_layer(shape, kind) for kind in kinds)
+
+
+def _opaque_kinds(shape: LayerShape) -> Iterator[tuple[Section, ...]]:
+    """Of layers that have something that nobody looks into, without experts."""
+    kinds = shape.model.kinds_of(range(1, shape.model.layers + 1)) if shape.model.opaque else ()
+    return (tuple(each for each in kind if not each.exchanges) for kind in kinds if any(each.opaque for each in kind))
+
+
+def _in_layer(shape: LayerShape, sections: Sequence[Section]) -> int:
     freed = {name: size for section in sections for name, size in _freed(shape, section).items()}
     return _most(shape, [step for section in reversed(sections) for step in planning_of(section).backward(shape)], freed)
 
@@ -39,7 +49,17 @@ def layer_in_hand_bytes(shape: LayerShape) -> int:
 @lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
-    return max(_alone(shape, section) for section in shape.model.halves.values())
+    return max(_alone(shape, section) for section in _walked(shape))
+
+
+@lru_cache(maxsize=1024)
+def fullest_half_bytes(shape: LayerShape) -> int:
+    """What any layer holds at least beside its input while one of its halves runs backward: all that this half saves, less what
+    it has less in hand than `half_in_hand_bytes`. Of the half of which that is most; of experts it is not asked."""
+    most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
+    asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
+    saved = ((section, sum(_freed(shape, section).values())) for section in asked)
+    return max(0, *(size - (most - _alone(shape, section)) for section, size in saved))
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
@@ -52,8 +72,13 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
         return {}
     shape = LayerShape.of(job)
     most, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
-    less = {section.half: most - _alone(shape, section) for section in shape.model.halves.values()}
+    less = {half: most - max(_alone(shape, each) for each in _walked(shape) if each.half == half) for half in HALVES}
     return less if shape.model.experts is None else {**less, MLP.half: most - layer}
+
+
+def _walked(shape: LayerShape) -> Iterator[Section]:
+    """All that fills halves, but experts."""
+    return (section for section in shape.model.every_section if section.opaque or not section.in_some_layers)
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:

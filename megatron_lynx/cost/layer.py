@@ -8,11 +8,11 @@ full        the layer's input alone (stock: `--recompute-granularity full`)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Section, filling
+from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, LayerKind, Section, filling
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION
@@ -31,29 +31,34 @@ def replayed_items(policy: Policy) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
-    """What one layer holds of one micro-batch from forward to backward, its input included. `experts`: of a layer that has them;
-    `balanced` and `selective` replay nothing of those.
+def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None) -> int:
+    """What one layer holds of one micro-batch from forward to backward, its input included. `kind`: of layer; None: a usual one.
+    Of what only some layers have `balanced` and `selective` replay nothing.
 
     Remembered: a search asks again for every pipeline that the same layers are put into.
     """
     if policy == "full":
         return shape.input_bytes
-    sections = shape.model.kind_sections(experts=experts)
-    return sum(shape.input_bytes + _kept_by(section, shape, policy) for section in sections)
+    sections = kind or shape.model.kind_sections(experts=False)
+    return sum(half_kept_bytes(shape, section, policy) for section in sections)
+
+
+def half_kept_bytes(shape: LayerShape, section: Section, policy: Policy = "none") -> int:
+    """The same of one half, unless all of the layer runs again. A half that is not there keeps nothing."""
+    nothing = section.opaque and shape.model.opaque_in(section).nothing
+    return 0 if nothing else shape.input_bytes + _kept_by(section, shape, policy)
 
 
 def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
     """What layers (by number) that stay in bf16 hold of one micro-batch beyond what they would in FP8, all of it kept."""
     plain = replace(shape, model=shape.model.model_copy(update={"fp8": None})) if layers else shape
-    kinds = [layer in shape.model.expert_layers for layer in layers]
-    return sum(max(0, kept_bytes(plain, "none", experts) - kept_bytes(shape, "none", experts)) for experts in kinds)
+    kinds = map(shape.model.sections, layers)
+    return sum(max(0, kept_bytes(plain, "none", kind) - kept_bytes(shape, "none", kind)) for kind in kinds)
 
 
-def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) -> int:
-    """What so many layers hold of one micro-batch, of which `mixtures` have experts."""
-    kept = (layers - mixtures) * kept_bytes(shape, policy) if layers > mixtures else 0
-    return kept + (mixtures * kept_bytes(shape, policy, experts=True) if mixtures else 0)
+def layers_bytes(shape: LayerShape, policy: Policy, kinds: Mapping[LayerKind, int]) -> int:
+    """What layers hold of one micro-batch: so many of each kind."""
+    return sum(layers * kept_bytes(shape, policy, kind) for kind, layers in kinds.items())
 
 
 def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
@@ -75,10 +80,12 @@ def _checkpointed(shape: LayerShape) -> LayerShape:
     return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 
-def replayed_flops(shape: LayerShape, replay: Collection[str], *, experts: bool = False) -> int:
-    """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `experts`: of a layer that has them."""
+def replayed_flops(shape: LayerShape, replay: Collection[str], kind: LayerKind | None = None) -> int:
+    """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `kind`: of layer; None: a usual one."""
     total = 0
-    for section in shape.model.kind_sections(experts=experts):
+    for section in kind or shape.model.kind_sections(experts=False):
+        if section.opaque:
+            continue
         face = planning_of(section)
         flops, runs = face.flops(shape), replay_of(section, face.tensors(shape), replay).runs
         total += sum(flops[item] for item in runs if item in replay)

@@ -113,12 +113,12 @@ def half_memory(
     feeds, fed = checkpoint or (False, False)
     if fed:
         resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
-    behind = _argument_bytes(section, profile) + gathered_bytes
+    windows = section.has_windows or exchanging
     movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
-        tail=behind if section.has_windows or exchanging else resident + regenerated,
+        tail=_argument_bytes(section, profile) + gathered_bytes if windows else resident + regenerated,
         ahead=(regenerated, regenerated, 0, 0) if feeds else (0, 0, 0, 0),
         movable=movable,
         less_in_hand=less_in_hand_bytes,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
@@ -131,7 +131,8 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
-    usual = (planning_of(section).parameters(model, job.parallel) for section in model.halves.values())
+    looked_into = (section for section in model.every_section if section.opaque or not section.in_some_layers)
+    usual = (planning_of(section).parameters(model, job.parallel) for section in looked_into)
     return Parameters(
         matrices=sum(count * half.cut for half, count in halves) // tensor
         + sum(count * half.whole for half, count in halves)
@@ -158,19 +159,17 @@ def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
 
 def sections_on(job: Job, stage: int) -> Counter[Section]:
     """What fills the halves of a stage's layers, and how many times; of those that predict more tokens, too."""
-    mixtures, counts = job.experts_on(stage), Counter[Section]()
-    for experts, layers in ((False, job.layers_on(stage) - mixtures), (True, mixtures)):
-        if layers:
-            counts.update(dict.fromkeys(job.model.kind_sections(experts=experts), layers))
+    counts = job.halves_on(stage)
     if job.model.mtp and stage == job.parallel.pipeline - 1:
         counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
     return counts
 
 
-def passed_weights(model: Model, *, experts: bool = False) -> int:
-    """Weights of one layer that one token is multiplied with, over all tensor-parallel ranks: of a usual one (2 + 2g/a)h² + 3hH
-    with SwiGLU, else 2hH. `experts`: of a layer that has them, of which a token passes some."""
-    return sum(planning_of(section).parameters(model, Parallel()).passed for section in model.kind_sections(experts=experts))
+def passed_weights(model: Model, kind: LayerKind | None = None) -> int:
+    """Weights of one layer that one token is multiplied with, over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with SwiGLU,
+    else 2hH; of experts a token passes some. `kind`: of layer; None: a usual one."""
+    sections = kind or model.kind_sections(experts=False)
+    return sum(planning_of(section).parameters(model, Parallel()).passed for section in sections)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:

@@ -14,10 +14,11 @@ chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, window_lengths_s
 from megatron_lynx.cost.prediction import last_end_of
@@ -60,54 +61,45 @@ def phases_of(job: Job, stage: int) -> Phases:
 
 
 @dataclass(frozen=True)
-class LayerSeconds:
-    """One micro-batch in one layer: each half, with the waits for its collectives."""
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    replay_s: float = 0.0
-    """What runs again before the backward."""
-    experts: ExpertSeconds | None = None
-    """What stands in place of the second half, and of the replay, in layers of experts."""
-
-
-@dataclass(frozen=True)
-class ExpertSeconds:
-    """One micro-batch in the MLP half of a layer of experts, exchanges included."""
+class SectionSeconds:
+    """One micro-batch in what fills a half, with the waits for its collectives or exchanges."""
 
     forward_s: float
     backward_s: float
     replay_s: float = 0.0
-    """What runs again before the backward of such a layer."""
+    """What runs again before the backward."""
 
 
-def layer_seconds(profile: Profile, message_bytes: int) -> LayerSeconds:
-    """A layer of stock Megatron that recomputes nothing."""
-    halves = [(section, profile.half(half)) for half, section in profile.shape.halves.items()]
-    return LayerSeconds(
-        forward_s=tuple(each.forward_s + sum(window_lengths_s(profile, "fwd", own, message_bytes)) for own, each in halves),
-        backward_s=tuple(each.backward_s + sum(window_lengths_s(profile, "bwd", own, message_bytes)) for own, each in halves),
-        experts=None if profile.experts is None else ExpertSeconds(profile.experts.forward_s, profile.experts.backward_s),
+HalfSeconds = Mapping[Section, SectionSeconds]
+"""Of everything that fills a half of some layer."""
+
+
+def half_seconds(profile: Profile, message_bytes: int) -> HalfSeconds:
+    """Stock Megatron that recomputes nothing."""
+    return {section: _seconds_of(profile, section, message_bytes) for section in profile.shape.every_section}
+
+
+def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> SectionSeconds:
+    """What some layers have has its waits in its figures."""
+    half = profile.of(section)
+    forward_s, backward_s = (
+        0.0 if section.in_some_layers else sum(window_lengths_s(profile, passing, section, message_bytes)) for passing in PASSES
     )
+    return SectionSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
 
 
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """A stage of stock Megatron that recomputes nothing."""
-    return stage_of_layers(job, profile, stage, layer_seconds(profile, message_bytes))
+    return stage_of_layers(job, profile, stage, half_seconds(profile, message_bytes))
 
 
-def stage_of_layers(job: Job, profile: Profile, stage: int, layer: LayerSeconds) -> StageSeconds:
-    """A stage of such layers, with the ends of the model that it holds."""
-    layers, mixtures, ends = job.layers_on(stage), job.experts_on(stage), _ends(job, profile, stage)
-    counts = (layers, layers - mixtures)
-    forward, backward = (
-        sum(count * half_s for count, half_s in zip(counts, halves, strict=True))
-        for halves in (layer.forward_s, layer.backward_s)
+def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds) -> StageSeconds:
+    """A stage of layers with such halves, with the ends of the model that it holds."""
+    counts, ends = job.halves_on(stage), _ends(job, profile, stage)
+    forward, backward, replay_s = (
+        sum(counts[section] * getattr(each, name) for section, each in halves.items())
+        for name in ("forward_s", "backward_s", "replay_s")
     )
-    replay_s = (layers - mixtures) * layer.replay_s
-    if layer.experts is not None:
-        forward, backward = forward + mixtures * layer.experts.forward_s, backward + mixtures * layer.experts.backward_s
-        replay_s += mixtures * layer.experts.replay_s
     return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + replay_s)
 
 
@@ -120,13 +112,13 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
-    """A value of each stage, asked for once where stages are alike: as many layers, as many of them with experts, and the same
-    end of the model, if any."""
-    partition, pipeline = job.partition, job.parallel.pipeline
-    known: dict[tuple[int, int, bool, bool], T] = {}
+    """A value of each stage, asked for once where stages are alike: as many layers of each kind, and the same end of the model,
+    if any."""
+    pipeline = job.parallel.pipeline
+    known: dict[object, T] = {}
     values = []
     for stage in range(pipeline):
-        kind = (sum(partition[stage::pipeline]), job.experts_on(stage), stage == 0, stage == pipeline - 1)
+        kind = frozenset(job.kinds_on(stage).items()), stage == 0, stage == pipeline - 1
         if kind not in known:
             known[kind] = value(stage)
         values.append(known[kind])

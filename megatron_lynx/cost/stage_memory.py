@@ -32,9 +32,11 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.communication import userbuffers_bytes
@@ -144,7 +146,7 @@ def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: 
         _beside_layers(job, stage, shape, states, layer_whole=True),
         activations=activations,
         staging=staging,
-        recomputed=_recomputed(shape, job.policy, job.experts_on(stage) > 0),
+        recomputed=_recomputed(shape, job.policy, job.kinds_on(stage)),
         chunk=size,
     )
 
@@ -163,7 +165,8 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         embedding=microbatches_in_flight(job, stage) * at_beginning if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
-        + (dispatched_bytes(shape) if experts else 0),
+        + (dispatched_bytes(shape) if experts else 0)
+        + (pair_more_bytes(shape) if experts and job.model.moe_overlapped else 0),
         head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
         predicting=predicting_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
@@ -230,10 +233,7 @@ def chunk_bytes(job: Job, stage: int) -> int:
 
 
 def _largest_chunk(job: Job, stage: int, shape: LayerShape) -> int:
-    if job.model.experts is None:
-        return max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
-    chunks = enumerate(job.chunk_layers(stage))
-    return max(layers_bytes(shape, job.policy, layers, job.experts_of(stage, chunk)) for chunk, layers in chunks)
+    return max(layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks))
 
 
 def offloads(job: Job, stage: int) -> bool:
@@ -254,12 +254,26 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
     return round((count - whole) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
-def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
-    """What the layer that makes most again holds meanwhile; a stage with experts may have none without, whose layers keep less
-    as a rule."""
+def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:
+    """What the layer that makes most again holds meanwhile."""
     if policy == "none":
         return 0
-    return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)
+    return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
+
+
+def pair_more_bytes(shape: LayerShape) -> int:
+    """What a forward and a backward that run in turns, layer by layer, hold beyond one of the two: a layer, which the forward
+    has made before the backward lets go of its own, taken to keep everything; and its rows on their way."""
+    return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
+
+
+def without_overlap(job: Job) -> Job:
+    """The same job where tokens are waited for."""
+    experts = job.model.experts
+    if experts is None or not experts.overlapped:
+        return job
+    alone = experts.model_copy(update={"overlapped": False})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": alone})})
 
 
 def dispatched_bytes(shape: LayerShape) -> int:

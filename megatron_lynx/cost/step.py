@@ -12,21 +12,21 @@ wait for each other before an update, and messages not behind passes, a simulati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import (
-    LayerSeconds,
+    HalfSeconds,
+    SectionSeconds,
     StageSeconds,
     chunks_in_flight,
     chunks_in_flight_by_stage,
-    layer_seconds,
+    half_seconds,
     of_every_stage,
     stage_of_layers,
     step_s,
@@ -58,8 +58,8 @@ class StepSeconds:
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
     """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
-    layer = _replaying_layer(job.policy, profile, shape.gathered_bytes)
-    stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, layer), job, profile, stage))
+    halves = _replaying(job.policy, profile, shape.gathered_bytes)
+    stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
@@ -95,28 +95,21 @@ def waited_messages(job: Job) -> int:
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """One micro-batch on a stage's device, with what the policy replays on demand. Whole layers repeat their collectives."""
-    return stage_of_layers(job, profile, stage, _replaying_layer(job.policy, profile, message_bytes))
+    return stage_of_layers(job, profile, stage, _replaying(job.policy, profile, message_bytes))
 
 
-def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> LayerSeconds:
-    stock, items = layer_seconds(profile, message_bytes), replayed_items(policy)
-    stock = replace(stock, replay_s=_replay_s(policy, items, profile, profile.shape.halves.values(), message_bytes))
-    if stock.experts is None:
-        return stock
-    others = [section for section in profile.shape.sections_with_experts if not section.in_some_layers]
-    again_s = _replay_s(policy, items, profile, others, message_bytes)
-    again_s += stock.experts.forward_s if policy == "full" else 0.0
-    return replace(stock, experts=replace(stock.experts, replay_s=again_s))
+def _replaying(policy: Policy, profile: Profile, message_bytes: int) -> HalfSeconds:
+    stock = half_seconds(profile, message_bytes)
+    return {section: replace(each, replay_s=_replay_s(policy, profile, section, each)) for section, each in stock.items()}
 
 
-def _replay_s(
-    policy: Policy, items: tuple[str, ...], profile: Profile, sections: Collection[Section], message_bytes: int
-) -> float:
-    halves = [profile.half(section.half).items for section in sections]
-    replay_s = sum(half[item].forward_s for half in halves for item in items if item in half)
+def _replay_s(policy: Policy, profile: Profile, section: Section, stock: SectionSeconds) -> float:
+    """What some layers have runs again whole, or not at all."""
     if policy == "full":
-        replay_s += sum(sum(window_lengths_s(profile, "fwd", section, message_bytes)) for section in sections)
-    return replay_s
+        return stock.forward_s
+    items = () if section.in_some_layers else replayed_items(policy)
+    half = profile.of(section).items
+    return sum(half[item].forward_s for item in items if item in half)
 
 
 def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:

@@ -37,6 +37,8 @@ class Running(ABC):
     half: Half
     name: str
     """The name of its section."""
+    stated_as: str = "model.kinds"
+    """The key of a plan that says which layers have it."""
     listed_as: str = ""
     """What `megatron-lynx hooks` lists the functions under that it relies on."""
     recorded: str = ""
@@ -68,7 +70,7 @@ class Running(ABC):
         planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
         for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
             if numbers:
-                place = f"plan: model.kinds: layers {', '.join(map(str, sorted(numbers)))}"
+                place = f"plan: {self.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
                 yield Problem(place, f"{self.name} {said}", "the same in both", "make a plan for this model")
 
     def has(self, section: Section) -> bool:

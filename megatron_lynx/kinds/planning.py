@@ -11,6 +11,8 @@ from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.face import Planning
 from megatron_lynx.kinds.latent.planning import LatentAttention
 from megatron_lynx.kinds.latent.section import LATENT
+from megatron_lynx.kinds.opaque.planning import OpaqueHalf
+from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.section import HALVES, Half, Section
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
@@ -20,6 +22,7 @@ FACES: dict[str, type[Planning]] = {
     MLP.name: DenseMlp,
     LATENT[True, True, False].name: LatentAttention,
     EXPERTS.name: MixtureOfExperts,
+    **dict.fromkeys(OPAQUE, OpaqueHalf),
 }
 """By the name of the sections of a kind."""
 

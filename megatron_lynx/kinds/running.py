@@ -9,9 +9,10 @@ from megatron_lynx.kinds.dense.running import HeldAttention, HeldMlp
 from megatron_lynx.kinds.experts.running import HeldExperts
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.latent.running import HeldLatentAttention
+from megatron_lynx.kinds.opaque.running import HELD_OPAQUE
 from megatron_lynx.kinds.section import HALVES, Half, Section
 
-FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts()]
+FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts(), *HELD_OPAQUE]
 """The usual content of each half first: it answers to every layer."""
 
 

@@ -38,6 +38,7 @@ Role = Literal[
     "experts_in",
     "experts_out",
     "combine",
+    "opaque",
     "residual",
 ]
 """What an item is for.
@@ -58,6 +59,7 @@ dispatch         brings tokens to the ranks of their experts. Always kept: token
 experts_in       the first linears of experts, one for each expert or one for all of a rank; they exchange nothing themselves
 experts_out      the second linears of experts. Always kept, as a row-parallel one is
 combine          brings tokens back. Always kept
+opaque           everything between norm and residual addition of a half that nobody looks into. Always kept
 residual         bias, dropout and residual addition, which end a section
 """
 
@@ -67,6 +69,7 @@ WHY_KEPT: Mapping[Role, str] = {
     "dispatch": "its replay would exchange tokens again",
     "experts_out": "no replay needs what it returns",
     "combine": "its replay would exchange tokens again",
+    "opaque": "nobody looks into it",
 }
 """Roles of items that no plan replays, and why."""
 
@@ -175,9 +178,15 @@ class Section:
     next may read."""
     in_place: tuple[str, ...] = ()
     """A linear, and the code behind it that overwrites what it returned. Empty: nothing does."""
+    owner: str = ""
+    """Whose method that is, as an attribute path of Megatron's layer; empty: the layer's own."""
+    apart: tuple[str, ...] = ()
+    """The items that Megatron runs outside of that method, where it runs a layer in nodes. They are kept."""
     profiled: str = ""
     """The key of a profile that has its figures, where that is not the half's: some layers have this section then, and others the
     half's usual one. A plan's rules need not name its items: what they do not name is kept."""
+    opaque: bool = False
+    """Whether nobody looks into it: it is kept whole, on the device, has no windows, and no hook is on its layer's half."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
@@ -254,7 +263,8 @@ class Section:
     @cached_property
     def replayable(self) -> tuple[str, ...]:
         """The items that a plan may replay."""
-        return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
+        kept = self.names if self.opaque else self.apart
+        return tuple(item.name for item in self.items if item.role not in WHY_KEPT and item.name not in kept)
 
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
         """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last

@@ -17,9 +17,10 @@ from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
-from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, MIXTURES, Dispatcher
+from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, MIXTURES, Dispatcher
 from megatron_lynx.kinds.latent.section import LATENT, latent_section
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Section
 
 
@@ -36,12 +37,20 @@ class Facts(NamedTuple):
     """Whether that has shared experts."""
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to them."""
+    overlapped: bool = False
+    """Whether their exchanges run beside the computing of another micro-batch: then layers run in nodes."""
     kinds: tuple[str, ...] = ()
     """The names of kinds that no other fact speaks of."""
+    opaque: tuple[OpaqueName, ...] = ()
+    """Of one layer: what nobody looks into."""
 
 
 USUAL = Facts()
 """Those of a layer with the usual attention and an MLP."""
+
+
+LayerKind = tuple[Section, Section]
+"""What fills the halves of a layer, in the order of a forward: layers with the same are alike."""
 
 
 class Kind(NamedTuple):
@@ -64,7 +73,12 @@ def _latent(facts: Facts) -> Section | None:
 
 
 def _experts(facts: Facts) -> Section | None:
-    return MIXTURES[facts.dispatcher, facts.shared_experts] if facts.experts else None
+    mixtures = IN_NODES if facts.overlapped else MIXTURES
+    return mixtures[facts.dispatcher, facts.shared_experts] if facts.experts else None
+
+
+def _opaque(half: Half) -> Callable[[Facts], Section | None]:
+    return lambda facts: next((OPAQUE[name] for name in facts.opaque if OPAQUE[name].half == half), None)
 
 
 KINDS: list[Kind] = [
@@ -72,6 +86,7 @@ KINDS: list[Kind] = [
     Kind((MLP,), lambda _: MLP),
     Kind((LATENT[True, False, False], LATENT[False, False, False]), _latent),
     Kind((EXPERTS_WITH_SHARED,), _experts),
+    *(Kind(tuple(one for one in OPAQUE.values() if one.half == half), _opaque(half)) for half in HALVES),
 ]
 """The usual content of each half first: it answers to all facts."""
 
@@ -98,7 +113,7 @@ def kind_names() -> tuple[str, ...]:
     return tuple(kind.name for kind in KINDS if kind.name)
 
 
-def sections_of(facts: Facts = USUAL) -> tuple[Section, Section]:
+def sections_of(facts: Facts = USUAL) -> LayerKind:
     """What fills the halves of a layer, in the order of a forward."""
     attention, mlp = HALVES
     return _filling_of(attention, facts), _filling_of(mlp, facts)

@@ -17,6 +17,8 @@ from megatron_lynx.kinds.experts.section import DISPATCHERS
 from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
+from megatron_lynx.launch_arguments.today import stays_overlapped
+from megatron_lynx.stock.setting import OVERLAP
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
@@ -54,6 +56,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
     if given[DISPATCHER] == "flex":
         yield from _fused(given, problems, planning=planning)
+    if planning and stays_overlapped(given):
+        yield Fact("model.experts.overlapped", True, f"{given.origin(OVERLAP)}: the plan is for the combined schedule")
     if (flag := next((name for name in FILLED if given[name]), None)) is not None:
         yield Fact("model.experts.filled", True, given.origin(flag))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
@@ -101,6 +105,8 @@ def _widths(given: Given) -> Iterator[Fact]:
     shared = given["moe_shared_expert_intermediate_size"]
     if shared is not None:
         yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))
+        if given["moe_shared_expert_gate"]:
+            yield Fact("model.experts.shared_gate", True, given.origin("moe_shared_expert_gate"))
 
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:

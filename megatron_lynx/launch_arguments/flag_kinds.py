@@ -61,7 +61,7 @@ READ = names_in(
     delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
-    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
+    moe_ffn_hidden_size moe_shared_expert_gate moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
@@ -75,6 +75,9 @@ READ = names_in(
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
     mtp_num_layers quick_geglu activation_func_clamp_value glu_linear_offset softmax_type window_size window_attn_skip_freq
     optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    hybrid_layer_pattern mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim
+    experimental_attention_variant linear_attention_freq attention_output_gate linear_num_key_heads linear_key_head_dim
+    linear_num_value_heads linear_value_head_dim linear_conv_kernel_dim
     """
 )
 """The job is made of them: `model_facts`, `expert_facts`, `parallel_facts`, `optimizer_facts`; or what the launch does today is
@@ -100,10 +103,6 @@ REFUSED = {
     "mla_down_proj_fusion": "one linear does what two items stand for",
     "mtp_use_repeated_layer": "one layer that is called several times",
     "mtp_hybrid_override_pattern": _OTHER_LAYERS,
-    "experimental_attention_variant": "its projections are no sites",
-    "linear_attention_freq": "linear attention is not modelled",
-    "attention_output_gate": _MORE_SAVED,
-    "hybrid_layer_pattern": _OTHER_LAYERS,
     "hybrid_override_pattern": _OTHER_LAYERS,
     "hybrid_attention_ratio": _OTHER_LAYERS,
     "hybrid_mlp_ratio": _OTHER_LAYERS,
@@ -111,6 +110,7 @@ REFUSED = {
     "heterogeneous_layers_config_path": "layers that differ are not modelled",
     "heterogeneous_layers_config_encoded_json": "layers that differ are not modelled",
     "spec": "a layer specification of your own: what its layers save is not known",
+    "use_mamba_mem_eff_path": "what Mamba layers save without their own kernel is not counted",
     "use_legacy_models": _OTHER_LAYERS,
     "decoder_num_layers": "encoder-decoder models are not modelled",
     "relative_attention_num_buckets": "relative positions are not modelled",
@@ -133,7 +133,6 @@ REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
-    "moe_shared_expert_gate": _MORE_SAVED,
     "moe_input_jitter_eps": _MORE_SAVED,
     "moe_apply_probs_on_input": _MORE_SAVED,
     "moe_enable_routing_replay": "reinforcement learning is not modelled",
@@ -260,7 +259,7 @@ GROUPS = {
 PREFIXES = {
     "a feature that is not switched on": names_in(
         """
-        mtp_ mup_ mamba_ dsa_ linear_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip
+        mtp_ mup_ mamba_inference_ mamba_training_ dsa_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip
         """
     )
 }
@@ -271,7 +270,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         """
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
-        use_mamba_mem_eff_path fp4_param_gather mrope_section
+        fp4_param_gather mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
         pin_cpu_params use_torch_optimizer_for_cpu_offload

@@ -174,8 +174,9 @@ def _activation(given: Given, problems: list[Problem]) -> Fact:
 
 def _position(given: Given, problems: list[Problem]) -> Fact:
     found = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
-    known = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope"}
+    known = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "rope"}
     origin = given.origin("use_rotary_position_embeddings", "position_embedding_type")
+    origin += " none: counted as rope, which keeps more" if found == "none" else ""
     if found not in known:
         problems.append(Problem(origin, str(found), f"one of {', '.join(known)}", "other positions are not modelled"))
     if known.get(found) == "learned" and given["add_position_embedding"] is False:

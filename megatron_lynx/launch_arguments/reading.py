@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lynx.config import Job
 from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
+from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
@@ -38,8 +39,9 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
-from megatron_lynx.launch_arguments.hybrid import with_pairs
+from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
+from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
 from megatron_lynx.launch_arguments.packing import with_packing
@@ -51,7 +53,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     layer_facts,
     overlap_facts,
 )
-from megatron_lynx.launch_arguments.today import REPLACED, Today, against_megatron, today_of
+from megatron_lynx.launch_arguments.today import Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
@@ -99,7 +101,7 @@ class Reading:
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
         `setting`: flags with their words, in place of what the launch says."""
-        names = {*(REPLACED if self.today.flags else ()), *without}
+        names = {*self.today.replaced, *without}
         if self.given["step_batch_size_schedule"] is not None:
             names.add("global_batch_size")  # the two are refused together
         table, releases = self.given.table, self.given.releases
@@ -142,14 +144,14 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_arguments(command.arguments, flag_table())
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
-    given = with_pairs(with_packing(given), problems)
+    given = in_words_of_a_gpt(with_packing(given), problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += window_facts(given, problems)
+    facts += [*window_facts(given, problems), *opaque_facts(given, problems)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
-    today = today_of(given, problems)
+    today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()
     facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
     facts += schedule_facts(command.arguments, problems)
@@ -166,7 +168,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given)]
+    priced += [*_positions(given), *_dispatch(given), *_opaque(facts)]
+    given = without_known(given)
     if strict or problems:  # then a mistyped flag may be why something is missing
         problems += [
             unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
@@ -249,6 +252,16 @@ def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
     """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
+
+
+def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
+    """What nobody looks into is priced by formulas, with a margin."""
+    for fact in facts:
+        for each in fact.value if fact.place == "model.opaque" else ():
+            if "kept_bytes" not in each:
+                continue
+            kept = f"{each['kept_bytes']} bytes a token, read in code and not measured"
+            yield fact.origin, f"{each['kind']}, kept whole, {MARGIN:g} times {kept}: leave room, or put a profile in place of it"
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,8 @@
 --fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
 --overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
 
-The launch under a plan is printed without these flags. What TransformerConfig would refuse is a problem of the launch.
+The launch under a plan is printed without these flags; with those of the last line where a plan can be beside them
+(`stays_overlapped`). What TransformerConfig would refuse is a problem of the launch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ REPLACED = (
     *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
 )
 """Names of Megatron's namespace whose flags are left out of a launch under a plan."""
+BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
+"""Those of them that stay where a plan is made for overlapped exchanges."""
 
 STOPS = "Megatron stops here"
 NOT_PRICED = {
@@ -62,6 +65,14 @@ class Today:
     flags: tuple[str, ...] = ()
     not_priced: tuple[str, ...] = ()
     """Why nobody can say what it takes; empty where it is priced."""
+    beside: bool = False
+    """Whether its exchanges are overlapped under a plan, too."""
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Names whose flags are left out of the launch under a plan."""
+        names = tuple(name for name in REPLACED if not (self.beside and name in BESIDE))
+        return names if self.flags else ()
 
     @property
     def name(self) -> str:
@@ -69,23 +80,30 @@ class Today:
         return "stock" if self.setting == NONE and self.not_priced else f"stock {self.setting.name}"
 
 
-def today_of(given: Given, problems: list[Problem]) -> Today:
-    """What the flags say. What Megatron refuses of them whatever the model is goes to `problems`."""
+def stays_overlapped(given: Given) -> bool:
+    """Whether exchanges of experts are overlapped, and a plan can be beside them (`plan.overlapped`)."""
+    alone = all((given[name] or 1) == 1 for name in ("tensor_model_parallel_size", "context_parallel_size"))
+    return bool(given[OVERLAP]) and alone and not given["fp8"] and not given["mtp_num_layers"]
+
+
+def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:
+    """What the flags say. What Megatron refuses of them whatever the model is goes to `problems`. `planning`: for a plan."""
     problems += _contradictions(given)
-    said = (given.origin(name) for name in REPLACED if name in given.values)
-    flags = tuple(dict.fromkeys(said)) if any(given[name] for name in SWITCHES) else ()
+    beside = planning and stays_overlapped(given)
+    said = [name for name in REPLACED if name in given.values and not (beside and name in BESIDE)]
+    flags = tuple(dict.fromkeys(map(given.origin, said))) if any(given[name] for name in said if name in SWITCHES) else ()
     not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
     if given[FINE_GRAINED]:
         others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
         not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
-    return Today(_setting(given), flags, not_priced)
+    return Today(_setting(given), flags, not_priced, beside)
 
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
     """What each release that takes the launch's flags refuses of its setting, for this job: in the words of the newest."""
     whys = [_refusals(today.setting, _facts(given, job, release)) for release in given.releases]
     if all(whys):
-        where = " ".join(today.flags)
+        where = " ".join([*today.flags, *([given.origin(OVERLAP)] if today.beside else [])])
         yield from (Problem(where, why, "", f"{STOPS}: drop what it refuses") for why in whys[-1])
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_lynx.anatomy import HALVES, Half, names_in
 from megatron_lynx.anatomy.stretch import THEN
+from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
@@ -66,6 +67,10 @@ def _heading(plan: Plan) -> Iterator[Text]:
         heads = f"heads of {sizes.head_size} + {sizes.rope_size} rotary, values of {sizes.value_head_size}"
         heads += ", turned in place" if sizes.fused_rotary else ""
         yield Text(f"latent attention: {queries}keys and values to {sizes.kv_rank}; {heads}")
+    for name, spans in model.opaque_layers.items():
+        if name not in NOTHING:
+            bytes_said = "nobody looks into it; unless a profile measured its bytes, they are a formula's with a margin"
+            yield Text(f"kept whole: {name} in layers {', '.join(map(str, spans))}: {bytes_said}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))
         load = f", of the largest rank {model.moe_load:g} of that" if model.moe_load > 1 else ""

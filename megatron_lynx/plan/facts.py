@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
+from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
@@ -44,6 +45,9 @@ class ModelFacts(Part):
     moe_dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to them, where they are shared out over ranks; deepep, hybridep: Megatron's flex dispatcher with this
     backend."""
+    moe_overlapped: bool = False
+    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`): then forwards and
+    backwards run in turn, node by node, and everything is replayed on demand."""
     moe_load: float = Field(default=1.0, ge=1)
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
@@ -52,6 +56,8 @@ class ModelFacts(Part):
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)
     """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
+    opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
+    """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -82,16 +88,21 @@ class ModelFacts(Part):
     @property
     def exchanges_in_windows(self) -> bool:
         """Whether experts that are shared out over ranks have windows in which tokens travel."""
-        return any(EXCHANGES[self.moe_dispatcher].values())
+        return not self.moe_overlapped and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)
 
-    def sections_of(self, layer: int) -> tuple[Section, Section]:
+    def sections_of(self, layer: int) -> LayerKind:
         """What fills the halves of a layer."""
+        named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
         facts = self.facts._replace(
-            experts=self.has_experts(layer), shared_experts=self.shared_experts, dispatcher=self.moe_dispatcher
+            experts=self.has_experts(layer),
+            shared_experts=self.shared_experts,
+            dispatcher=self.moe_dispatcher,
+            overlapped=self.moe_overlapped,
+            opaque=named,
         )
         return sections_of(facts)
 

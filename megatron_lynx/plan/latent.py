@@ -29,7 +29,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """What a rule wrongly asks of an attention half, in words, with what to do."""
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
-    if rule.checkpoints(half):
+    if rule.checkpoints(half) or rule.filling(half).opaque:  # `plan.opaque` looks at that
         return
     found = rule.filling(half).names
     if found != section.names:

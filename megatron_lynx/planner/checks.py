@@ -23,9 +23,35 @@ def check_plannable(job: Job) -> None:
     if job.userbuffers and job.policy == "full":
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
+    problems += _overlap_problems(job)
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
+
+
+def _overlap_problems(job: Job) -> Iterator[Problem]:
+    """What does not go together with overlapped exchanges of experts (`plan.overlapped`)."""
+    if not job.model.moe_overlapped:
+        return
+    parallel, model = job.parallel, job.model
+    for place, found, needed in (
+        ("parallel.tensor", parallel.tensor, 1),
+        ("parallel.context", parallel.context, 1),
+        ("schedule", job.schedule, "flush"),
+        ("model.mtp", model.mtp, 0),
+        ("model.fp8", model.fp8_recipe, None),
+        ("model.opaque", ", ".join(each.kind for each in model.opaque) or None, None),
+        ("head.pieces", job.head_pieces, 1),
+        ("offload_ratio", 0 if job.offload_ratio == "auto" else job.offload_ratio, 0),
+    ):
+        if found != needed:
+            todo = "drop --overlap-moe-expert-parallel-comm (model.experts.overlapped), or change this"
+            beside = f"{'none' if needed is None else needed} beside overlapped exchanges of experts"
+            yield Problem(f"job: {place}", str(found), beside, todo)
+    if parallel.expert == 1 or (parallel.pipeline > 1 and job.chunks == 1):
+        said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
+        needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
+        yield Problem("job: model.experts.overlapped", said, needed, "leave it out")
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:
@@ -66,6 +92,8 @@ def why_none_deferred(job: Job) -> str | None:
         return f"policy {job.policy} is stock's: it waits where stock waits"
     if asked == "none":
         return "overlap.weight_gradients is none (--no-gradient-accumulation-fusion): nothing adds them up where they lie"
+    if job.model.moe_overlapped:
+        return "beside overlapped exchanges of experts nothing is waited for: --delay-wgrad-compute is Megatron's own way"
     if job.userbuffers:
         return "with userbuffers it exchanges in its GEMM, or reads a buffer that the next layer fills"
     if job.schedule == "double_buffered":

@@ -91,7 +91,7 @@ WORTH_BITS = 5e-3
 
 def with_pieces(job: Job) -> Job | None:
     """The job with its head in as many pieces as help; None where it is whole, or helps as it is."""
-    if job.schedule == "double_buffered" or job.model.mtp or not _loss_binds(job):
+    if job.schedule == "double_buffered" or job.model.mtp or job.model.moe_overlapped or not _loss_binds(job):
         return None
     several = list(_several(job))
     return next((each for each in several if not _loss_binds(each)), several[-1] if several else None)

@@ -2,8 +2,8 @@
 
 Of a job that does not fit: the fewest of these changes after which every stage's least memory does.
 
-    offload_ratio: auto -> defer_updates: false -> distributed_optimizer -> sequence_parallel -> smaller micro-batch
-                  -> longer pipeline -> tensor -> schedule: flush
+    exchanges of experts not overlapped -> offload_ratio: auto -> defer_updates: false -> distributed_optimizer
+                  -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor -> schedule: flush
 
 Of equally many changes those that come first in this order are taken: they ask least of whoever launches the job. Changes that
 need another profile are tried where the cluster is described well enough to make an analytic one.
@@ -19,6 +19,7 @@ Routers do not keep to the load that a plan assumes; the runtime holds whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import combinations
 from math import floor
 from typing import Any
@@ -70,6 +71,8 @@ def fewest_changes(
 
 def _changes(job: Job) -> Iterator[tuple[str, Any]]:
     layout, micro, pipeline = job.parallel, job.batch.micro, job.parallel.pipeline
+    if job.model.moe_overlapped:
+        yield "model.experts.overlapped", False
     if job.offload_ratio != "auto" and job.policy == "planned":
         yield "offload_ratio", "auto"
     if job.schedule == "double_buffered" and job.defer_updates:
@@ -94,8 +97,7 @@ def with_changes(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
     data = job.model_dump(by_alias=True)
     for key, value in changes:
         *path, last = key.split(".")
-        place = data[path[0]] if path else data
-        place[last] = value
+        reduce(lambda place, name: place[name], path, data)[last] = value
     try:
         return Job.model_validate(data)
     except ValidationError:

@@ -25,7 +25,7 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
     of a step. A rehearsal decides between the two. Raises `Infeasible` where nothing fits."""
     if job.parallel.partition != "auto":
         return [job]
-    if 0 < len(job.model.expert_layers) < job.model.layers:  # `_Times` knows stages by how many layers they have
+    if not job.model.alike:  # `_Times` knows stages by how many layers they have
         return [with_partition(job, job.partition)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline

@@ -14,6 +14,7 @@ from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, 
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of, window_of
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver.options import stays_whole
 
 Before = tuple[int, Section] | None
 """The half with windows whose backward comes before another one's: its layer and its section. None at the end of a chunk."""
@@ -35,7 +36,7 @@ def uniform_plan(
     """
     check_plannable(job)
     sliced = job.parallel.sequence_parallel
-    known = list(dict.fromkeys(each for mixed in (False, True) for each in job.model.kind_sections(experts=mixed)))
+    known = job.model.every_section
     replayable = [item for each in known for item in each.replayable_among(job.parallel.context, sequence_parallel=sliced)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
     items = tuple(item for item in all_items() if item in asked)
@@ -55,10 +56,10 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in own if not section.in_some_layers or not job.model.experts_whole]
+        replayed = [section for section, _ in own if not stays_whole(job, section)]
         some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
-        flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)
+        flops += replayed_flops(shape, some, job.model.sections(layer))
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
 
 

@@ -142,9 +142,10 @@ def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: 
 
 def model_facts(job: Job) -> ModelFacts:
     """What a plan states of a job's model."""
-    named = (name for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name))
-    facts = {name: getattr(job.model, name) for name in named}
-    return ModelFacts(**facts, fp8=job.model.fp8_recipe, latent_attention=job.model.latent)
+    model = job.model
+    facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
+    facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
+    return ModelFacts(**facts)
 
 
 def parallel_facts(job: Job) -> ParallelFacts:

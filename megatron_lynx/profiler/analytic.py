@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.element_wise import norm_kernels
 from megatron_lynx.profiler.profile import (
@@ -45,6 +46,7 @@ def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
     roof, shape = Roofline.of(job), LayerShape.of(job)
     figures = {section.profiled_as: planning_of(section).half(job, shape, roof) for section in job.model.every_section}
+    usual = {place: half for place, half in figures.items() if place not in OPAQUE}
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
@@ -54,7 +56,8 @@ def analytic_profile(job: Job) -> Profile:
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
-        **figures,
+        opaque={each.kind: figures[each.kind] for each in job.model.opaque},
+        **usual,
         **_said_by(job),
     )
 

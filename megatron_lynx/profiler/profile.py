@@ -23,8 +23,10 @@ from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.model import Fusion
+from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
 from megatron_lynx.validation import Part, validated
@@ -164,6 +166,8 @@ class Shape(Part):
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
     mtp: int = 0
     """Layers of multi-token prediction, whose figures are a layer's and the head's."""
+    opaque: tuple[Opaque, ...] = ()
+    """What some layers have that nobody looks into."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of."""
 
@@ -181,7 +185,7 @@ class Shape(Part):
     def every_section(self) -> tuple[Section, ...]:
         """Every content of a half that some layer has, the usual ones first."""
         mixture = () if self.experts is None else (self.experts.section,)
-        return (*self.halves.values(), *mixture)
+        return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
 
     @property
     def sections_with_experts(self) -> tuple[Section, Section]:
@@ -205,6 +209,7 @@ LATER: dict[str, Any] = {
     "context_exchange": "p2p",
     "context_levels": None,
     "kinds": (),
+    "opaque": (),
     "mtp": 0,
 }
 """What shapes did not always say, and what it is where it changes nothing."""
@@ -246,6 +251,8 @@ class Profile(Part):
     mlp: HalfProfile
     experts: ExpertHalf | None = None
     """What stands in place of `mlp` in layers of experts; none: there are no such layers."""
+    opaque: Mapping[OpaqueName, HalfProfile] = {}
+    """What stands in place of a half that nobody looks into, with the seconds that it waits for other ranks."""
     links: tuple[LinkPoint, ...] = ()
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()
@@ -270,6 +277,12 @@ class Profile(Part):
             problems += _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
         if (self.shape.experts is None) != (self.experts is None):
             problems.append("shape.experts and experts belong together: give both, or none")
+        needed = {each.kind for each in self.shape.opaque}
+        if needed != self.opaque.keys():
+            problems.append(f"opaque has {sorted(self.opaque)}, needed {sorted(needed)}, as in shape.opaque")
+        problems += [
+            each for name in needed & self.opaque.keys() for each in _misnamed(self.opaque[name], name, OPAQUE[name].names)
+        ]
         given = Counter((point.kind, point.bytes) for point in self.links)
         twice = [message for message, times in given.items() if times > 1]
         problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in twice]
@@ -283,7 +296,7 @@ class Profile(Part):
 
     def of(self, section: Section) -> HalfProfile:
         """The figures of what fills a half."""
-        costs: HalfProfile | None = getattr(self, section.profiled_as)
+        costs: HalfProfile | None = self.opaque.get(section.name) if section.opaque else getattr(self, section.profiled_as)  # type: ignore[call-overload]
         assert costs is not None, "a profile with such a section has its figures"
         return costs
 
@@ -323,6 +336,8 @@ class Profile(Part):
         (see `Job.digest`): what a plan records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
         off["host_time"] = off["head_summand_s"] = True
+        if not self.opaque:
+            off["opaque"] = True
         if self.experts is None or self.shape.experts is None:
             off["experts"] = True
         else:
@@ -356,9 +371,15 @@ def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm", "mtp")
-    facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
+    experts = None if model.experts is None else model.experts.model_copy(update={"overlapped": False})  # the same layers
+    facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": experts}
     usual = model.latent is not None or model.query_width == model.hidden
-    facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent, "kinds": model.kinds}
+    facts |= {
+        "kv_channels": None if usual else model.head_size,
+        "latent": model.latent,
+        "kinds": model.kinds,
+        "opaque": model.opaque,
+    }
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if parallel.context > 1:
         layout |= {"context_exchange": parallel.context_exchange, "context_levels": parallel.context_levels}

@@ -1,7 +1,7 @@
 """Steps of stock Megatron with and without overlapped exchanges of experts, which others measured: Qwen3 30B-A3B on 16 H100.
 
 By how much the combined schedule is faster is held to 2 %: one constant was chosen by these rows, what an exchange keeps of its
-rate beside computing (`stock.combined.MEASURED`). Steps are held to 10 %: exchanges are by the cluster's figures, and permutation
+rate beside computing (`cost.combined.MEASURED`). Steps are held to 10 %: exchanges are by the cluster's figures, and permutation
 without fused kernels is not priced, nor what HybridEP exchanges before its tokens.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.config import Job
+from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import Row, catalogued_job
 from megatron_lynx.stock import NONE, Priced, StockSetting, priced
-from megatron_lynx.stock.combined import MEASURED
 from megatron_lynx.units import GIB
 
 STEP_PERCENT, FASTER_PERCENT, PEAK_PERCENT = 10.0, 2.0, 8.0
@@ -45,7 +45,7 @@ def _of_run(run: Run) -> Iterator[Row]:
         yield Row(SOURCE, f"{what}: step, {setting.name}", measured[setting], step_s, "s", bound=STEP_PERCENT)
         if setting != NONE:
             faster = measured[NONE] / measured[setting], steps[NONE] / step_s
-            name, chose = f"{what}: times as fast, {setting.name}", "stock.combined.MEASURED"
+            name, chose = f"{what}: times as fast, {setting.name}", "cost.combined.MEASURED"
             yield Row(SOURCE, name, *faster, "", bound=FASTER_PERCENT, calibrates=chose)
     if "peak_gib" in run:
         yield _peak(what, run["peak_gib"], found[OVERLAPPED])

@@ -19,13 +19,14 @@ from megatron_lynx.schedule.schedule import Action, Phase, phases_of
 
 
 def passes_of(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, more: int = 0
 ) -> Iterator[tuple[Action, Phase]]:
-    """Its actions with their phases, as `Schedule.phases` has them. Raises as `interleaved.order` does."""
+    """Its actions with their phases, as `Schedule.phases` has them. `more`: forwards beyond the usual before the first backward.
+    Raises as `interleaved.order` does."""
     if chunks == 1:
-        return phases_of(one_f_one_b.order(pipeline, stage, microbatches), one_f_one_b.warmup(pipeline, stage))
-    order = interleaved.order(pipeline, stage, microbatches, chunks, group_size)
-    return phases_of(order, interleaved.warmup(pipeline, stage, chunks, group_size or pipeline))
+        return phases_of(one_f_one_b.order(pipeline, stage, microbatches, more), one_f_one_b.warmup(pipeline, stage) + more)
+    order = interleaved.order(pipeline, stage, microbatches, chunks, group_size, more)
+    return phases_of(order, interleaved.warmup(pipeline, stage, chunks, group_size or pipeline) + more)
 
 
 @lru_cache(maxsize=1024)

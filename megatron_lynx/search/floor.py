@@ -9,10 +9,11 @@ The search asks for tens of thousands of these, and prices in full only those wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import EXPERTS, PASSES
+from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, window_lengths_s
 from megatron_lynx.cost.prediction import last_end_of
@@ -86,14 +87,16 @@ class LayerCost:
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
     """The mean over layers. Those with experts have the exchanges of these in place of their MLPs' collectives."""
-    mixtures = len(job.model.expert_layers) / job.model.layers
+    kinds, shares = job.model.kinds_of(range(1, job.model.layers + 1)), Counter[Section]()
+    for kind, layers in kinds.items():
+        shares.update(dict.fromkeys(kind, layers))
     waits_s = [
-        (1 - mixtures if half == EXPERTS.half else 1.0) * sum(window_lengths_s(profile, passing, section, message_bytes))
+        shares[section] / job.model.layers * sum(window_lengths_s(profile, passing, section, message_bytes))
         for passing in PASSES
-        for half, section in job.model.halves.items()
+        for section in job.model.halves.values()
     ]
     exchanged_s = 0.0 if profile.experts is None else profile.experts.communication_s
-    return sum(waits_s) + mixtures * exchanged_s
+    return sum(waits_s) + len(job.model.expert_layers) / job.model.layers * exchanged_s
 
 
 def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:

@@ -260,7 +260,7 @@ def _back_through(
 
 def _let_go_of(section: Section) -> tuple[str, ...]:
     """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
-    if section.in_some_layers:
+    if section.exchanges:
         waits = len(section.exchanges_of["bwd"])
         return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
     return section.linears[-1:]

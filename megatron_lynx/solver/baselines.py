@@ -21,7 +21,7 @@ k whole ones leave a smaller budget for the others, which then replay more: ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_lynx.anatomy.address import ON_DEMAND
@@ -31,7 +31,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import LayerChoice, Solved, Solver, WholeMicroBatches, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT
-from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
+from megatron_lynx.solver.problem import Choices, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
@@ -39,13 +39,13 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     if policy == "full":
         return on_demand(replay_all(problem))
     items = set(replayed_items(policy))
+    if problem.mixed is not None:
+        chosen = [
+            half.choices.replaying(items & _ever_replayed(half.choices) if half.usual else set()) for half in problem.mixed.halves
+        ]
+        return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
     kinds = (problem.attention, problem.mlp, problem.last_mlp)
-    mixture = () if problem.mixed is None else (problem.mixed.experts, problem.mixed.last_experts)
-    return _everywhere(
-        problem,
-        *(choices.replaying(items & _ever_replayed(choices)) for choices in kinds),
-        mixture=[choices.replaying(set()) for choices in mixture],
-    )
+    return _everywhere(problem, *(choices.replaying(items & _ever_replayed(choices)) for choices in kinds))
 
 
 def _ever_replayed(choices: Choices) -> set[str]:
@@ -66,10 +66,12 @@ def keep_all(problem: StageProblem) -> Solved:
 
 def replay_all(problem: StageProblem) -> Solved:
     """Everything replayable replayed, each half in the window of its backward that hides most of it."""
-    mixture = () if problem.mixed is None else (problem.mixed.experts, problem.mixed.last_experts)
-    last_mlp, *last_experts = (_least_exposed(_most_replayed(kind)) for kind in (problem.last_mlp, *mixture[1:]))
-    attention, mlp, *experts = (_most_replayed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp, *mixture[:1]))
-    return _everywhere(problem, attention, mlp, last_mlp, mixture=[*experts, *last_experts])
+    if problem.mixed is not None:
+        *halves, last = (half.choices for half in problem.mixed.halves)
+        chosen = [*(_most_replayed(choices.best_seated)[0] for choices in halves), _least_exposed(_most_replayed(last))]
+        return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
+    attention, mlp = (_most_replayed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp))
+    return _everywhere(problem, attention, mlp, _least_exposed(_most_replayed(problem.last_mlp)))
 
 
 def on_demand(solved: Solved) -> Solved:
@@ -83,29 +85,10 @@ def _exposed(option: Option) -> Option:
     return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=memory, cooldown_memory=None)
 
 
-def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option, *, mixture: Sequence[Option]) -> Solved:
-    """`mixture`: of a half of experts, and of one that is the stage's last; nothing where there are none."""
-    if problem.mixed is not None:
-        experts, last_experts = mixture
-        return _beside_experts(problem, problem.mixed, (attention, mlp, last_mlp), (experts, last_experts))
+def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
     last = LayerChoice(problem.at_top(attention), last_mlp)
     return Solved((*below, last), problem.in_flight, loss_bytes=problem.loss_bytes)
-
-
-def _beside_experts(
-    problem: StageProblem, mixed: Mixed, dense: tuple[Option, Option, Option], mixture: tuple[Option, Option]
-) -> Solved:
-    """In layers of experts the attention half replays the same items as in others, in the seat that hides most of it there."""
-    attention, mlp, last_mlp = dense
-    alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
-    on_demand = attention.seat.steady.on_demand
-    below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])
-    layers = [
-        LayerChoice(below, mixture[last]) if experts else LayerChoice(attention, last_mlp if last else mlp)
-        for experts, last in zip(mixed.layers, [False] * (problem.layers - 1) + [True], strict=True)
-    ]
-    return Solved(tuple(layers), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def _least_exposed(options: Iterable[Option]) -> Option:

@@ -7,7 +7,7 @@
     have, and are counted as if every chunk in flight were one of them
 [2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
     the budget of those that hold most, until all keep theirs
-[3] chunks without layers, which have the embedding or the loss alone, decide nothing
+[3] chunks without layers, which have the embedding or the loss alone, decide nothing; the others leave the loss its room
 [4] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
     what they leave. A byte kept of that chunk costs one byte, and one of the others as many as there are in flight: so the others
     leave it more than they have to where both together then expose less
@@ -90,10 +90,12 @@ class Chunks:
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
         """What takes least of several ways to share the budget out between the model's last chunk and the others. [4]"""
         last = self._problem(stage, (self.problems.job.chunks - 1,))
-        if budget_bytes is None or not last.layers:
+        if budget_bytes is None:
             return self._with_last(stage, in_flight, budget_bytes, solver)
-        least, most_bytes = least_memory(replace(last, in_flight=1)), keep_all(last).peak_bytes
-        enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
+        enough_bytes = most_bytes = last.loss_bytes
+        if last.layers:
+            least, most_bytes = least_memory(replace(last, in_flight=1)), keep_all(last).peak_bytes
+            enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         found, error = list[_SharedOut](), None
         for reserved_bytes in sorted(reserves):
@@ -140,11 +142,10 @@ class Chunks:
         common = {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
         return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in chunks)
 
-    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...]]:
-        """What alike chunks have in common: how many layers, and which of them have experts."""
-        job = self.problems.job
-        layers = job.layers_of(stage, chunk)
-        return len(layers), tuple(layer in job.model.expert_layers for layer in layers) if job.model.experts is not None else ()
+    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
+        """What alike chunks have in common: how many layers, which of them have experts, and what else fills their halves."""
+        kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
+        return len(kinds), tuple(second.exchanges for _, second in kinds), tuple(each.name for kind in kinds for each in kind)
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the backward of the last of several chunks follows its own forward. [4]"""

@@ -22,7 +22,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds, offloading_host_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.answer import Solved, Solver, layers_of
-from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
+from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHTS = (0.5, 0.99)
@@ -67,10 +67,7 @@ def _weighted(problem: StageProblem, weight: float) -> StageProblem:
     """The same problem, with costs of which so much is the host's."""
     attention, mlp, last_mlp = (_costing(choices, weight) for choices in (problem.attention, problem.mlp, problem.last_mlp))
     last_attention = problem.last_attention and _costing(problem.last_attention, weight)
-    mixed = problem.mixed and Mixed(
-        problem.mixed.layers,
-        *(_costing(kind, weight) for kind in (problem.mixed.attention, problem.mixed.experts, problem.mixed.last_experts)),
-    )
+    mixed = problem.mixed and problem.mixed.each(lambda choices: _costing(choices, weight))
     return replace(problem, attention=attention, mlp=mlp, last_mlp=last_mlp, last_attention=last_attention, mixed=mixed)
 
 

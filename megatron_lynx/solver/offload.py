@@ -28,7 +28,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage import layer_seconds
+from megatron_lynx.cost.stage import half_seconds
 from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace
@@ -176,14 +176,6 @@ class Leaver:
     @property
     def _layers_s(self) -> tuple[float, float]:
         """Forward and backward of the stage's layers, nothing replayed."""
-        layer = layer_seconds(self.profile, LayerShape.of(self.job).gathered_bytes)
-        layers, mixtures = self.job.layers_on(self.stage), self.job.experts_on(self.stage)
-        forward_s, backward_s = layers * layer.forward_s[0], layers * layer.backward_s[0]
-        forward_s += (layers - mixtures) * layer.forward_s[1]
-        backward_s += (layers - mixtures) * layer.backward_s[1]
-        if layer.experts is not None:
-            forward_s, backward_s = (
-                forward_s + mixtures * layer.experts.forward_s,
-                backward_s + mixtures * layer.experts.backward_s,
-            )
-        return forward_s, backward_s
+        halves, counts = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes), self.job.halves_on(self.stage)
+        forward_s = sum(counts[section] * each.forward_s for section, each in halves.items())
+        return forward_s, sum(counts[section] * each.backward_s for section, each in halves.items())

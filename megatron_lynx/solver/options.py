@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -23,7 +23,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import Placement, Seat, held_in
-from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem, received_memory
+from megatron_lynx.solver.problem import Choices, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
@@ -44,9 +44,12 @@ class Subset:
     """What it costs, and what it holds if it is replayed on demand."""
     host: HostSeconds
 
-    def option(self, seat: Seat, profile: Profile) -> Option:
+    def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
+        """`attention`: what fills attention halves."""
         price = self.price
-        steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
+        steady = self._held(seat.steady, seat.gather, profile, attention)
+        alike = seat.cooldown == seat.steady
+        cooldown = steady if alike else self._held(seat.cooldown, seat.gather, profile, attention)
         return Option(
             self.replay,
             steady,
@@ -58,7 +61,7 @@ class Subset:
             host=self.host,
         )
 
-    def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
+    def _held(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
         price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
@@ -68,7 +71,7 @@ class Subset:
             price.stops,
             sequence_parallel=shape.sequence_parallel,
             exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
-            attention=shape.halves[ATTENTION.half],
+            attention=attention,
         )
 
 
@@ -76,9 +79,15 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
 
-def experts_stay(job: Job, section: Section) -> bool:
-    """Whether a section is one of experts that are kept whole, on the device."""
-    return section.in_some_layers and job.model.experts_whole
+def stays_whole(job: Job, section: Section) -> bool:
+    """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
+    return section.opaque or (section.exchanges and job.model.experts_whole)
+
+
+def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
+    """Of every half in order: the other one of its layer."""
+    for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
+        yield from (second, first)
 
 
 def may_checkpoint(job: Job) -> bool:
@@ -104,7 +113,7 @@ class StageProblems:
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
-        attention, mlp, last_mlp = self._choices(seats)
+        attention, mlp, last_mlp = self._with_more(self._everywhere, self._subsets, seats)
         return StageProblem(
             stage,
             layers,
@@ -156,17 +165,49 @@ class StageProblems:
         return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
+        """What fills the halves, taken from the first of some chunks that are treated alike; None where it is what is usual."""
         numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
-        having = tuple(number in self.job.model.expert_layers for number in numbers)
-        if not any(having):
+        sections = [section for number in numbers for section in self.job.model.sections(number)]
+        if not any(section.in_some_layers for section in sections):
             return None
-        return Mixed(having, *(self._choices_of(subsets, seats) for subsets in self._mixed_subsets))
+        kinds = [HalfKind(*both) for both in zip(sections, (*sections[1:], None), strict=True)]
+        both = list(zip(kinds, _others(kinds), strict=True))  # a layer's halves are checkpointed together
+        pairs = list(dict.fromkeys(both))
+        found = self._with_more(
+            [self._everywhere_beside(pair) for pair in pairs], [self._subsets_known(kind) for kind, _ in pairs], seats
+        )
+        choices = dict(zip(pairs, found, strict=True))
+        return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
 
-    def _choices_of(self, subsets: Sequence[Subset], seats: StageSeats) -> Choices:
-        """All choices of one kind of half."""
-        more = self._priced(subsets, seats.of) if seats.has_more else ()
-        return Choices((*self._offered_everywhere(subsets), *more))
+    def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
+        """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
+        checkpoint."""
+        if pair not in self._known_beside:
+            choices = self._offered_everywhere(self._subsets_known(pair[0]))
+            self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
+        return self._known_beside[pair]
+
+    @cached_property
+    def _known_beside(self) -> dict[tuple[HalfKind, HalfKind], Choices]:
+        return {}
+
+    def _subsets_known(self, kind: HalfKind) -> tuple[Subset, ...]:
+        if kind not in self._known_subsets:
+            self._known_subsets[kind] = tuple(self._subsets_of(kind))
+        return self._known_subsets[kind]
+
+    @cached_property
+    def _known_subsets(self) -> dict[HalfKind, tuple[Subset, ...]]:
+        return {}
+
+    def _with_more(
+        self, everywhere: Sequence[Choices], of_kinds: Sequence[Sequence[Subset]], seats: StageSeats
+    ) -> Sequence[Choices]:
+        """All choices of some kinds of halves: first those that every stage has."""
+        if not seats.has_more:
+            return everywhere
+        both = zip(everywhere, of_kinds, strict=True)
+        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
     def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
         """What every stage has: every subset in the seats of its backward, then the checkpoints."""
@@ -175,10 +216,12 @@ class StageProblems:
 
     def _checkpoints(self, kind: HalfKind, subsets: Sequence[Subset]) -> Iterator[Option]:
         """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
-        if not may_checkpoint(self.job):
+        if not may_checkpoint(self.job) or kind.section.opaque:
             return
         least_bytes = min(subset.price.memory.resident for subset in subsets)
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
+            if self.job.model.moe_overlapped and (kind.section.apart or checkpoint != Checkpoint()):
+                continue  # rows would travel again; and a layer of nodes is none that runs again as one
             items = checkpoint.items(kind.section)
             price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
             if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
@@ -238,27 +281,17 @@ class StageProblems:
         done = int(seats.phases.steady > 0)
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
-    def _choices(self, seats: StageSeats) -> tuple[Choices, Choices, Choices]:
-        """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""
-        if not seats.has_more:
-            return self._everywhere
-        attention, mlp, last_mlp = (
-            Choices((*common, *self._priced(subsets, seats.of)))
-            for common, subsets in zip(self._everywhere, self._subsets, strict=True)
-        )
-        return attention, mlp, last_mlp
-
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Every subset in every seat that it is offered."""
         offered = (
             (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
         )
-        return (subset.option(seat, self.profile) for subset, seat in offered)
+        return (subset.option(seat, self.profile, self._kinds[0].section) for subset, seat in offered)
 
     @cached_property
-    def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = map(self._offered_everywhere, self._subsets)
-        return attention, mlp, last_mlp
+    def _everywhere(self) -> tuple[Choices, ...]:
+        """What every stage has of an attention half, an MLP half and the last MLP half."""
+        return tuple(map(self._offered_everywhere, self._subsets))
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:
@@ -271,7 +304,7 @@ class StageProblems:
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
         """For each of `_kinds`, from keeping everything to replaying everything."""
-        return tuple(tuple(self._subsets_of(kind)) for kind in self._kinds)
+        return tuple(map(self._subsets_known, self._kinds))
 
     @cached_property
     def _kinds(self) -> tuple[HalfKind, HalfKind, HalfKind]:
@@ -279,16 +312,9 @@ class StageProblems:
         attention, mlp = self.job.model.kind_sections(experts=False)
         return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
 
-    @cached_property
-    def _mixed_subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """For the kinds of halves in layers of experts, as `Mixed` has them."""
-        attention, mixture = self.job.model.kind_sections(experts=True)
-        kinds = HalfKind(attention, before=mixture), HalfKind(mixture, before=attention), HalfKind(mixture, before=None)
-        return tuple(tuple(self._subsets_of(kind)) for kind in kinds)
-
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
-        stays = experts_stay(self.job, kind.section)
+        stays = stays_whole(self.job, kind.section)
         shape, tensors = self.profile.shape, self.profile.of(kind.section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
         for items in sensible_choices(kind.section, tensors, shape.context, sequence_parallel=sliced, te=te):

@@ -4,7 +4,7 @@
       ├── attention   every layer's attention half       Choices: Option, Option, ...   a replayed subset and its Seat
       ├── mlp         the MLP halves but the last
       ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
-      ├── mixed       where some layers have experts: which, and the choices of their halves
+      ├── mixed       where halves are filled otherwise, with experts, say: the choices of each
       └── in_flight, budget_bytes, loss_bytes
 
 An option is a set of replayed items, or a checkpoint of the half, with what follows from it. Its seat says where that replay
@@ -13,7 +13,7 @@ runs, and how much of it the windows there hide (`solver.placement`). Seconds an
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -157,28 +157,37 @@ class Receive:
     """Micro-batches that hold activations when the first of those backwards begins."""
 
 
+class MixedHalf(NamedTuple):
+    """One half of a stage whose layers differ."""
+
+    usual: bool
+    """Whether the half's usual section fills it, and not one that only some layers have."""
+    choices: Choices
+    """They depend on what fills the half whose backward comes before, too."""
+
+
 @dataclass(frozen=True)
 class Mixed:
-    """A stage some of whose layers have experts, or all."""
+    """A stage that has more in its halves than what is usual: experts, or what nobody looks into."""
 
-    layers: tuple[bool, ...]
-    """For every layer, from the first on, whether it has experts."""
-    attention: Choices
-    """For attention halves in layers of experts: the experts' backward comes before theirs, and has no windows."""
-    experts: Choices
-    """For the other half of such a layer."""
-    last_experts: Choices
-    """For the same where it is the stage's last half."""
+    halves: tuple[MixedHalf, ...]
+    """In forward order."""
 
     @property
     def plain(self) -> Mixed:
         """Without checkpoints."""
-        return Mixed(self.layers, *(kind.plain for kind in (self.attention, self.experts, self.last_experts)))
+        return self.each(lambda choices: choices.plain)
 
     @property
     def best_seated(self) -> Mixed:
         """With every set of replayed items in the seat that hides most of it."""
-        return Mixed(self.layers, *(kind.best_seated for kind in (self.attention, self.experts, self.last_experts)))
+        return self.each(lambda choices: choices.best_seated)
+
+    def each(self, made: Callable[[Choices], Choices]) -> Mixed:
+        """With other choices, made once of equal ones."""
+        kinds = {id(half.choices): half.choices for half in self.halves}
+        known = {key: made(choices) for key, choices in kinds.items()}
+        return Mixed(tuple(half._replace(choices=known[id(half.choices)]) for half in self.halves))
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,7 @@ class StageProblem:
     receive: Receive | None = None
     """None on the last stage."""
     mixed: Mixed | None = None
-    """None where no layer has experts."""
+    """None where all halves are filled as usual."""
     device: StageSeconds | None = None
     """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
     loss_bytes: int = 0
@@ -239,9 +248,4 @@ class StageProblem:
         """The choices of every half, in forward order."""
         if self.mixed is None:
             return (self.attention, self.mlp) * (self.layers - 1) + (self.last_attention or self.attention, self.last_mlp)
-        choices: list[Choices] = []
-        mixed = self.mixed
-        for number, experts in enumerate(mixed.layers, start=1):
-            mlp, mixture = (self.mlp, mixed.experts) if number < self.layers else (self.last_mlp, mixed.last_experts)
-            choices += (mixed.attention, mixture) if experts else (self.attention, mlp)
-        return tuple(choices)
+        return tuple(half.choices for half in self.mixed.halves)

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.cost.memory import held_by_one
@@ -92,6 +91,8 @@ class Programme:
 
     def solved(self, goal: Goal, time_limit_s: float, enough: float = 0.0) -> Found:
         """`enough`: the part of the costs that need not be gained."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, which searches need not wait for
+
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
         rows, one = self._needs / self._byte_unit, self._one_option_each
         beside = np.append(self.problem.loss_bytes, np.zeros(len(rows) - 1))

@@ -12,7 +12,8 @@
 [3] Where experts are shared out over ranks, the all-to-all that brings gradients to them is offered to their own half, which
     needs what it makes again right behind it, and the one that takes gradients back to the attention half below. Of forwards the
     first all-to-all is offered to the attention half, whose replay may go on in the backward, and the last one to the experts'.
-[4] With several chunks a forward may be another chunk's, and has exchanges at the same places only if all layers have experts.
+[4] With several chunks a forward may be another chunk's, and has exchanges at the same places only if all layers have experts,
+    and collectives only if there is nothing that nobody looks into.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
@@ -162,7 +163,7 @@ class Seats:
         exchanges = self._exchanges["fwd"] if self.early_exchanges and self._alike else []
         if kind.section.exchanges:
             return exchanges[-1:]
-        own = self._windows["fwd", kind.half, 0]
+        own = self._windows["fwd", kind.half, 0] if self.job.chunks == 1 or not self.job.model.opaque else []
         return own + exchanges[:1] if kind.before is not None and kind.before.exchanges else own
 
     @property
@@ -178,8 +179,9 @@ class Seats:
 
     @cached_property
     def _reaches_back(self) -> bool:
-        """Whether a half's input may be gathered two halves before: not where one of those may be a mixture of experts."""
-        return self.job.model.experts is None
+        """Whether a half's input may be gathered two halves before: not where one of those may be a mixture of experts, or what
+        nobody looks into."""
+        return self.job.model.experts is None and not self.job.model.opaque
 
     @cached_property
     def _exchanges(self) -> dict[Pass, list[Wait]]:

@@ -102,7 +102,7 @@ class StageSeats:
         """How long the gradient is awaited in cool-down, if it is. [4]"""
         seats, job = self.seats, self.seats.job
         lies_there = self.stage == job.parallel.pipeline - 1 and job.microbatch_group > job.parallel.pipeline
-        if self._last or lies_there:
+        if self._last or lies_there or job.model.moe_overlapped:
             return None
         if self.stage == job.parallel.pipeline - 1 or self.chunks != (job.chunks - 1,):
             return seats.p2p_s if job.microbatch_group == job.parallel.pipeline else 0.0

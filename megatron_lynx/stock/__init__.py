@@ -7,7 +7,6 @@ offered.py          the settings that make a difference to a job, in families of
 held.py             what one half keeps, makes again and sends to the host: dense_bytes.py, and expert_bytes.py of experts
 layer_bytes.py      a layer's halves;  layers.py: the layers of one chunk;  stage.py: one stage's passes and moments
 seconds.py          what runs again
-combined.py         a forward and a backward side by side, where exchanges of experts are overlapped
 price.py            a setting priced: memory as the maximum over moments, the simulated step
 rival.py            the fastest setting within given bytes;  side_by_side.py: a plan beside the strongest ones
 """

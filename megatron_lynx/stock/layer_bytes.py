@@ -20,7 +20,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import LayerKind, Section
+from megatron_lynx.cost.layer import half_kept_bytes
 from megatron_lynx.kinds.experts.saved import expert_tensors, experts_of
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
@@ -179,15 +180,22 @@ LayerBytes = tuple[HalfBytes, ...]
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(shape: LayerShape, setting: StockSetting, experts: bool = False, least: int = LEAST_ELEMENTS) -> LayerBytes:
-    """One layer whose modules are recomputed or offloaded. `least`: elements of the smallest tensor that is offloaded."""
-    least_bytes = least * shape.model.element_bytes
-    return tuple(
-        expert_half_bytes(shape, setting, least_bytes)
-        if section.in_some_layers
-        else dense_half_bytes(shape, setting, section, least_bytes)
-        for section in shape.model.kind_sections(experts=experts)
-    )
+def layer_bytes(
+    shape: LayerShape, setting: StockSetting, kind: LayerKind | None = None, least: int = LEAST_ELEMENTS
+) -> LayerBytes:
+    """One layer whose modules are recomputed or offloaded. `kind`: of layer; None: a usual one. `least`: elements of the smallest
+    tensor that is offloaded."""
+    sections, least_bytes = kind or shape.model.kind_sections(experts=False), least * shape.model.element_bytes
+    return tuple(_half_bytes(shape, setting, section, least_bytes) for section in sections)
+
+
+def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
+    """No module that stock has a name for is in what nobody looks into."""
+    if section.opaque:
+        return HalfBytes(half_kept_bytes(shape, section))
+    if section.in_some_layers:
+        return expert_half_bytes(shape, setting, least_bytes)
+    return dense_half_bytes(shape, setting, section, least_bytes)
 
 
 def kept_bytes(layers: Sequence[LayerBytes]) -> int:

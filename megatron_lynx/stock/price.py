@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import UNDISTURBED, Beside
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
@@ -18,7 +19,6 @@ from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.stock.combined import UNDISTURBED, Beside
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 

@@ -130,8 +130,8 @@ def _each_differs(job: Job, setting: StockSetting, least: int) -> bool:
 
 def _held(job: Job, setting: StockSetting, least: int) -> list[LayerBytes]:
     """What the job's kinds of layers hold."""
-    kinds = {layer in job.model.expert_layers for layer in range(1, job.model.layers + 1)}
-    return [layer_bytes(LayerShape.of(job), setting, experts, least) for experts in sorted(kinds)]
+    kinds = job.model.kinds_of(range(1, job.model.layers + 1))
+    return [layer_bytes(LayerShape.of(job), setting, kind, least) for kind in kinds]
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

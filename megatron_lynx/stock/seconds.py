@@ -25,10 +25,11 @@ have more time than this. Copies do not slow compute or messages down.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import LayerKind, Section
+from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.kinds.experts.section import DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
@@ -38,30 +39,18 @@ from megatron_lynx.stock.layer_bytes import expert_treatment, treatment
 from megatron_lynx.stock.setting import StockSetting
 
 
-@dataclass(frozen=True)
-class HalfSeconds:
-    """One micro-batch in one half."""
-
-    forward_s: float
-    backward_s: float
-    again_s: float = 0.0
-
-    @property
-    def recomputed_whole(self) -> HalfSeconds:
-        """The same where all of it runs again."""
-        return replace(self, again_s=self.forward_s)
+def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
+    """A layer whose modules are recomputed. `kind`: of layer; None: a usual one."""
+    sections = kind or shape.model.kind_sections(experts=False)
+    return tuple(_half(shape, profile, setting, section) for section in sections)
 
 
-LayerSeconds = tuple[HalfSeconds, ...]
-"""By half, in the order of a forward."""
-
-
-def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, experts: bool = False) -> LayerSeconds:
-    """A layer whose modules are recomputed."""
-    return tuple(
-        _expert_half(shape, profile, setting) if section.in_some_layers else _dense_half(shape, profile, setting, section)
-        for section in shape.model.kind_sections(experts=experts)
-    )
+def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
+    if section.opaque:
+        return HalfSeconds(profile.of(section).forward_s, profile.of(section).backward_s)
+    if section.in_some_layers:
+        return _expert_half(shape, profile, setting)
+    return _dense_half(shape, profile, setting, section)
 
 
 def recomputed_whole(layer: LayerSeconds) -> LayerSeconds:

@@ -20,20 +20,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts
+from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
-from megatron_lynx.stock.combined import UNDISTURBED, Beside, Nodes, nodes_of, paired_s
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
-from megatron_lynx.stock.seconds import CopiedLayer, LayerSeconds, StageCopies, layer_seconds, recomputed_whole
+from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds, recomputed_whole
 from megatron_lynx.stock.setting import NONE, StockSetting
 
 NO_BLOCK = BlockProfile()
@@ -41,12 +42,15 @@ NO_BLOCK = BlockProfile()
 
 @dataclass(frozen=True)
 class StockStage:
-    """One stage of a job under one setting."""
+    """One stage of a job under one setting, whose exchanges are overlapped where that says so, whatever the job does."""
 
     job: Job
     setting: StockSetting
     stage: int
     beside: Beside = UNDISTURBED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", without_overlap(self.job))
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
@@ -82,7 +86,7 @@ class StockStage:
     def _pair_more_bytes(self) -> int:
         """What the two chunks of a pair hold beyond one, at most."""
         layers = [layer for chunk in self.chunks for layer in chunk]
-        rows = dispatched_bytes(LayerShape.of(self.job)) if any(layer.experts for layer in layers) else 0
+        rows = dispatched_bytes(LayerShape.of(self.job)) if any(layer.kind[1].exchanges for layer in layers) else 0
         return max((layer.stays for layer in layers), default=0) + rows
 
     @property
@@ -126,10 +130,10 @@ class StockStage:
     def _nodes(self, profile: Profile, chunk: int) -> tuple[Nodes, ...]:
         shape, layers = LayerShape.of(self.job), self.chunks[chunk]
         known = {
-            kind: nodes_of(shape, profile, layer_seconds(shape, profile, self.setting, kind), experts=kind)
-            for kind in {layer.experts for layer in layers}
+            kind: nodes_of(profile, layer_seconds(shape, profile, self.setting, kind), kind)
+            for kind in {layer.kind for layer in layers}
         }
-        return tuple(known[layer.experts] for layer in layers)
+        return tuple(known[layer.kind] for layer in layers)
 
     def _ends_s(self, profile: Profile, chunk: int) -> tuple[float, float]:
         """What runs before the first and behind the last layer of the model, forward and backward, where a chunk has them."""
@@ -164,8 +168,8 @@ class StockStage:
         """The layers of a chunk with their seconds; the first and the last one with the ends of the model that the chunk has."""
         first, last = self._ends(profile, chunk)
         shape, layers = LayerShape.of(self.job), self.chunks[chunk]
-        known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.experts for layer in layers}}
-        return with_ends([self._timed_layer(profile, layer, known[layer.experts]) for layer in layers], first, last)
+        known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.kind for layer in layers}}
+        return with_ends([self._timed_layer(profile, layer, known[layer.kind]) for layer in layers], first, last)
 
     def _timed_layer(self, profile: Profile, layer: StockLayer, seconds: LayerSeconds) -> CopiedLayer:
         """`seconds`: of such a layer whose modules are recomputed."""
@@ -181,7 +185,7 @@ class StockStage:
         if not self.setting.offload:
             return 0.0
         modules = StockSetting(offload=self.setting.offload)
-        halves = layer_bytes(LayerShape.of(self.job), modules, layer.experts)
+        halves = layer_bytes(LayerShape.of(self.job), modules, layer.kind)
         return 2 * profile.link_s("host", sum(half.copied for half in halves))
 
 
@@ -209,7 +213,7 @@ def _stays(layers: Sequence[StockLayer]) -> int:
 class StockLayer:
     """One micro-batch in one layer."""
 
-    experts: bool
+    kind: LayerKind
     halves: LayerBytes
     whole: bool = False
     """Whether it is recomputed as a whole."""
@@ -234,8 +238,7 @@ class StockLayer:
 def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) -> tuple[StockLayer, ...]:
     """The layers of one chunk of a stage."""
     shape, numbers = LayerShape.of(job), job.layers_of(stage, chunk)
-    mixtures = job.model.expert_layers
-    kinds = [(number in mixtures, *_in_checkpoint(setting, at)) for at, number in enumerate(numbers)]
+    kinds = [(job.model.sections(number), *_in_checkpoint(setting, at)) for at, number in enumerate(numbers)]
     known = {kind: _layer(shape, setting, *kind) for kind in set(kinds)}
     layers = [known[kind] for kind in kinds]
     if setting.offload:
@@ -252,9 +255,9 @@ def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
     return whole, setting.method != "uniform" or at % (setting.layers or 1) == 0
 
 
-def _layer(shape: LayerShape, setting: StockSetting, experts: bool, whole: bool, begins: bool) -> StockLayer:
-    halves = layer_bytes(shape, NONE if whole else replace(setting, method=None, layers=None), experts)
-    return StockLayer(experts, halves, whole, begins, shape.input_bytes)
+def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: bool, begins: bool) -> StockLayer:
+    halves = layer_bytes(shape, NONE if whole else replace(setting, method=None, layers=None), kind)
+    return StockLayer(kind, halves, whole, begins, shape.input_bytes)
 
 
 def _kept_whole(layer: StockLayer) -> StockLayer:

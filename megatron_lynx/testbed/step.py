@@ -58,11 +58,11 @@ def run_schedule(
     return results
 
 
-def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one chunk, as `pretrain_gpt.py` does it."""
+def forward_step(batches: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk, as `pretrain_gpt.py` does it; for the combined schedule the nodes that it will run."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return output, mean_loss
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(batch.tokens, batch.position_ids, None, labels=batch.labels), mean_loss
 
 
 def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

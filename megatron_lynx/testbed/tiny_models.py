@@ -150,6 +150,8 @@ def expert_fields(job: Job) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.01,
         **_dispatcher_fields(experts.dispatcher),
         **({"moe_router_padding_for_quantization": True} if experts.filled else {}),
+        **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
+        **({"overlap_moe_expert_parallel_comm": True} if experts.overlapped else {}),
         "expert_model_parallel_size": job.parallel.expert,
         "expert_tensor_parallel_size": job.parallel.expert_tensor_size,
     }

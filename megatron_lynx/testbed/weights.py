@@ -87,7 +87,7 @@ def shard_of(name: str) -> Shard:
 def whole_shape(parameter: torch.nn.Parameter, shard: Shard) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= shard.ranks  # type: ignore[attr-defined]
+        shape[getattr(parameter, "partition_dim", 0)] *= shard.ranks  # a gated delta net's convolution does not say
     return shape
 
 
@@ -95,7 +95,7 @@ def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor, shard: Sha
     """This rank's part. SwiGLU's first GEMM has two strides, gate and up, each cut on its own."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    dim, strides = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+    dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
     return torch.cat([part.chunk(shard.ranks, dim)[shard.rank] for part in whole.chunk(strides, dim)], dim)
 
 

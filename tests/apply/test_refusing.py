@@ -25,8 +25,6 @@ from . import on_ranks
 FEATURES = {
     "cpu_offloading": True,
     "fine_grained_activation_offloading": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "delay_wgrad_compute": True,
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
     "moe_layer_recompute": True,
@@ -37,7 +35,7 @@ FEATURES = {
     "use_ring_exchange_p2p": True,
     "fp4": "e2m1",
     "inference_fuse_tp_communication": True,
-    "experimental_attention_variant": "gated_delta_net",
+    "experimental_attention_variant": "dsa",
     "cuda_graph_impl": "local",
     "fp8": "e4m3",
 }
@@ -116,7 +114,6 @@ def test_stock_recomputation(pool_of, granularity):
         (on_ranks.wrap_in_fsdp, ["model wrapper"]),
         (on_ranks.graphable_random_numbers, ["random-number tracker"]),
         (on_ranks.other_classes, ["layer 1", "layer 2.linear_fc1"]),
-        (on_ranks.other_halves, ["layer 1", "layer 2"]),
         (on_ranks.twice, ["model"]),
         (on_ranks.without_decoder, ["model"]),
         (
@@ -130,6 +127,16 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     [refusal] = refused(pool_of, tiny_job(), spoil)
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
     assert refusal.places == places
+
+
+def test_halves_that_nobody_knows_need_a_plan_that_keeps_them(pool_of):
+    """Layers of Megatron's class with a fork's own attention, or a fork's own MLP."""
+    [refusal] = refused(pool_of, tiny_job(), on_ranks.other_halves)
+    assert isinstance(refusal.error, PlanMismatch)
+    assert refusal.places == [f"plan: model.opaque_layers: layers {number}" for number in (1, 2)]
+    own = [{"kind": "own_attention", "layers": [1]}, {"kind": "own_mlp", "layers": [2]}]
+    with pytest.raises(AssertionError, match="installed"):
+        refused(pool_of, tiny_job(), on_ranks.other_halves, uniform_plan(tiny_job(opaque=own)))
 
 
 def test_a_host_without_memory(pool_of):

@@ -84,7 +84,7 @@ def test_real_replays_inside_experts_cost_what_is_predicted(
     plans = [plan_of(job, section, layers) for layers in ([()] * LAYERS, *planned)]
     _, kept, *found = pool_of(1).run(count, job, [None, *plans])[0]  # what comes first holds what it was the first to need
     for layers, counted in zip(planned, found, strict=True):
-        assert counted.flops - kept.flops == sum(replayed_flops(shape, replay, experts=True) for replay in layers)
+        assert counted.flops - kept.flops == sum(replayed_flops(shape, replay, job.model.sections(1)) for replay in layers)
         saved = sum(let_go(section, tensors, replay) for replay in layers)
         states = saved - (kept.resident_bytes - counted.resident_bytes)
         assert -shape.tokens * 8 <= states <= counted.frames * STATES_PER_HALF * counted.state_bytes

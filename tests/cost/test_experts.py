@@ -6,7 +6,8 @@ import pytest
 
 from megatron_lynx.cost.flops import flops_per_token
 from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
-from megatron_lynx.cost.stage import layer_seconds, stage_of_layers
+from megatron_lynx.cost.section import pareto_front
+from megatron_lynx.cost.stage import half_seconds, stage_of_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -37,6 +38,15 @@ def test_a_stage_of_both_kinds_is_the_sum_of_its_layers() -> None:
     kept = [memory_of_stages(each)[1].activations for each in (none, mixed, job)]
     assert kept[1] == (kept[0] + kept[2]) // 2
     profile = analytic_profile(job)
-    layer = layer_seconds(profile, LayerShape.of(job).gathered_bytes)
-    seconds = [stage_of_layers(each, profile, 1, layer).both_s for each in (none, mixed, job)]
+    halves = half_seconds(profile, LayerShape.of(job).gathered_bytes)
+    seconds = [stage_of_layers(each, profile, 1, halves).both_s for each in (none, mixed, job)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
+
+
+def test_trade_offs_of_shared_experts_beside_dense_layers() -> None:
+    """`advise --json` of a launch with shared experts, dense first layers and sequence parallelism ended in a traceback: the
+    gather for `shared_fc1` was held against the dense layers' GEMMs, which have no such item."""
+    job = mixtral(tensor=2, sequence_parallel=True)
+    experts = job.model.experts.model_copy(update={"shared_ffn": 1024, "layers": ("9-32",)})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+    assert any("shared_fc1" in one.replay for one in pareto_front(analytic_profile(job)))

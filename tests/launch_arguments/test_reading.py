@@ -712,10 +712,65 @@ def test_a_hybrid_stack_of_pairs_is_read_as_its_gpt(pattern: str, layout: str) -
     assert job_of(hybrid, "h100-80g") == job_of(gpt, "h100-80g")
 
 
-@pytest.mark.parametrize("pattern", ["M-*-", "*E*E", "**--", "*-*-||*-"])
+@pytest.mark.parametrize("pattern", ["D-D-", "*E*E", "*-*", "*-*-||*-"])
 def test_other_hybrid_stacks_are_refused_by_name(pattern: str) -> None:
     problems = read_launch([*words_of_hybrid(), *HYBRID, pattern]).problems
-    assert {"--hybrid-layer-pattern", "--spec"} <= {problem.where for problem in problems}
+    assert "--hybrid-layer-pattern" in {problem.where for problem in problems}
+
+
+def test_a_hybrid_stack_has_opaque_halves_and_experts() -> None:
+    """M- M *E | - *- M: halves that nobody looks into, and halves that are not there."""
+    experts = [
+        "--num-experts",
+        "8",
+        "--moe-router-topk",
+        "2",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "--mamba-num-heads",
+        "128",
+    ]
+    reading = read_launch([*words_of_hybrid(), *HYBRID, "M-M*E|-*-M", *experts])
+    assert reading.problems == ()
+    model = job_of(reading, "h100-80g").model
+    assert model.layers == 6
+    assert model.opaque_layers == {"mamba": ("1-2", 6), "no_mlp": (2, 6), "no_attention": (4,)}
+    assert model.expert_layers == {3}
+    [mamba] = [each for each in model.opaque if each.kind == "mamba"]
+    inner, made = 128 * 64, 2 * 128 * 64 + 2 * 8 * 128 + 128
+    assert mamba.kept_bytes == 2 * (made + 2 * inner)
+    assert mamba.parameters == 4096 * (made + inner) + 5 * (inner + 2 * 8 * 128) + 3 * 128 + inner
+    assert any("1.15 times" in said for _, said in reading.priced_as)
+
+
+LINEAR = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (LINEAR, {"gated_delta_net": ("1-3", "5-7")}),
+        (f"{LINEAR} --attention-output-gate", {"gated_delta_net": ("1-3", "5-7"), "gated_attention": (4, 8)}),
+        ("--linear-attention-type gated_delta_net --linear-attention-freq [1]*2+[0]*6", {"gated_delta_net": ("1-2",)}),
+        ("--attention-output-gate", {"gated_attention": ("1-8",)}),
+    ],
+)
+def test_attention_that_nobody_looks_into(flags: str, layers: dict[str, Any]) -> None:
+    reading = read(f"{SMALL} {flags}")
+    assert (reading.problems, reading.given.unknown) == ((), ())
+    assert job_of(reading, "h100-80g").model.opaque_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--experimental-attention-variant dsa", "found dsa, needed none, or gated_delta_net"),
+        ("--experimental-attention-variant gated_delta_net", "needed --linear-attention-freq beside it"),
+        ("--linear-attention-freq 4", "needed --experimental-attention-variant gated_delta_net beside it"),
+    ],
+)
+def test_other_linear_attention_is_refused(flags: str, said: str) -> None:
+    assert said in problems(f"{SMALL} {flags}")
 
 
 def words_of_hybrid() -> list[str]:

@@ -99,8 +99,20 @@ def test_exchanges_that_overlap_are_today_too() -> None:
     reading = read(f"{OVERLAPPED} --delay-wgrad-compute")
     assert reading.today.setting == StockSetting(overlap=True, delayed=True)
     assert reading.today.name == "stock exchanges overlapped, weight gradients delayed"
-    assert "--overlap-moe" not in reading.under_plan("plan.yaml", [])
     assert reading.problems == ()
+
+
+def test_exchanges_stay_overlapped_where_a_plan_can_be_beside_them() -> None:
+    """Tensor-parallel ranks have collectives of their own, which was not tried."""
+    beside = read(f"{OVERLAPPED} --delay-wgrad-compute --recompute-granularity selective --recompute-modules layernorm")
+    command = beside.under_plan("plan.yaml", [])
+    assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in command
+    assert "--recompute" not in command
+    assert job_of(beside, "a100-80g").model.moe_overlapped
+    other = read(f"{OVERLAPPED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")
+    assert not job_of(other, "a100-80g").model.moe_overlapped
+    assert "--overlap-moe" not in other.under_plan("plan.yaml", [])
+    assert not job_of(read(OVERLAPPED, planning=False), "a100-80g").model.moe_overlapped, "priced as stock's setting"
 
 
 def test_what_nobody_has_figures_for_is_planned_and_not_priced() -> None:

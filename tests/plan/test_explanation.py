@@ -59,6 +59,13 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
     assert said in text
 
 
+def test_what_nobody_looks_into_is_said() -> None:
+    opaque = [{"kind": "mamba", "layers": [1, "3-4"]}, {"kind": "no_mlp", "layers": [3]}]
+    text = shown(uniform_plan(tiny_job("llama", opaque=opaque)))
+    assert "kept whole: mamba in layers 1, 3-4: nobody looks into it" in text
+    assert "kept whole: no_mlp" not in text
+
+
 def test_a_head_in_pieces_is_said_to_be_inexact() -> None:
     plan = uniform_plan(tiny_job("llama"), windows=False)
     text = shown(plan.model_copy(update={"head": Head(pieces=4)}))

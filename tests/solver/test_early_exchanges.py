@@ -40,7 +40,8 @@ def of_stage(job: Job, stage: int, chunks: tuple[int, ...] | None = None) -> lis
     """Of the attention half below experts, of experts, and of the stage's last ones."""
     mixed = StageProblems(job, analytic_profile(job)).of(stage, chunks=chunks).mixed
     assert mixed is not None
-    return [early_windows(kind) for kind in (mixed.attention, mixed.experts, mixed.last_experts)]
+    attention, experts, *_, last = (half.choices for half in mixed.halves[-4:])
+    return [early_windows(kind) for kind in (attention, experts, last)]
 
 
 NOWHERE: list[set[str]] = [set(), set(), set()]
@@ -54,7 +55,7 @@ def test_the_first_exchange_hides_the_attention_below_and_the_last_one_the_exper
     assert of_stage(qwen3(expert=1), 0) == NOWHERE
     windows = {
         option.seat.steady.window
-        for option in StageProblems(qwen3(), analytic_profile(qwen3())).of(0).mixed.attention  # type: ignore[union-attr]
+        for option in StageProblems(qwen3(), analytic_profile(qwen3())).of(0).mixed.halves[0].choices  # type: ignore[union-attr]
     }
     assert "fwd.mlp.0 until rotary then bwd.mlp.2" in windows, "begun there and gone on with in the backward"
 

@@ -33,7 +33,8 @@ def begun(choices: Choices) -> set[str]:
 def problems(job: Job) -> tuple[Choices, Choices]:
     found = StageProblems(job, analytic_profile(job)).of(1).mixed
     assert found is not None
-    return found.attention, found.experts
+    attention, experts, *_ = (half.choices for half in found.halves)
+    return attention, experts
 
 
 def test_the_first_exchange_hides_the_experts_replays_and_the_last_those_of_the_attention_below() -> None:

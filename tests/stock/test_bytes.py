@@ -74,7 +74,7 @@ def of_a_layer(pool, jobs, settings, **model):
     many, few = pool.run(hold, jobs, [setting.fields for setting in settings], model)[0]
     layers = jobs[0].model.layers - jobs[1].model.layers
     counted = [(more - less) / layers for more, less in zip(many, few, strict=True)]
-    return counted, [sum(half.stays for half in layer_bytes(shape, setting, experts=True)) for setting in settings]
+    return counted, [sum(half.stays for half in layer_bytes(shape, setting, shape.model.sections(1))) for setting in settings]
 
 
 @pytest.mark.long

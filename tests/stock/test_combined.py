@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside, Nodes, nodes_of, paired_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import catalogued_job
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
-from megatron_lynx.stock.combined import MEASURED, UNDISTURBED, Beside, Nodes, nodes_of, paired_s
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.rival import families
 from megatron_lynx.stock.seconds import layer_seconds
@@ -94,8 +94,9 @@ def job_of(**changes) -> Job:
 def test_nodes_are_a_whole_layer(dispatcher):
     job = job_of(experts={"dispatcher": dispatcher, "shared_ffn": 512})
     shape, costs = LayerShape.of(job), analytic_profile(job)
-    halves = layer_seconds(shape, costs, NONE, experts=True)
-    nodes = nodes_of(shape, costs, halves, experts=True)
+    kind = job.model.sections(1)
+    halves = layer_seconds(shape, costs, NONE, kind)
+    nodes = nodes_of(costs, halves, kind)
     forward_s, backward_s = (sum(getattr(half, way) for half in halves) for way in ("forward_s", "backward_s"))
     waits_s = 2 * nodes.exchange
     assert nodes.before_f + nodes.experts_f + nodes.back_f + waits_s == pytest.approx(forward_s)

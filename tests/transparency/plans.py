@@ -42,7 +42,7 @@ def plan_for(
             "version": 1,
             "model": {name: getattr(model, name) for name in facts}
             | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)}
-            | {"moe_dispatcher": model.moe_dispatcher},
+            | {"moe_dispatcher": model.moe_dispatcher, "moe_overlapped": model.moe_overlapped},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,
@@ -74,8 +74,10 @@ def has_shared_experts(job: Job) -> bool:
 
 def sections_in(job: Job, layer: int) -> dict[Half, Section]:
     """What fills the halves of a layer."""
-    sections = sections_of(Facts(experts=layer in job.model.expert_layers, shared_experts=has_shared_experts(job)))
-    return {section.half: section for section in sections}
+    facts = Facts(
+        experts=layer in job.model.expert_layers, shared_experts=has_shared_experts(job), overlapped=job.model.moe_overlapped
+    )
+    return {section.half: section for section in sections_of(facts)}
 
 
 def _stage(
@@ -87,7 +89,7 @@ def _stage(
     for layer in layers:
         sections = sections_in(job, layer)
         names = [name for half in HALVES for name in sections[half].names]
-        replayed = set(replays(layer)) & set(names)
+        replayed = set(replays(layer)) & set(names) - {name for section in sections.values() for name in section.apart}
         rule: dict[str, Any] = {"layers": layer, "keep": [i for i in names if i not in replayed]}
         rule["replay"] = [item for item in names if item in replayed]
         halves = [half for half in HALVES if replayed & set(sections[half].names)]

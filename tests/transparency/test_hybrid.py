@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency.checkpoints import checkpointed
-from tests.transparency.hybrid_models import compare_hybrid, refused
+from tests.transparency.hybrid_models import compare_hybrid, pattern_of, refused
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.trials import Trial
@@ -57,8 +58,25 @@ def test_weight_gradients_in_waits(pool_of: Pools) -> None:
         assert outcome.planned.counts[-1].filled == outcome.planned.counts[-1].deferred > 0
 
 
-@pytest.mark.parametrize("pattern", ["**--", "*-*", "-*-*"])
-def test_a_stack_that_is_no_translation_is_refused(pool_of: Pools, pattern: str) -> None:
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": [3, 6]}
+OPAQUE = [{"kind": "mamba", "layers": [1, 4, 6]}, {"kind": "no_attention", "layers": [2]}, {"kind": "no_mlp", "layers": [4]}]
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+def test_stacks_with_layers_that_nobody_looks_into(pool_of: Pools, layout: str) -> None:
+    """M- - *E, M *- ME: Mamba layers, experts, attentions and MLPs, and halves without the other one."""
+    job = hybrid_job(**LAYOUTS[layout], layers=6, experts=EXPERTS, opaque=OPAQUE, hidden_dropout=0.1)
+    assert pattern_of(job).replace("|", "") == "M--*EM*-ME"
+    kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")
+    candidates = [kept, everything, checkpointed(kept, "mlp", [1, 2, 3, 5, 6]), offloading(everything, 8_000, experts=True)]
+    for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
+        assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
+        assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
+        assert all(outcome.planned.counts[-1].replayed > 0 for outcome in outcomes[1:3])
+
+
+def test_another_stack_is_refused(pool_of: Pools) -> None:
     job = hybrid_job(layers=2)
-    [said] = pool_of(1).run(refused, job, plan_for(job, lambda layer: ()), pattern)
-    assert f"--hybrid-layer-pattern: found {pattern} on this rank, needed pairs of an attention and an MLP" in said
+    [said] = pool_of(1).run(refused, job, plan_for(job, lambda layer: ()), "**--")
+    assert "layers: found 1-2, needed 1-3, as this rank has them" in said
+    assert "plan: model.opaque_layers: layers 1: found no_mlp in this run alone" in said

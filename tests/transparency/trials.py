@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -237,13 +238,14 @@ def _backward_in_a_second_thread() -> Iterator[None]:
 def _canaries(seen: Seen) -> Iterator[None]:
     """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward. What stands in
     a replay for values that it does not need holds NaN, too."""
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
     from megatron_lynx.runtime.frame import Absent, Frame
     from megatron_lynx.runtime.saved import memory_of
 
     let_go: list[torch.Tensor] = []
     made, want, backward_step = Absent.made, Frame.want, schedules.backward_step
+    both_steps = combined_1f1b.combined_forward_backward_step
 
     def making_nothing(self: Any) -> torch.Tensor:
         absent: torch.Tensor = made(self)
@@ -254,19 +256,20 @@ def _canaries(seen: Seen) -> Iterator[None]:
         let_go.extend(part.detach() for part in memory_of([tensor]))  # of a wrapper around bytes and scales, those
         return want(self, key, tensor)
 
-    def overwriting(*args: Any, **kwargs: Any) -> Any:
+    def overwriting(step: Any, *args: Any, **kwargs: Any) -> Any:
         seen.overwritten += _overwrite_unheld(let_go)
         let_go.clear()
-        return backward_step(*args, **kwargs)
+        return step(*args, **kwargs)
 
     def put(*functions: Any) -> None:
-        Absent.made, Frame.want, schedules.backward_step = functions  # type: ignore[method-assign]
+        Absent.made, Frame.want, schedules.backward_step, both = functions  # type: ignore[method-assign]
+        combined_1f1b.combined_forward_backward_step = both
 
-    put(making_nothing, wanting, overwriting)
+    put(making_nothing, wanting, partial(overwriting, backward_step), wraps(both_steps)(partial(overwriting, both_steps)))
     try:
         yield
     finally:
-        put(made, want, backward_step)
+        put(made, want, backward_step, both_steps)
 
 
 NANS = {torch.float32: float("nan"), torch.bfloat16: float("nan"), torch.uint8: 0x7F}

@@ -1,6 +1,7 @@
 """The two halves of a layer.
 
-Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage.
+Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage; not of opaque halves. Where
+                      exchanges of experts are overlapped, `routed_experts_compute` of their mixtures instead of the latter.
 Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
@@ -48,7 +49,9 @@ class Capacity:
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
-        owner = owner_of(layer, policy.section.half)
+        if policy.section.opaque:
+            continue
+        owner = owner_of(layer, policy.section.half, policy.section.owner)
 
         def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
             code = _leaving_as_it_was(owner, original) if policy.replay else original
@@ -58,7 +61,7 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], ca
                 if policy.replay and torch.is_grad_enabled():
                     _check_call(policy, kwargs)
                     hidden_SBH = args[0] if args else kwargs["hidden_states"]
-                    if not capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]):
+                    if not policy.section.owner and not capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]):
                         of_call = policy.keeping
                 return engine.half(of_call, code, args, kwargs)
 

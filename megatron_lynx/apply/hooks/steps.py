@@ -1,7 +1,9 @@
 """The order of micro-batches.
 
 Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module,
-                      read at each call by every schedule).
+                      read at each call by every schedule). Where exchanges of experts are overlapped, also
+                      `combined_forward_backward_step` of `combined_1f1b`, which runs one micro-batch's forward and another
+                      one's backward in turns, or one of the two alone.
 Why                   which micro-batch runs, and whose backward comes next in which phase, follows from the order of these calls.
 Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
 Holds                 nothing; the engine knows the micro-batches in flight by weak reference to their output tensor.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterator
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -21,8 +24,8 @@ from megatron_lynx.apply.live_run import unwrapped
 from megatron_lynx.runtime.engine import Engine
 
 
-def claims(engine: Engine, chunks: Container[int]) -> Iterator[Claim]:
-    """`chunks`: the ids of the models that the plan is for."""
+def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) -> Iterator[Claim]:
+    """`chunks`: the ids of the models that the plan is for. `combined`: whether forwards and backwards run in turns."""
     from megatron.core.pipeline_parallel import schedules
 
     def forward(original: Any) -> Any:
@@ -53,3 +56,34 @@ def claims(engine: Engine, chunks: Container[int]) -> Iterator[Claim]:
 
     yield Claim(schedules, "forward_step", forward, "begins and ends a micro-batch's forward")
     yield Claim(schedules, "backward_step", backward, "begins and ends a micro-batch's backward")
+    if combined:
+        yield _both(engine, chunks)
+
+
+def _both(engine: Engine, chunks: Container[int]) -> Claim:
+    from megatron.core.pipeline_parallel import combined_1f1b
+
+    def hooked(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            forward, backward = (
+                given[name] is not None and id(unwrapped(given[name])[1]) in chunks for name in ("f_model", "b_model")
+            )
+            with ExitStack() as stack:
+                if backward:
+                    stack.enter_context(engine.backward_pass(given["b_output_tensor"]))
+                if forward:
+                    place = given["current_microbatch"], given.get("f_model_chunk_id") or 0, given["num_microbatches"]
+                    ended_with = stack.enter_context(engine.forward_pass(*place))
+                result = original(*args, **kwargs)
+                if forward:
+                    ended_with(result)
+            return result
+
+        return combined_forward_backward_step
+
+    reason = "runs a forward and a backward in turns"
+    return Claim(combined_1f1b, "combined_forward_backward_step", hooked, reason)

@@ -4,7 +4,7 @@ The first release lists all functions, every later one those that read otherwise
 So the history of a function is found by looking for its name. `scripts/record_release.py` drafts the next release.
 """
 
-from megatron_lynx.apply.releases.release import Release
+from megatron_lynx.apply.releases.release import GONE, Release
 
 LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 
@@ -153,6 +153,17 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "a5f7de0bfb1cad97",
         f"{LANGUAGE}.compute_language_model_loss": "86cf8e890a0f9c9b",
     },
+    overlapped={
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining": "5e09f2fd73122345",
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_interleaved_pipelining": "386c7a2477784817",
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "734d6f8080fdd7d2",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode": "c4ba546f72c511ce",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6cd10e147f2fcec9",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "66912b57740199c8",
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "ac5477ceae7bf0ef",
+        "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": "d915c5cb082a6336",
+        "megatron.core.models.gpt.fine_grained_callables:should_free_input": "62826425f915dee3",
+    },
 )
 
 CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
@@ -194,6 +205,13 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "4ae592221f4fd816",
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "68223b5e19c86d24",
         f"{LANGUAGE}._scale_logits": "8eb5ca0ddad585c9",
+    },
+    overlapped={
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "fc58e7c5bc2867d5",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode": "c8cb912f9252e7a7",
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "c2e87e24db2266a9",
+        "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": "dfed21a79cee1a54",
+        "megatron.core.models.gpt.fine_grained_callables:should_free_input": "31909c167fd5df72",
     },
 )
 
@@ -243,6 +261,18 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
     },
     hybrid={
         "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": "debd25cfb08e553d",
+        "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "4a944ed851f25cc2",
+    },
+    overlapped={
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining": "aad4a9e5fa82f324",
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_interleaved_pipelining": "40830fcea0b310c5",
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "0960241d12114a70",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode": "3b5ce3e8d183a5a8",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "bab933c6c16c2a32",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "6dedbd15e96a3d01",
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "c26ff92ddb6e9697",
+        "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": "2b75566ab83a1107",
+        "megatron.core.models.gpt.fine_grained_callables:should_free_input": "432783ee669cd004",
     },
 )
 
@@ -279,6 +309,20 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
         f"{LANGUAGE}.compute_language_model_loss": "cfdd820917a28309",
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "e8826ff1c83eb53c",
         "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "ee9c3e36b0e76bac",
+    },
+    hybrid={
+        "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "4e2bba56ad0e7d51",
+    },
+    overlapped={
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "c88509af0f94978d",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode": "7a62dc8735f135d3",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6a09cc81f2faf45a",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "75d8dae9c8209a64",
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "f7cfa30c9599f312",
+        "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": GONE,
+        "megatron.core.models.gpt.fine_grained_callables:should_free_input": GONE,
+        "megatron.core.models.common.utils:TransformerLayerNode": "075b03a6e3d65ebf",
+        "megatron.core.models.common.utils:should_free_input": "85f4bb5b4a46dc6e",
     },
 )
 

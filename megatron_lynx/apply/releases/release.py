@@ -36,7 +36,8 @@ class Release:
     """The functions that matter in every run."""
     only_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The functions that matter only in runs that have something, by what that is: `experts`, `latent` attention, a `head` in
-    pieces, or layers of Transformer Engine (`te`: they can be imported only where it is installed); of Transformer Engine itself
+    pieces, exchanges of experts that are `overlapped`, or layers of Transformer Engine (`te`: they can be imported only where it
+    is installed); of Transformer Engine itself
     `fp8`."""
 
     def then(

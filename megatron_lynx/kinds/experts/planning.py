@@ -107,12 +107,12 @@ class MixtureOfExperts(Planning):
         shared experts, an MLP, are cut among `tensor` ranks: `SequentialMLP`, `TopKRouter` and `SharedExpertMLP`."""
         experts, local = mixture(model), mixture(model).count // layout.expert
         one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn), model.hidden * experts.count
-        linears = 2 * local + (2 if experts.shared_ffn else 0)
+        linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
         return HalfParameters(
             cut=shared,
-            passed=experts.per_token * one + shared + router,
-            vectors=model.norm_parameters(),
-            weights=linears + 1,
+            passed=experts.per_token * one + shared + router + gate,
+            vectors=model.norm_parameters() + gate,
+            weights=linears + 1 + experts.shared_gate,
             biased=linears,
             whole=router,
             router=router,

@@ -158,6 +158,8 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
+    if experts_of(shape).shared_gate:  # the gate's linear keeps what it was given, and the product what it multiplies
+        yield from (SavedTensor(bytes=shape.input_bytes, made_by=SHARED_FC2, saved_by=(SHARED_FC2,)) for _ in range(2))
 
 
 def experts_of(shape: LayerShape) -> Experts:

@@ -18,11 +18,18 @@ group inside it are none.
                 bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
     deepep      fwd.0  tokens and probabilities  fwd.1  rows back                     bwd.0, bwd.1  their gradients
     hybridep    none: its kernels run on the compute stream, which therefore waits for nothing (flex with either backend)
+
+Where exchanges are overlapped (`--overlap-moe-expert-parallel-comm`) Megatron never calls the half's method: it runs four nodes
+in turn with those of another micro-batch, each with a backward of its own. One method of them has what a plan recomputes, and
+nothing waits for an exchange:
+
+    norm, shared experts, router │ dispatch │ routed_experts_compute: rows sorted, experts, rows sorted back │ combine, residual
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Literal, get_args
 
@@ -84,11 +91,19 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
     )
 
 
+def _in_nodes(section: Section) -> Section:
+    """The same half where exchanges are overlapped."""
+    apart = tuple(item.name for item in section.items if item not in _ROUTED or item.role == "router")
+    return replace(section, method="routed_experts_compute", owner=MIXTURE, apart=apart, exchanges_of=EXCHANGES["hybridep"])
+
+
 MIXTURES: Mapping[tuple[Dispatcher, bool], Section] = {
     (dispatcher, shared): _section(_SHARED + _ROUTED if shared else _ROUTED, dispatcher)
     for dispatcher, shared in product(DISPATCHERS, (False, True))
 }
 """By dispatcher, and by whether there are shared experts."""
+IN_NODES: Mapping[tuple[Dispatcher, bool], Section] = {key: _in_nodes(section) for key, section in MIXTURES.items()}
+"""The same where exchanges are overlapped."""
 EXPERTS, EXPERTS_WITH_SHARED = MIXTURES["alltoall", False], MIXTURES["alltoall", True]
 SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 """The items that exist with shared experts only."""

@@ -19,15 +19,14 @@ Without experts a layer has two nodes. What a chunk has more layers than the oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron_lynx.kinds.experts.saved import experts_of, local_experts
+from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.kinds.experts.section import COMBINE, DISPATCH
 from megatron_lynx.profiler.profile import HalfProfile, Profile
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.seconds import LayerSeconds
 
 
 class Beside(NamedTuple):
@@ -59,16 +58,35 @@ class Nodes(NamedTuple):
     back_b: float = 0.0
 
 
-def nodes_of(shape: LayerShape, profile: Profile, layer: LayerSeconds, *, experts: bool) -> Nodes:
-    """`layer`: its halves under a setting. What runs again is a part of its half's first node of a backward."""
-    first, second = (profile.of(section) for section in shape.model.kind_sections(experts=experts))
+@dataclass(frozen=True)
+class HalfSeconds:
+    """One micro-batch in one half."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float = 0.0
+
+    @property
+    def recomputed_whole(self) -> HalfSeconds:
+        """The same where all of it runs again."""
+        return replace(self, again_s=self.forward_s)
+
+
+LayerSeconds = tuple[HalfSeconds, ...]
+"""By half, in the order of a forward."""
+
+
+def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
+    """`layer`: its halves under a setting, or a plan, which is of this kind. What runs again is a part of its half's
+    node of a backward."""
+    first, second = map(profile.of, kind)
     attention, mlp = layer
     before_f, before_b = attention.forward_s, attention.backward_s + attention.again_s
     inside_f, inside_b = mlp.forward_s, mlp.backward_s + mlp.again_s
-    if not experts or profile.experts is None:
+    if not kind[1].exchanges or profile.experts is None:
         return Nodes(before_f, before_b, _weights_s(first), inside_f, inside_b, _weights_s(second))
-    half, names = profile.experts, experts_of(shape).section.names
-    apart = _moved_outside(shape)
+    half, names = profile.experts, kind[1].names
+    apart = _moved_outside(profile)
     front = dict.fromkeys(names[: names.index(DISPATCH)], 1.0) | {DISPATCH: apart}
     back = {COMBINE: apart} | dict.fromkeys(names[names.index(COMBINE) + 1 :], 1.0)
     (front_f, front_b), (back_f, back_b) = _both_s(half, front), _both_s(half, back)
@@ -87,12 +105,13 @@ def nodes_of(shape: LayerShape, profile: Profile, layer: LayerSeconds, *, expert
     )
 
 
-def _moved_outside(shape: LayerShape) -> float:
+def _moved_outside(profile: Profile) -> float:
     """The share of the copying of rows that is done on the ranks they come from: all, or where a rank has several experts one of
     two copies. A flex dispatcher's kernels take rows from where they are."""
-    if experts_of(shape).dispatcher != "alltoall":
+    experts = profile.shape.experts
+    if experts is None or experts.dispatcher != "alltoall":
         return 0.0
-    return 0.5 if local_experts(shape) > 1 else 1.0
+    return 0.5 if experts.count > profile.shape.expert else 1.0
 
 
 def _both_s(half: HalfProfile, shares: dict[str, float]) -> tuple[float, float]:

@@ -1,0 +1,68 @@
+"""Patterns of hybrid stacks, in which Megatron's HybridModel has an attention, an MLP, experts or a Mamba layer as a layer each,
+and what a plan calls a layer there.
+
+    M-M*-|M*E        a symbol is a layer of Megatron's, a bar ends a stage, or a chunk of one
+
+    *-   *E          an attention, and what stands behind it: one layer of a plan, as in a GPT
+    M-   GE          the same with a Mamba layer, or a gated delta net, in the attention's place
+    M    *           without anything behind it: the other half is not there
+    -    E           without anything before it, likewise
+
+So a stack that is pairs of an attention and an MLP has the layers of the GPT that it translates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
+
+BAR, ATTENTION, EXPERTS, MAMBA, DELTA_NET = "|", "*", "E", "M", "G"
+KNOWN = f"{ATTENTION}{MAMBA}{DELTA_NET}-{EXPERTS}"
+LAYER = re.compile(rf"([{re.escape(ATTENTION + MAMBA + DELTA_NET)}]?)([-{EXPERTS}]?)")
+NEEDED = "attention (*), MLP (-), experts (E), Mamba (M) and gated delta nets (G), with bars between stages"
+OPAQUE: dict[str, OpaqueName] = {MAMBA: "mamba", DELTA_NET: "gated_delta_net"}
+
+
+class StackLayer(NamedTuple):
+    """One layer of a plan, by the symbols of its halves; empty for a half that is not there."""
+
+    first: str
+    second: str
+
+    @property
+    def symbols(self) -> str:
+        return self.first + self.second
+
+    @property
+    def opaque(self) -> tuple[OpaqueName, ...]:
+        """What of it nobody looks into."""
+        first = OPAQUE.get(self.first) if self.first else NOTHING[0]
+        return tuple(name for name in (first, None if self.second else NOTHING[1]) if name is not None)
+
+
+def unknown_in(pattern: str) -> str:
+    """The symbols of a pattern that are not known here, each once."""
+    return "".join(dict.fromkeys(symbol for symbol in pattern if symbol not in KNOWN + BAR))
+
+
+def segments_of(pattern: str, stages: int) -> list[str]:
+    """What each stage, or chunk of one, has: between bars, or without any as much for each stage. Empty: it does not divide."""
+    if BAR in pattern or stages == 1:
+        return pattern.split(BAR)
+    size, rest = divmod(len(pattern), stages)
+    return [] if rest else [pattern[at : at + size] for at in range(0, len(pattern), size)]
+
+
+def layers_of(segment: str) -> list[StackLayer]:
+    """The layers of a plan in one segment of known symbols."""
+    return [StackLayer(*found.groups()) for found in LAYER.finditer(segment) if found[0]]
+
+
+def pattern_of(layers: Sequence[StackLayer], counts: Iterable[int]) -> str:
+    """The pattern of these layers with so many of them in each segment."""
+    symbols = (layer.symbols for layer in layers)
+    return BAR.join("".join(islice(symbols, count)) for count in counts)

@@ -1,0 +1,105 @@
+"""Halves that nobody looks into, by the figures that a job states of them (`config.opaque`), or that a profile has measured.
+
+    forward     max(FLOPs at a GEMM's speed, what is kept written and read once)     and two collectives of tensor-parallel ranks
+    backward    twice the FLOPs, twice the bytes, as many collectives
+
+No kernel of a scan or of a delta rule is as fast as a GEMM of its FLOPs: seconds are the least, and equal under every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.opaque import Opaque
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
+from megatron_lynx.kinds.saved import dropout_tensor
+from megatron_lynx.kinds.section import Item
+from megatron_lynx.profiler.element_wise import Kernels
+from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor
+from megatron_lynx.profiler.roofline import Passes, Roofline, link_among
+from megatron_lynx.profiler.shape import LayerShape
+
+NO_SECONDS = ItemProfile(forward_s=0.0, backward_s=0.0, saved_bytes=0, output_bytes=0, flops=0)
+COLLECTIVES = 2
+"""In each pass: an all-reduce is as long as a gather and a scatter."""
+
+
+class OpaqueHalf(Planning):
+    """One such half. Of what is not there everything is 0."""
+
+    def figures(self, shape: LayerShape) -> Opaque:
+        return shape.model.opaque_in(self.section)
+
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        """None that are known."""
+        return {}
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        return Kernels((), ())
+
+    def half(self, job: Job, shape: LayerShape, roof: Roofline) -> HalfProfile:
+        if self.figures(shape).nothing:
+            return HalfProfile(input_bytes=0, items=dict.fromkeys(self.section.names, NO_SECONDS), tensors=())
+        half = super().half(job, shape, roof)
+        tensor, [name] = shape.parallel.tensor, self._inside
+        if tensor == 1:
+            return half
+        sent = shape.gathered_bytes * (tensor - 1) / tensor
+        waits_s = COLLECTIVES * link_among(job.cluster, tensor).seconds(sent)
+        item = half.items[name]
+        longer = {"forward_s": item.forward_s + waits_s, "backward_s": item.backward_s + waits_s}
+        return half.model_copy(update={"items": {**half.items, name: item.model_copy(update=longer)}})
+
+    def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
+        if item.role != "opaque":
+            return super().seconds(shape, item, roof)
+        figures, tokens = self.figures(shape), shape.tokens / shape.parallel.tensor
+        flops, moved = figures.flops * tokens, 2 * figures.kept_bytes * tokens
+        return Passes(roof.seconds(flops, moved), roof.seconds(2 * flops, 2 * moved))
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        """One block of all that is kept inside, and what the norm makes; the mask of dropout."""
+        figures, [name] = self.figures(shape), self._inside
+        if figures.nothing:
+            return
+        kept = ceil(figures.margin * figures.kept_bytes * shape.tokens / shape.parallel.tensor)
+        yield SavedTensor(bytes=shape.input_bytes + kept, made_by=name, saved_by=(name,))
+        yield dropout_tensor(shape, self.section)
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        figures = model.opaque_in(self.section)
+        if figures.nothing:
+            return HalfParameters(cut=0, passed=0, vectors=0, weights=0, biased=0, norms=0)
+        return HalfParameters(
+            cut=figures.parameters,
+            passed=figures.flops // 2,
+            vectors=model.norm_parameters(),
+            weights=2,
+            biased=0,
+            largest=figures.parameters,
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        figures, [name] = self.figures(shape), self._inside
+        made = ceil(figures.margin * figures.in_hand_bytes * shape.tokens / shape.parallel.tensor)
+        yield Step(name, made, made)
+
+    def refusals(self, job: Job) -> Iterator[Problem]:
+        """Plans keep it; what would make Megatron run it again, or cut a sequence, is not theirs."""
+        if job.parallel.context > 1 and not self.figures(LayerShape.of(job)).nothing:
+            needed = (
+                f"1 with {self.section.name}: its state goes through the whole sequence, and what it exchanges is not counted"
+            )
+            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
+        if job.model.moe_overlapped:
+            needed = f"false beside {self.section.name}: its halves are no nodes of the combined schedule"
+            yield Problem("job: model.experts.overlapped", "true", needed, "the job can be estimated")
+
+    @property
+    def _inside(self) -> list[str]:
+        return [item.name for item in self.section.items if item.role == "opaque"]

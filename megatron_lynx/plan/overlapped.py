@@ -1,0 +1,63 @@
+"""Checks of plans beside overlapped exchanges of experts (`model.moe_overlapped`).
+
+Megatron's combined schedule runs a forward and a backward in turns, node by node, and waits for no exchange: there are no
+windows, and what a plan recomputes runs on demand, where backward enters its node. A layer of experts runs in four nodes:
+
+    attention, norm, router, shared experts │ dispatch │ rows sorted, experts, rows sorted back │ combine, residual
+    └ replayed, or a checkpoint                          └ replayed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.anatomy import HALVES, MLP
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.rule import Rule
+
+BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
+
+
+def misplaced(plan: PlanContents) -> Iterator[str]:
+    """What a plan cannot have beside them, with what is needed."""
+    if not plan.model.moe_overlapped:
+        return
+    layout, model = plan.parallel, plan.model
+    if not model.moe_layers:
+        yield "model.moe_overlapped is true, but no layer has experts (model.moe_layers)"
+    if layout.pipeline > 1 and layout.chunks == 1:
+        yield f"parallel.chunks is 1, needed several in a pipeline {BESIDE}, as Megatron does"
+    for name, found, needed in (
+        ("parallel.tensor", layout.tensor, 1),
+        ("parallel.context", layout.context, 1),
+        ("parallel.expert", layout.expert, 1),
+        ("schedule", plan.schedule, "flush"),
+        ("model.mtp", model.mtp, 0),
+        ("model.fp8", model.fp8, None),
+        ("model.opaque_layers", ", ".join(model.opaque_layers) or None, None),
+        ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
+    ):
+        if found != needed:
+            yield f"{name} is {found}, needed {'none' if needed is None else needed} {BESIDE}: nothing else was tried"
+    for entry in plan.stages:
+        for name in ("offload", "weight_gradients", "whole"):
+            if getattr(entry, name) is not None:
+                yield f"{plan.place_of(entry)}.{name} is given, needed none {BESIDE}"
+
+
+def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """What a rule asks for and cannot have beside them, in words."""
+    if not plan.model.moe_overlapped:
+        return
+    places = [place.of(half, phase) for place in (rule.windows, rule.gather) for half in HALVES for phase in BACKWARD_PHASES]
+    if ahead := sorted({str(place) for place in places} - {str(ON_DEMAND), str(None)}):
+        yield f"found {', '.join(ahead)}, needed on_demand {BESIDE}: nothing waits for an exchange"
+    section = next((plan.model.sections_of(layer)[1] for layer in rule.layers if plan.model.has_experts(layer)), None)
+    if section is None:
+        return
+    if rule.checkpoints(MLP.half):
+        yield f"{rule.checkpoint_said}, needed attention or none {BESIDE}: rows would travel again"
+    if apart := [item for item in section.apart if item in rule.replay]:
+        needed = f"none but {', '.join(section.replayable)}"
+        yield f"found {', '.join(apart)} replayed in layers of experts, needed {needed} {BESIDE}: other nodes run them"

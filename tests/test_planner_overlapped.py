@@ -1,0 +1,64 @@
+"""Plans beside overlapped exchanges of experts: what they take and hold, against stock's overlapped and against usual plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Infeasible
+from megatron_lynx.planner.decision import Decision, decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.stock import NONE, StockSetting, priced
+from megatron_lynx.units import GIB
+from tests.stock.test_combined import job_of as stock_job
+
+OVERLAPPED = StockSetting(overlap=True)
+
+
+def job_of(gib: float, *, overlapped: bool = True, experts: dict[str, Any] | None = None, **changes: Any) -> Job:
+    job = stock_job(experts={"overlapped": overlapped, **(experts or {})}, budget={"memory_gib": gib}, **changes)
+    return job.model_copy(update={"policy": "planned"})
+
+
+def decided(*args: Any, **kwargs: Any) -> Decision:
+    job = job_of(*args, **kwargs)
+    return decide(job, analytic_profile(job))
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "expert": 8, "layers_per_chunk": 12}], ids=["one stage", "chunks"])
+def test_where_all_fits_it_is_stocks(layout: dict[str, Any]) -> None:
+    found, stock = decided(70, parallel=layout), stock_job(parallel=layout)
+    price = priced(stock, analytic_profile(stock), OVERLAPPED)
+    assert found.simulation.step_s == pytest.approx(price.step_s, rel=2e-3)
+    assert all(not rule.replay for entry in found.plan.stages for rule in entry.rules)
+    held, theirs = (max(each.total for each in stages) for stages in (found.memory, price.stages))
+    assert abs(held - theirs) < 0.01 * theirs
+
+
+def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
+    """DeepEP over two nodes of H100: below what stock's overlap needs, and below what a plan without it takes."""
+    deepep = {"dispatcher": "deepep"}
+    beside, usual = decided(58, experts=deepep), decided(58, overlapped=False, experts=deepep)
+    none_s = priced(usual.job, analytic_profile(usual.job), NONE).step_s
+    assert 0.8 * none_s < beside.simulation.step_s < usual.simulation.step_s
+    assert max(each.total for each in beside.memory) <= 58 * GIB
+    rules = [rule for entry in beside.plan.stages for rule in entry.rules]
+    assert any("experts_activation" in rule.replay for rule in rules)
+    assert {rule.windows.of(half, "steady") for rule in rules for half in ("attention", "mlp")} == {ON_DEMAND}
+    assert beside.plan.model.moe_overlapped
+    assert not beside.plan.exchanging
+    assert "--delay-wgrad-compute" in beside.weight_gradients
+
+
+def test_what_does_not_fit_beside_them_may_fit_without() -> None:
+    with pytest.raises(Infeasible, match=r"model.experts.overlapped: false"):
+        decided(50.5)
+
+
+def test_what_cannot_be_beside_them_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decided(70, parallel={"tensor": 2, "sequence_parallel": True})
+    assert "parallel.tensor: found 2, needed 1 beside overlapped exchanges of experts" in str(caught.value)

@@ -1,0 +1,97 @@
+"""On the ranks of a test: layers whose attention is Megatron's own gated delta net, in its torch code for deterministic
+runs. Of fla, which needs a GPU, it needs a norm alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.opaque import Opaque, gated_delta_net
+from megatron_lynx.errors import LynxError
+from megatron_lynx.plan.plan import Plan
+from tests.transparency.trials import Outcome, Trial, compare_with_stock
+
+SIZES = {"key_heads": 2, "key_size": 8, "value_heads": 4, "value_size": 8, "convolved": 4}
+
+
+def delta_net_in(layers: list[int | str], *, hidden: int = 32) -> tuple[Opaque, ...]:
+    """For a job whose layers of these numbers have it."""
+    return (Opaque.model_validate({**gated_delta_net(hidden, 4, **SIZES), "layers": tuple(layers)}),)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+@contextmanager
+def delta_nets(job: Job) -> Iterator[None]:
+    """The testbed's models have them where the job says so."""
+    from megatron.core.ssm import gated_delta_net as theirs
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatron_lynx.testbed import tiny_models
+
+    having = job.model.opaque[0].numbers(job.model.layers) if job.model.opaque else frozenset()
+    usual = tiny_models.block_spec
+
+    def block_spec(config: Any, vp_stage: int | None = None) -> Any:
+        for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
+            setattr(config, f"linear_{name}", SIZES[flag])
+        config.linear_key_head_dim, config.linear_value_head_dim = SIZES["key_size"], SIZES["value_size"]
+        config.linear_conv_kernel_dim, config.deterministic_mode = SIZES["convolved"], True
+        block = usual(config, vp_stage)
+        first = 1 + get_transformer_layer_offset(config, vp_stage)
+        block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
+        for number, spec in enumerate(block.layer_specs, start=first):
+            if number in having:
+                parts = {"in_proj": ColumnParallelLinear, "out_norm": tiny_models.Norm, "out_proj": RowParallelLinear}
+                submodules = theirs.GatedDeltaNetSubmodules(**parts)
+                spec.submodules.self_attention = ModuleSpec(module=theirs.GatedDeltaNet, submodules=submodules)
+        return block
+
+    with (
+        patch.object(tiny_models, "block_spec", block_spec),
+        patch.object(theirs, "HAVE_FLA", True),
+        patch.object(theirs, "l2norm", l2norm, create=True),
+    ):
+        yield
+
+
+def compare(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcome]:
+    """As `trials.compare_with_stock`, with gated delta nets in the job's opaque layers."""
+    with delta_nets(job):
+        return compare_with_stock(rank, job, plans, trial)
+
+
+def refused(rank: int, job: Job, plan: Plan) -> str:
+    """What installing says of a model as the job has it."""
+    from megatron_lynx.apply import install
+    from tests.apply.on_ranks import trained
+
+    with delta_nets(job):
+        training = trained(job)
+        try:
+            install(training.chunks, plan)
+        except LynxError as error:
+            return str(error)
+    return "installed"
+
+
+def held_and_parameters(rank: int, job: Job, plan: Plan) -> tuple[list[str], int]:
+    """What hooks hold, and how many parameters the model has."""
+    from megatron_lynx.apply import install
+    from tests.apply.on_ranks import trained
+
+    with delta_nets(job):
+        training = trained(job)
+        with install(training.chunks, plan) as installation:
+            held = [hook.claim.where for hook in installation.hooks]
+        return held, sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())

@@ -1,0 +1,102 @@
+"""Plans beside overlapped exchanges of experts (`--overlap-moe-expert-parallel-comm`): Megatron's combined schedule runs a
+forward and a backward in turns, node by node. What is stock's there is compared, which sums otherwise than without the flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankError, RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
+from tests.te_releases import folder_of, pools_with, python_path
+from tests.transparency.checkpoints import checkpointed
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.test_every_bit import checked
+from tests.transparency.test_experts import EXPERTS, SPREAD, trial_of
+
+Pools = Callable[[int], RankPool]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": SPREAD,
+    "PP2xVPP2, EP2": {**SPREAD, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+}
+DELAYED = {"delay_wgrad_compute": True}
+
+
+def job_of(layout: str, *, experts: dict[str, Any] | None = None, **model: Any) -> Job:
+    mixture = {**EXPERTS, "overlapped": True, **(experts or {})}
+    return tiny_job("gpt", **LAYOUTS[layout], experts=mixture, bias=False, dtype="bf16", **model)
+
+
+def candidates_for(job: Job) -> list[Plan]:
+    """Nothing replayed; everything that can be; and with attention halves that keep their input."""
+    everything = plan_for(job, lambda layer: replayable(job), windows=False)
+    return [plan_for(job, lambda layer: ()), everything, checkpointed(everything, "attention")]
+
+
+def compared(pool_of: Pools, job: Job, **fields: Any) -> None:
+    """All of it on demand, half by half, and nothing communicates that does not in stock."""
+    for outcomes in checked(pool_of, job, candidates_for(job), trial_of(canaries=True, **fields)):
+        assert all(outcome.planned.collectives == outcome.stock.collectives for outcome in outcomes), "in kind and order"
+        kept, replayed, inputs = (outcome.planned.counts[-1].let_go_bytes for outcome in outcomes)
+        assert 0 == kept < replayed <= inputs
+        assert outcomes[1].planned.overwritten > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit(pool_of: Pools, layout: str) -> None:
+    """With shared experts, and a layer that has an MLP."""
+    compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))
+
+
+@pytest.fixture(scope="module")
+def te_pool_of() -> Iterator[Pools]:
+    yield from pools_with("2.17")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
+    """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was replayed, by then."""
+    job = job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32})
+    compared(te_pool_of, job, model=DELAYED)
+
+
+@pytest.mark.parametrize("release", long("0.17", "0.18", "0.19"))
+def test_other_releases(release: str) -> None:
+    with RankPool(2, env={"PYTHONPATH": python_path(folder_of("MEGATRON_CORE", release, "megatron/core"))}) as pool:
+        compared(lambda ranks: pool, job_of("EP2", experts={"shared_ffn": 32}))
+
+
+def test_plans_for_the_other_schedule_are_refused(pool_of: Pools) -> None:
+    job = job_of("EP2")
+    usual = tiny_job("gpt", **SPREAD, experts=EXPERTS, bias=False, dtype="bf16")
+    for planned, found in ((usual, "found False, needed True"), (job, "found True, needed False")):
+        plan = plan_for(planned, lambda layer: ())
+        with pytest.raises(RankError, match=f"plan: model.moe_overlapped: {found}"):
+            checked(pool_of, job if planned is usual else usual, [plan])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"replay": ["core_attention", "pre_mlp_layernorm"]},
+            "found pre_mlp_layernorm replayed in layers of experts, needed none but experts_fc1",
+        ),
+        ({"checkpoint": "layer", "keep": [], "replay": []}, "checkpoint is layer, needed attention or none"),
+        ({"windows": {"attention": "pipe.recv_backward"}}, "found pipe.recv_backward, needed on_demand"),
+    ],
+)
+def test_what_other_nodes_run_is_not_replayed(change: dict[str, Any], problem: str) -> None:
+    raw = plan_for(job_of("EP2"), lambda layer: ["core_attention"], windows=False).model_dump(mode="json", exclude_defaults=True)
+    rule = raw["stages"][0]["rules"][0]
+    rule["keep"] = [] if "checkpoint" in change else [item for item in rule["keep"] if item not in change.get("replay", ())]
+    with pytest.raises(ValueError, match=problem):
+        Plan.model_validate(
+            {**raw, "stages": [{**raw["stages"][0], "rules": [{**rule, **change}, *raw["stages"][0]["rules"][1:]]}]}
+        )
