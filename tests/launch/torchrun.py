@@ -1,8 +1,13 @@
-"""torchrun, as it is, but for its ranks: they come from the nursery, with torch imported."""
+"""torchrun, as it is, but for its ranks: they come from the nursery, with torch imported.
+
+And but for a name in its record of events: torchrun asks `inspect` for the source of every frame above it, which looks
+through all modules that the nursery has imported.
+"""
 
 from __future__ import annotations
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main
 
 from tests.nursery.process import OF_LAUNCHES, Process, start
@@ -17,4 +22,5 @@ def from_nursery(handler: SubprocessHandler, command: tuple[str, ...], environme
 
 if __name__ == "__main__":
     SubprocessHandler._popen = from_nursery
+    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
     main()
