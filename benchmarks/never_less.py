@@ -82,14 +82,14 @@ def row(name: str, job: Job, setting: StockSetting) -> tuple[str, float | None]:
 
 def decided(job: Job, profile: Profile, size_bytes: int) -> tuple[Decision, int]:
     """The decision at these bytes, or with what routers keep beside them; and how many bytes that is."""
-    for beside in (0, kept_by_routers(job, profile)):
-        allowed = on_devices_of(job, (size_bytes + beside) / GIB)
-        try:
-            return decide(allowed.model_copy(update={"policy": "planned"}), profile), beside
-        except Infeasible:
-            if beside or job.model.experts is None:
-                raise
-    raise AssertionError("routers keep something")
+    job = job.model_copy(update={"policy": "planned"})
+    try:
+        return decide(on_devices_of(job, size_bytes / GIB), profile), 0
+    except Infeasible:
+        if job.model.experts is None:
+            raise
+    beside = kept_by_routers(job, profile)
+    return decide(on_devices_of(job, (size_bytes + beside) / GIB), profile), beside
 
 
 def launched(path: Path) -> tuple[Job, StockSetting]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.never_less import kept_by_routers
-from benchmarks.when_not import job_of
+from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
 from megatron_lynx.cost.in_hand import half_in_hand_bytes, layer_in_hand_bytes
@@ -72,8 +72,7 @@ def settings_of(job: Job) -> list[StockSetting]:
 
 
 def within(job: Job, size_bytes: int) -> Job:
-    budget = job.budget.model_copy(update={"memory_gib": size_bytes / GIB})
-    return job.model_copy(update={"budget": budget, "policy": "planned"})
+    return on_devices_of(job, size_bytes / GIB).model_copy(update={"policy": "planned"})
 
 
 @settings(max_examples=8, deadline=None)
