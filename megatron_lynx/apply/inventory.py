@@ -21,7 +21,14 @@ RELIES_ON = {
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "hybrid": ("models.hybrid.hybrid_block",),
     "random_state": ("tensor_parallel.random",),
-    "steps": ("pipeline_parallel.schedules",),
+    "steps": (
+        "pipeline_parallel.schedules",
+        "pipeline_parallel.combined_1f1b",
+        "pipeline_parallel.utils",
+        "models.common.model_chunk_schedule_plan",
+        "models.common.utils",
+        "models.gpt.fine_grained_callables",
+    ),
     "head_in_pieces": (
         "models.gpt.gpt_model",
         "models.common.language_module.language_module",

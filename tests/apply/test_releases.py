@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.apply.inventory import hook_of
+from megatron_lynx.apply.releases import KNOWN
 from megatron_lynx.apply.releases.release import GONE, Release
 
 from ..long import long
@@ -69,3 +71,10 @@ def drafted(folders: list[Path], *words: str) -> str:
 def without_source(text: str) -> str:
     """The text without the third number of versions: what is tested against need not be the patch release that was recorded."""
     return re.sub(r"# recorded from .*", "", text)
+
+
+def test_every_function_has_a_hook_that_relies_on_it() -> None:
+    """`megatron-lynx hooks` ended in a traceback where a table had functions of a module that no hook named."""
+    for release in KNOWN.values():
+        for table in (release.fingerprints, *release.only_with.values()):
+            assert all(hook_of(site) for site in table)
