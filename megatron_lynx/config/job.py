@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -339,7 +340,7 @@ class Job(Part):
 
     def kinds_on(self, stage: int) -> Counter[LayerKind]:
         """The same of all its chunks."""
-        return sum((self.kinds_of(stage, chunk) for chunk in range(self.chunks)), start=Counter[LayerKind]())
+        return self.model.kinds_of(chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks)))
 
     def halves_on(self, stage: int) -> Counter[Section]:
         """What fills the halves of a stage's layers, and how many times."""

@@ -125,8 +125,10 @@ def halves_of(facts: Facts) -> Mapping[Half, Section]:
 
 
 def _filling_of(half: Half, facts: Facts) -> Section:
-    chosen = (kind.chosen(facts) for kind in reversed(KINDS) if kind.half == half)
-    return next(section for section in chosen if section is not None)
+    for kind in reversed(KINDS):
+        if kind.half == half and (section := kind.chosen(facts)) is not None:
+            return section
+    raise LookupError(f"nothing fills {half}: its usual content answers to all facts")
 
 
 def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:

@@ -94,7 +94,9 @@ class Chunks:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
         if last.layers:
-            least, most_bytes = least_memory(replace(last, in_flight=1)), keep_all(last).peak_bytes
+            if stage not in self._leanest:
+                self._leanest[stage] = least_memory(replace(last, in_flight=1))
+            least, most_bytes = self._leanest[stage], keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         found, error = list[_SharedOut](), None
@@ -126,8 +128,10 @@ class Chunks:
     ) -> SolvedChunks:
         """The answers of all chunks but that one. [1] [2] To a solver what is reserved is one more thing that the loss holds."""
         chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
-        kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
-        alike = [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
+        if stage not in self._alike:
+            kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
+            self._alike[stage] = [tuple(each for each in chunks if kinds[each] == kind) for kind in sorted(set(kinds.values()))]
+        alike = self._alike[stage]
         problems = [replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
             solved = SolvedChunks(_reserving(solver, problem, reserved_bytes) for problem in problems)
@@ -161,6 +165,16 @@ class Chunks:
 
     @cached_property
     def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
+        return {}
+
+    @cached_property
+    def _leanest(self) -> dict[int, Solved]:
+        """Of each stage the answer of the model's last chunk that holds least, alone."""
+        return {}
+
+    @cached_property
+    def _alike(self) -> dict[int, list[tuple[int, ...]]]:
+        """The chunks of each stage beside each other, those that are treated alike together."""
         return {}
 
 

@@ -53,9 +53,8 @@ def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solve
     host = sum((host_of(chunk) for chunk in chunks), start=NO_HOST_TIME)
     if not offloads:
         return host
-    layers = [layer for chunk in range(job.chunks) for layer in job.layers_of(stage, chunk)]
-    sections = [each for layer in layers for each in job.model.sections(layer)]
-    return sum((offloading_host_s(profile, section) for section in sections), start=host)
+    halves = job.halves_on(stage).items() if profile.host_time is not None else ()
+    return sum((offloading_host_s(profile, section) * count for section, count in halves), start=host)
 
 
 def host_of(answer: Solved) -> HostSeconds:

@@ -35,7 +35,7 @@ from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.offload import Leaver, goes_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.sweep import least_memory, solve
+from megatron_lynx.solver.sweep import Sweeps, least_memory
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -251,7 +251,7 @@ class Stages:
 
     @cached_property
     def worked(self) -> Worked:
-        return self.before or Worked(Chunks(StageProblems(self.job, self.profile, self.early_exchanges)), Remembering(solve))
+        return self.before or Worked(Chunks(StageProblems(self.job, self.profile, self.early_exchanges)), Remembering(Sweeps()))
 
     @property
     def _chunks(self) -> Chunks:

@@ -27,11 +27,13 @@ backward begins); behind these it is that of the others alone. So a table of all
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, combinations, compress, cycle, pairwise
-from math import prod
+from math import floor, prod
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -67,18 +69,42 @@ MOST_BYTES = 10**100
 ROUNDED_S = 1e-11
 """Rounding seconds changes them by less than this."""
 
+RECENT = 2
+"""The ways of so many problems are remembered: chunks beside each other and the model's last one take turns."""
+
 Numbers = NDArray[np.intp]
 Corner = tuple[int, ...]
 """By kind of half the number of its option."""
 
 
-def solve(problem: StageProblem) -> Solved:
-    """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
+@dataclass(frozen=True)
+class Sweeps:
+    """`solve` for problem after problem: those that differ in their budget and in the loss alone have their ways in common."""
+
+    recent: deque[_Ways] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def __call__(self, problem: StageProblem) -> Solved:
+        return solve(problem, self)
+
+    def ways(self, problem: StageProblem) -> _Ways:
+        """All ways of a problem's halves, the same ones if they were asked for just before."""
+        found = next((ways for ways in self.recent if ways.are_of(problem)), None)
+        if found is None:
+            found = _Ways(problem.halves, problem.in_flight)
+        else:
+            self.recent.remove(found)
+        self.recent.append(found)
+        return found
+
+
+def solve(problem: StageProblem, sweeps: Sweeps | None = None) -> Solved:
+    """The best answer. Raises `Infeasible` when not even the least memory fits the budget. `sweeps`: what remembers ways."""
     if problem.budget_bytes is None:
         return least_memory(problem.plain.best_seated)
-    answer = _Sweep(problem).fastest(float(min(problem.budget_bytes, MOST_BYTES)))
+    sweep = _Sweep(problem, (sweeps or Sweeps()).ways(problem))
+    answer = sweep.fastest(float(min(problem.budget_bytes, MOST_BYTES)))
     if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
-        answer = least_memory(problem)
+        answer = sweep.leanest()
     if answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)
     return answer
@@ -86,7 +112,7 @@ def solve(problem: StageProblem) -> Solved:
 
 def least_memory(problem: StageProblem) -> Solved:
     """The answer with all layers alike that has the least peak, whatever it exposes. Ties: as without a budget."""
-    return _Sweep(problem).leanest()
+    return _Sweep(problem, _Ways(problem.halves, problem.in_flight)).leanest()
 
 
 class _Part(NamedTuple):
@@ -102,13 +128,16 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sweep:
-    """All answers to one problem that are looked at: each way of the lower layers with each of the last one."""
+    """One problem, and all ways to answer it that are looked at."""
 
     problem: StageProblem
+    ways: _Ways
 
     def fastest(self, budget_bytes: float) -> Solved | None:
         """The fastest that keeps the budget, if any does."""
-        lower = self._part(self._of_two_sorts, len(HALVES))
+        if self._bound_bytes > budget_bytes:
+            return None
+        lower = self.ways.lower
         possible = np.flatnonzero(self._least_peaks(lower) <= budget_bytes)
         possible = possible[np.argsort(lower.longer_s[possible], kind="stable")]
         found: tuple[tuple[float, ...], int, int] | None = None
@@ -121,9 +150,16 @@ class _Sweep:
                 found = (seconds[best], peaks[best], resident[best]), rows[best[0]], best[1]
         return None if found is None else self._answer(lower, *found[1:])
 
+    @property
+    def _bound_bytes(self) -> float:
+        """No answer holds less when backward begins: every half does what then holds least."""
+        others, columns = self.problem.in_flight - 1, [choices.columns for choices in self.ways.backward]
+        least = sum(float((others * each.resident + each.moments[:, 0]).min()) for each in columns)
+        return floor(self.problem.loss_bytes + least)
+
     def leanest(self) -> Solved:
         """The one that holds least, of those whose layers are alike."""
-        lower = self._part(self._alike, len(HALVES))
+        lower = self.ways.lower_alike
         least = self._least_peaks(lower)
         ordered = np.argsort(least, kind="stable")
         found: tuple[tuple[float, ...], int, int] | None = None
@@ -139,7 +175,7 @@ class _Sweep:
 
     def _answer(self, lower: _Part, row: int, last: int) -> Solved:
         numbers = [*self._last.chosen[last], *lower.chosen[row]]
-        backward = [choices[number] for choices, number in zip(self._backward, numbers, strict=True)]
+        backward = [choices[number] for choices, number in zip(self.ways.backward, numbers, strict=True)]
         return Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def _costs(self, lower: _Part, rows: Numbers) -> tuple[Floats, Floats, Floats]:
@@ -161,13 +197,43 @@ class _Sweep:
 
     @cached_property
     def _last(self) -> _Part:
+        """Every way of the last layer, beside which there is the loss before its backward begins."""
+        last = self.ways.last
+        held = last.held.copy()
+        held[:, 0] += self.problem.loss_bytes
+        return last._replace(held=held)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Each way of the lower layers, and each of the last one, whatever the budget."""
+
+    halves: tuple[Choices, ...]
+    """The choices of every half, in forward order."""
+    in_flight: float
+
+    def are_of(self, problem: StageProblem) -> bool:
+        """Whether they are those of a problem: of the very same choices, which takes no time to see."""
+        alike = self.in_flight == problem.in_flight and len(self.halves) == len(problem.halves)
+        return alike and all(map(is_, self.halves, problem.halves))
+
+    @cached_property
+    def last(self) -> _Part:
         """Every way of the last layer."""
-        offered = [self._worth_it(choices, MOST_ON_TOP) for choices in self._backward[: len(HALVES)]]
+        offered = [self._worth_it(choices, MOST_ON_TOP) for choices in self.backward[: len(HALVES)]]
         chosen = np.stack([numbers.ravel() for numbers in np.meshgrid(*offered, indexing="ij")], axis=-1)
-        whole = [[_joined(choices) for choices in self._backward[: len(HALVES)]]]
-        part = self._part(np.concatenate([chosen, np.array(whole)]) if None not in whole[0] else chosen, 0)
-        part.held[:, 0] += self.problem.loss_bytes
-        return part
+        whole = [[_joined(choices) for choices in self.backward[: len(HALVES)]]]
+        return self._part(np.concatenate([chosen, np.array(whole)]) if None not in whole[0] else chosen, 0)
+
+    @cached_property
+    def lower(self) -> _Part:
+        """Every way of the lower layers, alike or of two sorts."""
+        return self._part(self._of_two_sorts, len(HALVES))
+
+    @property
+    def lower_alike(self) -> _Part:
+        """Every way of the lower layers in which all are alike."""
+        return self._part(self._alike, len(HALVES))
 
     def _part(self, chosen: Numbers, first: int) -> _Part:
         """These options of halves, from the first one of these in the order of a backward on."""
@@ -180,17 +246,17 @@ class _Sweep:
     @cached_property
     def _every_option(self) -> Columns:
         """The options of all kinds of halves, one kind behind the other."""
-        kinds = {id(choices): choices.columns for choices in self._backward}
+        kinds = {id(choices): choices.columns for choices in self.backward}
         return Columns(*(np.concatenate(costs) for costs in zip(*kinds.values(), strict=True)))
 
     @cached_property
     def _first_options(self) -> Numbers:
         """Where in these the options of each half begin."""
-        kinds = {id(choices): len(choices) for choices in self._backward}
+        kinds = {id(choices): len(choices) for choices in self.backward}
         begins = dict(zip(kinds, accumulate(kinds.values(), initial=0), strict=False))
-        return np.array([begins[id(choices)] for choices in self._backward], dtype=np.intp)
+        return np.array([begins[id(choices)] for choices in self.backward], dtype=np.intp)
 
-    @cached_property
+    @property
     def _of_two_sorts(self) -> Numbers:
         """Options of the lower layers' halves, where layers are alike or of two sorts; a row for each."""
         pairs = np.array(list(dict.fromkeys(self._pairs)), dtype=np.intp)
@@ -249,7 +315,7 @@ class _Sweep:
         """What options of a kind hold, as a line weighs it."""
         columns = choices.columns
         own = columns.moments.max(axis=-1) if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
-        return np.asarray((self.problem.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * own)
+        return np.asarray((self.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * own)
 
     def _corners(self, moment: str, part: float) -> tuple[list[Corner], list[float]]:
         """Options of all kinds at rising prices, and from which price on."""
@@ -305,24 +371,24 @@ class _Sweep:
         if apart <= most:
             return np.arange(apart)
         columns = choices.columns.at(slice(apart))
-        others = (self.problem.in_flight - 1) * columns.resident
+        others = (self.in_flight - 1) * columns.resident
         return unbeaten((columns.longer_s, others + columns.moments[:, 0], others + columns.moments.max(axis=-1)))
 
     @cached_property
-    def _backward(self) -> list[Choices]:
+    def backward(self) -> list[Choices]:
         """The options of every half that no other one beats, in the order of a backward. Those of whole layers come last."""
-        return [choices.unbeaten for choices in self.problem.halves[::-1]]
+        return [choices.unbeaten for choices in self.halves[::-1]]
 
     @cached_property
     def _kinds(self) -> list[Choices]:
         """The kinds of the lower layers' halves, told apart by identity: options of kinds that are alike have windows in other
         places."""
-        return list({id(choices): choices for choices in self._backward[len(HALVES) :]}.values())
+        return list({id(choices): choices for choices in self.backward[len(HALVES) :]}.values())
 
     @cached_property
     def _kind_of_half(self) -> Numbers:
         known = {id(choices): number for number, choices in enumerate(self._kinds)}
-        return np.array([known[id(choices)] for choices in self._backward[len(HALVES) :]], dtype=np.intp)
+        return np.array([known[id(choices)] for choices in self.backward[len(HALVES) :]], dtype=np.intp)
 
 
 def _price(faster: tuple[int, float, float], leaner: tuple[int, float, float]) -> float:
