@@ -30,6 +30,7 @@ from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, with_changes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB
 
 PLAN_FILE = "plan.yaml"
@@ -82,6 +83,7 @@ class Answer:
         return flags.command(self.reading, self.job, neighbour.job, neighbour.plan, PLAN_FILE)
 
 
+@no_collections()
 def answered(
     job: Job,
     costs: Profile,

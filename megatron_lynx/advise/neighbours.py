@@ -22,7 +22,7 @@ from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.best_first import BestFirst, no_collections
+from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.space import Layout, Space
 
 MOST, MOST_OF_MANY = 3, 2
@@ -74,9 +74,8 @@ class Near(Space):
 def neighbours(job: Job) -> list[Neighbour]:
     """The fastest few, best first; fewer where fewer fit. `job`: with the policy `planned`, on a described cluster."""
     most = MOST if job.parallel.pipeline * job.chunks <= MANY else MOST_OF_MANY
-    with no_collections():
-        found = BestFirst(Near(job, job.gpus), ("planned",), most, offload=job.offload_ratio != 0).run()
-        planned = [_planned(job, candidate.job) for candidate in found]
+    found = BestFirst(Near(job, job.gpus), ("planned",), most, offload=job.offload_ratio != 0).run()
+    planned = [_planned(job, candidate.job) for candidate in found]
     return sorted((each for each in planned if each is not None), key=lambda each: each.row.step_s)
 
 

@@ -7,7 +7,7 @@ checkpoints      ──replay_of──> ...                              ──o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, Half, Section
@@ -43,6 +43,8 @@ class Subset:
     price: PricedSection
     """What it costs, and what it holds if it is replayed on demand."""
     host: HostSeconds
+    known: dict[tuple[Placement, str | None], HalfMemory] = field(default_factory=dict, compare=False, repr=False)
+    """What is held by placement and gather: many seats have them in common."""
 
     def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
         """`attention`: what fills attention halves."""
@@ -62,6 +64,11 @@ class Subset:
         )
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
+        if (placement, gather) not in self.known:
+            self.known[placement, gather] = self._held_anew(placement, gather, profile, attention)
+        return self.known[placement, gather]
+
+    def _held_anew(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
         price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
