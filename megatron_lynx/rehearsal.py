@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
@@ -100,11 +101,17 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
 def schedule_of(plan: Plan, more: int = 0) -> Schedule:
     """Megatron's schedule for the plan's layout, every backward after the replays that its receive hides. `more`: forwards beyond
     the usual before the first backward."""
-    layout, microbatches = plan.parallel, plan.batch.microbatches
-    if layout.chunks == 1:
-        stock = one_f_one_b(layout.pipeline, microbatches, more)
+    layout = plan.parallel
+    return _schedule(layout.pipeline, plan.batch.microbatches, layout.chunks, layout.group, more)
+
+
+@lru_cache(maxsize=4)
+def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: int) -> Schedule:
+    """Remembered: the planner rehearses a dozen plans of one layout, each of as many as ten thousand passes."""
+    if chunks == 1:
+        stock = one_f_one_b(pipeline, microbatches, more)
     else:
-        stock = interleaved(layout.pipeline, microbatches, layout.chunks, layout.group, more)
+        stock = interleaved(pipeline, microbatches, chunks, group, more)
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 

@@ -87,8 +87,13 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
                 text = json.dumps(content)
                 continue
         if problems:
-            raise ConfigError(f"{where} is not a valid {model_class.__name__.lower()}", list(problems))
+            raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems))
         return instance
+
+
+def _in_words(model_class: type[BaseModel]) -> str:
+    """What a file is: a job, a plan, a run outcome."""
+    return re.sub(r"\B(?=[A-Z])", " ", model_class.__name__).lower()
 
 
 def _problem(fault: _Fault, where: str) -> Problem:

@@ -9,7 +9,7 @@ nothing fits: what would, nearest ───┘
 Where no plan fits the budget: what would make one fit, nearest first.
 
 [1] activations on the host          [2] a part of the optimizer on the host, with what its update then takes
-[3] another layout of as many GPUs   [4] more GPUs, in the same layout: twice, four, eight times as many
+[3] another layout of as many GPUs   [4] more GPUs, in the same layout or else in another: twice, four, eight times as many
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def would_fit(job: Job, costs: Profile) -> Iterator[str]:
     if job.cluster.matmul is None:
         return
     if (changes := fewest_changes(job, costs, plannable, OF_THE_HOST)) is not None:
-        yield f"another layout: {', '.join(f'{key}: {str(value).lower()}' for key, value in changes)}"
+        yield f"another layout: {_in_words(changes)}"
     yield from _more_gpus(job)
 
 
@@ -174,8 +174,16 @@ def _optimizer(job: Job, costs: Profile) -> str | None:
 
 
 def _more_gpus(job: Job) -> Iterator[str]:
-    for times in TIMES_AS_MANY:
-        more = with_changes(job, [("gpus", times * job.gpus)])
-        if more is not None and plannable(more, analytic_profile(more)):
+    larger = [more for times in TIMES_AS_MANY if (more := with_changes(job, [("gpus", times * job.gpus)])) is not None]
+    for more in larger:
+        if plannable(more, analytic_profile(more)):
             yield f"more GPUs in this layout: {more.gpus} in place of {job.gpus}, with the same batch"
             return
+    for more in larger:
+        if (changes := fewest_changes(more, analytic_profile(more), plannable, OF_THE_HOST)) is not None:
+            yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {_in_words(changes)}"
+            return
+
+
+def _in_words(changes: Changes) -> str:
+    return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)

@@ -55,8 +55,7 @@ def _no_plan(answer: Answer) -> str:
     if row.memory_bytes <= budget:
         return f"{_capital(_today(answer))} fits with {held}; no plan fits in {may}: {KEEP}.{other}"
     if (within := answer.in_todays_bytes) is not None:
-        less = _compared(within, answer.launch.least_s)
-        both = f"by this count {_today(answer)} holds {held}, and a plan within that takes {less}"
+        both = f"by this count {_today(answer)} holds {held}, and within that {_little(gain(within, answer.launch.least_s))}"
         return f"No plan fits in {may}; {both}: if your devices hold that, say so by --memory-gib.{other}"
     return f"No plan fits in {may}; {_today(answer)} holds {held} by this count.{other}"
 

@@ -10,13 +10,14 @@ The search asks for tens of thousands of these, and prices in full only those wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, window_lengths_s
 from megatron_lynx.cost.prediction import last_end_of
+from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.cost.step import replaying_stage_s, waited_messages
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -61,15 +62,16 @@ class LayerCost:
         )
 
     def floor(self, job: Job) -> Spent:
-        """A step under the job's policy, without copies, gradients and optimizer; a plan's may hide all that it replays.
-
-        All stages have as many layers.
-        """
+        """A step under the job's policy, without copies, gradients and optimizer; a plan's may hide all that it replays."""
         pipeline, microbatches = job.parallel.pipeline, job.microbatches
         layers, replay_s = job.model.layers // pipeline, self.replay_s.get(job.policy, 0.0)
-        others_s = (pipeline - 1) * layers * (self.layer_s + replay_s)
-        if pipeline > 1:
-            others_s += min(self.embedding_s, self.head_s)
+        if _uneven(job):
+            stages_s = self._stages_s(job)
+            layers, replay_s, others_s = min(map(job.layers_on, range(pipeline))), 0.0, sum(stages_s) - max(stages_s)
+        else:
+            others_s = (pipeline - 1) * layers * (self.layer_s + replay_s)
+            if pipeline > 1:
+                others_s += min(self.embedding_s, self.head_s)
         collectives_s = microbatches * layers * self.collectives_s
         flushes = job.schedule == "flush"  # else nothing is waited for that later passes could not hide
         return Spent(
@@ -81,8 +83,19 @@ class LayerCost:
 
     def slowest_s(self, job: Job) -> float:
         """Seconds of one micro-batch on the slowest stage, if nothing is replayed."""
+        if _uneven(job):
+            return max(self._stages_s(job))
         ends_s = max(self.embedding_s, self.head_s) if job.parallel.pipeline > 1 else self.embedding_s + self.head_s
         return job.model.layers // job.parallel.pipeline * self.layer_s + ends_s
+
+    def _stages_s(self, job: Job) -> Sequence[float]:
+        """Seconds of one micro-batch on every stage: one that has fewer layers may have the head, and more tokens to predict."""
+        profile, gathered_bytes = self.profile.model_copy(update={"host_time": None}), LayerShape.of(job).gathered_bytes
+        return of_every_stage(job, lambda stage: stage_seconds(job, profile, stage, gathered_bytes).both_s)
+
+
+def _uneven(job: Job) -> bool:
+    return len(set(job.partition)) > 1
 
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:

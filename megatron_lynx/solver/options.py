@@ -320,16 +320,29 @@ class StageProblems:
         return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
-        stays = stays_whole(self.job, kind.section)
-        shape, tensors = self.profile.shape, self.profile.of(kind.section).tensors
+        for items, price, host in self._replays_of(kind.section):
+            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
+
+    def _replays_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+        """Every set of items of a section that may be replayed, with what that costs, whatever comes before the half."""
+        if section not in self._known_replays:
+            self._known_replays[section] = tuple(self._replays_anew(section))
+        return self._known_replays[section]
+
+    @cached_property
+    def _known_replays(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]]:
+        return {}
+
+    def _replays_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+        whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
+        stays = stays_whole(self.job, section)
+        shape, tensors = self.profile.shape, self.profile.of(section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
-        for items in sensible_choices(kind.section, tensors, shape.context, sequence_parallel=sliced, te=te):
+        for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
             if stays and items:
                 continue
-            if whole_inputs and kind.section.gathered in items:
+            if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
-            price = priced(self.profile, kind.section, items, None, self._less_in_hand.get(kind.half, 0))
+            price = priced(self.profile, section, items, None, self._less_in_hand.get(section.half, 0))
             price = replace(price, memory=replace(price.memory, movable=0)) if stays else price
-            host = half_host_s(self.profile, kind.section, items)
-            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
+            yield items, price, half_host_s(self.profile, section, items)

@@ -114,6 +114,24 @@ def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -
 
 
 @pytest.mark.slow
+def test_where_as_many_gpus_never_do_more_of_them_in_another_layout_are_named() -> None:
+    """Parameters and gradients alone were too much in every layout looked at, and nothing was said at all."""
+    found = answer("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1", 14)
+    said = next(each for each in found.would_fit if each.startswith("more GPUs in another layout: "))
+    gpus, changes = said.removeprefix("more GPUs in another layout: ").split(" in place of 16, ")
+    assert int(gpus) in {32, 64, 128}
+    assert "parallel." in changes
+
+
+@pytest.mark.slow
+def test_a_plan_that_takes_as_long_is_not_said_to_take_0_percent_more() -> None:
+    found = answer("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1", 20)
+    assert found.plan is None
+    assert found.in_todays_bytes is not None
+    assert "0.0 %" not in verdict(found)
+
+
+@pytest.mark.slow
 def test_the_share_of_the_optimizer_that_would_do_has_a_plan_in_the_launch_with_its_flags() -> None:
     said = next(each for each in answer(FULL, 17).would_fit if each.startswith("optimizer on the host: "))
     assert " a step (gradients out " in said

@@ -31,6 +31,21 @@ def test_a_floor_is_the_closed_form_as_far_as_it_goes(model: str, cluster: str) 
             assert cost.floor(own.model_copy(update={"policy": "planned"})).total_s <= cost.floor(own).total_s
 
 
+@pytest.mark.parametrize("partition", [(2, 2, 3, 1), (3, 2, 2, 1), (1, 3, 3, 1)])
+def test_a_floor_of_stages_that_differ_is_no_more_than_the_closed_form(partition: tuple[int, ...]) -> None:
+    """A last stage that has a large head has fewer layers: priced with the mean of layers, it took more than any stage does."""
+    small = small_job(batch=8)
+    parallel = small.parallel.model_copy(update={"tensor": 2, "pipeline": 4, "partition": partition})
+    model = small.model.model_copy(update={"vocab": 1_000_000})
+    job = small.model_copy(update={"gpus": 8, "parallel": parallel, "model": model})
+    profile = analytic_profile(job)
+    step, cost = step_seconds(job, profile.model_copy(update={"host_time": None})), LayerCost.of(job)
+    spent = cost.floor(job).with_update(step.update_s)
+    assert 0.9 * step.total_s < spent.total_s <= step.total_s * (1 + 1e-9)
+    assert spent.bubble_s == pytest.approx(step.bubble_s, rel=1e-9)
+    assert cost.slowest_s(job) == pytest.approx(step.pipeline_s / job.microbatches, rel=1e-9)
+
+
 @pytest.mark.parametrize("layout", [(2, 4, None), (2, 4, 2), (1, 8, 1)], ids=["1F1B", "interleaved", "a layer a chunk"])
 @pytest.mark.parametrize("ratio", [0.0, 0.9])
 def test_a_full_pipeline_goes_on_as_it_began(
