@@ -27,7 +27,7 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
-from megatron_lynx.planner.nearest import Changes, fewest_changes, with_changes
+from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -153,7 +153,7 @@ def would_fit(job: Job, costs: Profile) -> Iterator[str]:
     if job.cluster.matmul is None:
         return
     if (changes := fewest_changes(job, costs, plannable, OF_THE_HOST)) is not None:
-        yield f"another layout: {_in_words(changes)}"
+        yield f"another layout: {in_words(changes)}"
     yield from _more_gpus(job)
 
 
@@ -174,16 +174,13 @@ def _optimizer(job: Job, costs: Profile) -> str | None:
 
 
 def _more_gpus(job: Job) -> Iterator[str]:
-    larger = [more for times in TIMES_AS_MANY if (more := with_changes(job, [("gpus", times * job.gpus)])) is not None]
-    for more in larger:
-        if plannable(more, analytic_profile(more)):
+    tried = (with_changes(job, [("gpus", times * job.gpus)]) for times in TIMES_AS_MANY)
+    larger = [(more, analytic_profile(more)) for more in tried if more is not None]
+    for more, costs in larger:
+        if plannable(more, costs):
             yield f"more GPUs in this layout: {more.gpus} in place of {job.gpus}, with the same batch"
             return
-    for more in larger:
-        if (changes := fewest_changes(more, analytic_profile(more), plannable, OF_THE_HOST)) is not None:
-            yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {_in_words(changes)}"
+    for more, costs in larger:
+        if (changes := fewest_changes(more, costs, plannable, OF_THE_HOST)) is not None:
+            yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {in_words(changes)}"
             return
-
-
-def _in_words(changes: Changes) -> str:
-    return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)

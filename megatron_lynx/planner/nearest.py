@@ -52,8 +52,12 @@ def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
     """One problem that names the changes, or none where nothing helps. `plannable`: whether a job has a plan, asked last."""
     chosen = fewest_changes(job, profile, plannable)
     if chosen is not None:
-        found = ", ".join(f"{key}: {str(value).lower()}" for key, value in chosen)
-        yield Problem("nearest change that fits", found, "", "or raise the budget by what is missing")
+        yield Problem("nearest change that fits", in_words(chosen), "", "or raise the budget by what is missing")
+
+
+def in_words(changes: Changes) -> str:
+    """As a job file says them."""
+    return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)
 
 
 def fewest_changes(

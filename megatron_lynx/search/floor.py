@@ -10,8 +10,9 @@ The search asks for tens of thousands of these, and prices in full only those wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job, Policy
@@ -26,6 +27,16 @@ from megatron_lynx.search.candidate import Spent
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
 """Policies whose seconds need no plan."""
+
+
+class _Split(NamedTuple):
+    """One micro-batch on the stages of a job, if nothing is replayed."""
+
+    layers: int
+    """What every stage has at least."""
+    slowest_s: float
+    others_s: float
+    """Of all other stages together."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +74,13 @@ class LayerCost:
 
     def floor(self, job: Job) -> Spent:
         """A step under the job's policy, without copies, gradients and optimizer; a plan's may hide all that it replays."""
-        pipeline, microbatches = job.parallel.pipeline, job.microbatches
-        layers, replay_s = job.model.layers // pipeline, self.replay_s.get(job.policy, 0.0)
-        if _uneven(job):
-            stages_s = self._stages_s(job)
-            layers, replay_s, others_s = min(map(job.layers_on, range(pipeline))), 0.0, sum(stages_s) - max(stages_s)
-        else:
-            others_s = (pipeline - 1) * layers * (self.layer_s + replay_s)
-            if pipeline > 1:
-                others_s += min(self.embedding_s, self.head_s)
+        pipeline, microbatches, replay_s = job.parallel.pipeline, job.microbatches, self.replay_s.get(job.policy, 0.0)
+        layers, slowest_s, others_s = self._split(job)
+        others_s += (pipeline - 1) * layers * replay_s
         collectives_s = microbatches * layers * self.collectives_s
         flushes = job.schedule == "flush"  # else nothing is waited for that later passes could not hide
         return Spent(
-            compute_s=microbatches * self.slowest_s(job) - collectives_s,
+            compute_s=microbatches * slowest_s - collectives_s,
             replay_s=microbatches * layers * replay_s,
             communication_s=collectives_s + (2 * waited_messages(job) * self.message_s if flushes else 0.0),
             bubble_s=others_s / job.chunks if flushes else 0.0,
@@ -83,19 +88,21 @@ class LayerCost:
 
     def slowest_s(self, job: Job) -> float:
         """Seconds of one micro-batch on the slowest stage, if nothing is replayed."""
-        if _uneven(job):
-            return max(self._stages_s(job))
-        ends_s = max(self.embedding_s, self.head_s) if job.parallel.pipeline > 1 else self.embedding_s + self.head_s
-        return job.model.layers // job.parallel.pipeline * self.layer_s + ends_s
+        return self._split(job).slowest_s
 
-    def _stages_s(self, job: Job) -> Sequence[float]:
-        """Seconds of one micro-batch on every stage: one that has fewer layers may have the head, and more tokens to predict."""
-        profile, gathered_bytes = self.profile.model_copy(update={"host_time": None}), LayerShape.of(job).gathered_bytes
-        return of_every_stage(job, lambda stage: stage_seconds(job, profile, stage, gathered_bytes).both_s)
-
-
-def _uneven(job: Job) -> bool:
-    return len(set(job.partition)) > 1
+    def _split(self, job: Job) -> _Split:
+        """Stages that differ are priced one by one: that which has the head, or predicts more tokens, may have fewer layers."""
+        pipeline, partition = job.parallel.pipeline, job.partition
+        if len(set(partition)) > 1:
+            gathered_bytes = LayerShape.of(job).gathered_bytes
+            stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage, gathered_bytes).both_s)
+            slowest_s = max(stages_s)
+            return _Split(min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s)
+        layers = job.model.layers // pipeline
+        ends_s = self.embedding_s, self.head_s
+        if pipeline == 1:
+            return _Split(layers, layers * self.layer_s + sum(ends_s), 0.0)
+        return _Split(layers, layers * self.layer_s + max(ends_s), (pipeline - 1) * layers * self.layer_s + min(ends_s))
 
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:

@@ -94,9 +94,7 @@ class Chunks:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
         if last.layers:
-            if stage not in self._leanest:
-                self._leanest[stage] = least_memory(replace(last, in_flight=1))
-            least, most_bytes = self._leanest[stage], keep_all(last).peak_bytes
+            least, most_bytes = self._leanest(stage, last), keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         found, error = list[_SharedOut](), None
@@ -127,11 +125,7 @@ class Chunks:
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
     ) -> SolvedChunks:
         """The answers of all chunks but that one. [1] [2] To a solver what is reserved is one more thing that the loss holds."""
-        chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
-        if stage not in self._alike:
-            kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
-            self._alike[stage] = [tuple(each for each in chunks if kinds[each] == kind) for kind in sorted(set(kinds.values()))]
-        alike = self._alike[stage]
+        alike = self._alike(stage)
         problems = [replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
             solved = SolvedChunks(_reserving(solver, problem, reserved_bytes) for problem in problems)
@@ -144,7 +138,31 @@ class Chunks:
                 for problem, each in zip(problems, solved, strict=True)
             ]
         common = {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
-        return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in chunks)
+        return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in sorted(common))
+
+    def _alike(self, stage: int) -> list[tuple[int, ...]]:
+        """The chunks beside each other, those that are treated alike together."""
+        if stage not in self._known_alike:
+            chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
+            kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
+            self._known_alike[stage] = [
+                tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))
+            ]
+        return self._known_alike[stage]
+
+    @cached_property
+    def _known_alike(self) -> dict[int, list[tuple[int, ...]]]:
+        return {}
+
+    def _leanest(self, stage: int, last: StageProblem) -> Solved:
+        """The answer of the model's last chunk that holds least, alone. It is the same for all budgets."""
+        if stage not in self._known_leanest:
+            self._known_leanest[stage] = least_memory(replace(last, in_flight=1))
+        return self._known_leanest[stage]
+
+    @cached_property
+    def _known_leanest(self) -> dict[int, Solved]:
+        return {}
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
         """What alike chunks have in common: how many layers, which of them have experts, and what else fills their halves."""
@@ -165,16 +183,6 @@ class Chunks:
 
     @cached_property
     def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
-        return {}
-
-    @cached_property
-    def _leanest(self) -> dict[int, Solved]:
-        """Of each stage the answer of the model's last chunk that holds least, alone."""
-        return {}
-
-    @cached_property
-    def _alike(self) -> dict[int, list[tuple[int, ...]]]:
-        """The chunks of each stage beside each other, those that are treated alike together."""
         return {}
 
 

@@ -44,7 +44,7 @@ class Subset:
     """What it costs, and what it holds if it is replayed on demand."""
     host: HostSeconds
     known: dict[tuple[Placement, str | None], HalfMemory] = field(default_factory=dict, compare=False, repr=False)
-    """What is held by placement and gather: many seats have them in common."""
+    """What is held by placement and gather, under the one profile of its problems: many seats have them in common."""
 
     def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
         """`attention`: what fills attention halves."""

@@ -84,7 +84,16 @@ class Sweeps:
     recent: deque[_Ways] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __call__(self, problem: StageProblem) -> Solved:
-        return solve(problem, self)
+        """As `solve` has it."""
+        if problem.budget_bytes is None:
+            return least_memory(problem.plain.best_seated)
+        sweep = _Sweep(problem, self.ways(problem))
+        answer = sweep.fastest(float(min(problem.budget_bytes, MOST_BYTES)))
+        if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
+            answer = sweep.leanest()
+        if answer.peak_bytes > problem.budget_bytes:
+            raise infeasible(problem, answer)
+        return answer
 
     def ways(self, problem: StageProblem) -> _Ways:
         """All ways of a problem's halves, the same ones if they were asked for just before."""
@@ -97,22 +106,14 @@ class Sweeps:
         return found
 
 
-def solve(problem: StageProblem, sweeps: Sweeps | None = None) -> Solved:
-    """The best answer. Raises `Infeasible` when not even the least memory fits the budget. `sweeps`: what remembers ways."""
-    if problem.budget_bytes is None:
-        return least_memory(problem.plain.best_seated)
-    sweep = _Sweep(problem, (sweeps or Sweeps()).ways(problem))
-    answer = sweep.fastest(float(min(problem.budget_bytes, MOST_BYTES)))
-    if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
-        answer = sweep.leanest()
-    if answer.peak_bytes > problem.budget_bytes:
-        raise infeasible(problem, answer)
-    return answer
+def solve(problem: StageProblem) -> Solved:
+    """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
+    return Sweeps()(problem)
 
 
 def least_memory(problem: StageProblem) -> Solved:
     """The answer with all layers alike that has the least peak, whatever it exposes. Ties: as without a budget."""
-    return _Sweep(problem, _Ways(problem.halves, problem.in_flight)).leanest()
+    return _Sweep(problem, Sweeps().ways(problem)).leanest()
 
 
 class _Part(NamedTuple):
