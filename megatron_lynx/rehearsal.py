@@ -86,15 +86,12 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
             sections = attention.section, mlp.section
             costs = [profile.of(section) for section in sections]
             plain = tuple(HalfSeconds(each.forward_s, each.backward_s) for each in costs)
-            again = tuple(
-                replace(each, again_s=half.replay_s + half.communicates_s)
-                for each, half in zip(plain, (attention, mlp), strict=True)
-            )
+            again = tuple(replace(each, again_s=half.again_s) for each, half in zip(plain, (attention, mlp), strict=True))
             with_again.append(nodes_of(profile, again, sections))
             without.append(nodes_of(profile, plain, sections))
         ends = _ends(plan, entry, prices)
         ends_s = sum(end.forward_s for end in ends if end), sum(end.backward_s for end in ends if end)
-        again_s = sum(half.replay_s + half.communicates_s for half in halves)
+        again_s = sum(half.again_s for half in halves)
         yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s)
 
 

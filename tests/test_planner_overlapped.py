@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible
@@ -60,5 +61,23 @@ def test_what_does_not_fit_beside_them_may_fit_without() -> None:
 
 def test_what_cannot_be_beside_them_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        decided(70, parallel={"tensor": 2, "sequence_parallel": True})
-    assert "parallel.tensor: found 2, needed 1 beside overlapped exchanges of experts" in str(caught.value)
+        decided(70, offload_ratio=0.5)
+    assert "offload_ratio: found 0.5, needed 0 beside overlapped exchanges of experts" in str(caught.value)
+
+
+@pytest.mark.parametrize("gib", [53.8, 54])
+def test_a_plan_that_the_loss_binds_fits(gib: float) -> None:
+    """What is held before a backward is looked up in the passes whose bytes are counted, not in pairs of them."""
+    assert max(each.total for each in decided(gib).memory) <= gib * GIB
+
+
+def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
+    """Where inputs are gathered, as well."""
+    cut = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1}
+    found, least_gib = decided(47, parallel=cut), 46.5
+    rules = [rule for entry in found.plan.stages for rule in entry.rules]
+    assert any(rule.replay for rule in rules)
+    places = [place for rule in rules for place in (rule.windows, rule.gather)]
+    assert {place.of(half, "steady") for place in places for half in HALVES} <= {ON_DEMAND, None}
+    assert max(each.total for each in found.memory) <= 47 * GIB
+    assert decided(least_gib, parallel=cut).simulation.step_s > found.simulation.step_s

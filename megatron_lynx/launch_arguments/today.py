@@ -82,8 +82,7 @@ class Today:
 
 def stays_overlapped(given: Given) -> bool:
     """Whether exchanges of experts are overlapped, and a plan can be beside them (`plan.overlapped`)."""
-    alone = all((given[name] or 1) == 1 for name in ("tensor_model_parallel_size", "context_parallel_size"))
-    return bool(given[OVERLAP]) and alone and not given["fp8"] and not given["mtp_num_layers"]
+    return bool(given[OVERLAP]) and not given["fp8"]
 
 
 def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:

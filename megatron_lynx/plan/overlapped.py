@@ -1,7 +1,8 @@
 """Checks of plans beside overlapped exchanges of experts (`model.moe_overlapped`).
 
 Megatron's combined schedule runs a forward and a backward in turns, node by node, and waits for no exchange: there are no
-windows, and what a plan recomputes runs on demand, where backward enters its node. A layer of experts runs in four nodes:
+windows, those of tensor-parallel collectives included, and what a plan recomputes runs on demand, where backward enters its node. A
+layer of experts runs in four nodes:
 
     attention, norm, router, shared experts │ dispatch │ rows sorted, experts, rows sorted back │ combine, residual
     └ replayed, or a checkpoint                          └ replayed
@@ -29,11 +30,8 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
     if layout.pipeline > 1 and layout.chunks == 1:
         yield f"parallel.chunks is 1, needed several in a pipeline {BESIDE}, as Megatron does"
     for name, found, needed in (
-        ("parallel.tensor", layout.tensor, 1),
-        ("parallel.context", layout.context, 1),
         ("parallel.expert", layout.expert, 1),
         ("schedule", plan.schedule, "flush"),
-        ("model.mtp", model.mtp, 0),
         ("model.fp8", model.fp8, None),
         ("model.opaque_layers", ", ".join(model.opaque_layers) or None, None),
         ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),

@@ -69,7 +69,7 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
     """The most that one stage holds, for each of its chunks at each of its moments."""
     beside = beside_layers(job, stage)
     last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None
-    passes = _Passes(simulation.executed[stage], simulation.memory(stage))
+    passes = _Passes(simulation.holding(stage), simulation.memory(stage))
     for chunk in range(job.chunks):
         layers: dict[Moment, int] = {"forward": passes.during("F", chunk), "backward": passes.during("BR", chunk)}
         if (stage, chunk) == last:

@@ -35,10 +35,7 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
         return
     parallel, model = job.parallel, job.model
     for place, found, needed in (
-        ("parallel.tensor", parallel.tensor, 1),
-        ("parallel.context", parallel.context, 1),
         ("schedule", job.schedule, "flush"),
-        ("model.mtp", model.mtp, 0),
         ("model.fp8", model.fp8_recipe, None),
         ("model.opaque", ", ".join(each.kind for each in model.opaque) or None, None),
         ("head.pieces", job.head_pieces, 1),
@@ -52,6 +49,9 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
         said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
         needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
         yield Problem("job: model.experts.overlapped", said, needed, "leave it out")
+    if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
+        needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
+        yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:

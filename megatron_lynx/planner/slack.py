@@ -87,5 +87,5 @@ def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Execut
 
 def _alone(simulation: Simulation, entry: Stage) -> tuple[Executed, Executed]:
     """The first backward of a chunk behind which no forward comes."""
-    own = next(each for each in simulation.executed[entry.stage] if each.action.kind == "B" and each.action.chunk == entry.chunk)
+    own = next(each for each in simulation.holding(entry.stage) if each.action.kind == "B" and each.action.chunk == entry.chunk)
     return own, own

@@ -32,7 +32,7 @@ def uniform_plan(
 
     With `windows` each half is replayed in its usual window, else on demand. Under sequence parallelism `gather` says what
     becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once. With userbuffers they
-    are kept in any case, and only messages between stages are windows.
+    are kept in any case, and only messages between stages are windows; beside overlapped exchanges of experts nothing is.
     """
     check_plannable(job)
     sliced = job.parallel.sequence_parallel
@@ -44,7 +44,7 @@ def uniform_plan(
         kept = [each.gathered for each in known if gather == "keep" or job.keeps_gathered or not each.has_windows]
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
-    stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
+    stages = tuple(_uniform_stage(job, stage, chunk, items, windows and not job.model.moe_overlapped) for stage, chunk in places)
     return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest, note=note))
 
 
@@ -57,7 +57,7 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
         replayed = [section for section, _ in own if not stays_whole(job, section)]
-        some = [item for item in items if any(item in section.names for section in replayed)]
+        some = [item for item in items if any(item in section.names and item not in section.apart for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
         flops += replayed_flops(shape, some, job.model.sections(layer))
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))

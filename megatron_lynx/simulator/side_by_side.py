@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, Nodes, paired_s
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
-from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.simulator.timeline import MemoryCurve, Span
 
 
@@ -24,8 +24,14 @@ class SideBySide(Simulation):
 
     apart: Simulation
 
+    def holding(self, stage: int) -> tuple[Executed, ...]:
+        return self.apart.executed[stage]
+
     def memory(self, stage: int) -> MemoryCurve:
         return self.apart.memory(stage)
+
+    def regenerated(self, stage: int) -> MemoryCurve:
+        return self.apart.regenerated(stage)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class Simulation:
         own = [each.content for each in self.executed[stage] if each.action.chunk == chunk]
         return sum([content.filled_s for content in own]), sum([content.unfilled_s for content in own])
 
+    def holding(self, stage: int) -> tuple[Executed, ...]:
+        """The actions of a stage at the times that `memory` goes by."""
+        return self.executed[stage]
+
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
         if stage not in self._curves:
@@ -121,13 +125,13 @@ class Simulation:
     def before_backward_bytes(self, stage: int, chunk: int) -> int:
         """The most that the stage's layers hold when a backward of one of its chunks is about to begin."""
         curve = self.memory(stage)
-        starts_s = [each.start_s for each in self.executed[stage] if (each.action.kind, each.action.chunk) == ("B", chunk)]
+        starts_s = [each.start_s for each in self.holding(stage) if (each.action.kind, each.action.chunk) == ("B", chunk)]
         return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
 
     def behind_backward_bytes(self, stage: int, chunk: int) -> int:
         """The most that the stage's layers hold when a backward of one of its chunks is over."""
         curve = self.memory(stage)
-        ends_s = [each.end_s for each in self.executed[stage] if (each.action.kind, each.action.chunk) == ("B", chunk)]
+        ends_s = [each.end_s for each in self.holding(stage) if (each.action.kind, each.action.chunk) == ("B", chunk)]
         return max((curve.bytes[bisect_right(curve.times_s, end_s) - 1] for end_s in ends_s), default=0)
 
     @cached_property
@@ -150,7 +154,7 @@ class Simulation:
         return {}
 
     def _curve(self, stage: int) -> MemoryCurve:
-        passes = [(each.start_s, each.content.memory) for each in self.executed[stage]]
+        passes = [(each.start_s, each.content.memory) for each in self.holding(stage)]
         return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:

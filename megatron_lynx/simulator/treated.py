@@ -83,6 +83,12 @@ class Treated:
         return self.section, frozenset(self.deferred)
 
     @property
+    def again_s(self) -> float:
+        """Seconds of its replay, and of what that waits for, where all of it runs on demand."""
+        waits_s, _ = self.gathers_s.get(ON_DEMAND, (0.0, 0.0))
+        return self.replay_s + self.communicates_s + waits_s
+
+    @property
     def gathered_bytes(self) -> int:
         """What is there when its input is gathered."""
         return self.stops[self.section.column_parallel].bytes

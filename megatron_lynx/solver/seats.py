@@ -18,7 +18,8 @@ An input that is gathered once for its replay is gathered behind the first colle
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
 FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). With userbuffers no
-collective is a window. Forwards and the receive of the gradient have windows, too: `solver.stage_seats`.
+collective is a window, nor beside overlapped exchanges of experts. Forwards and the receive of the gradient have windows, too:
+`solver.stage_seats`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Seats:
         placements = [NOWHERE, *(() if communicates else backward)]
         if not self.gathers(kind, replay):
             return tuple(Seat(placement, placement) for placement in placements)
-        if communicates or not kind.windows_before:
+        if communicates or not self._collectives_hide or not kind.windows_before:
             return (Seat(NOWHERE, NOWHERE, 1.0, ON_DEMAND, *self._gather_s(kind.half, None)),)
         return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
@@ -174,8 +175,14 @@ class Seats:
     @property
     def in_forwards(self) -> bool:
         """Whether anything may be replayed while a forward communicates."""
-        collectives = self.job.parallel.tensor > 1 and not self.job.userbuffers
+        collectives = self.job.parallel.tensor > 1 and self._collectives_hide
         return collectives or (self.early_exchanges and self._alike and bool(self._exchanges["fwd"]))
+
+    @property
+    def _collectives_hide(self) -> bool:
+        """Whether collectives of the tensor-parallel group are windows: not where userbuffers exchange inside GEMMs, nor beside
+        overlapped exchanges of experts, where a layer's nodes run in turn with those of another micro-batch."""
+        return not self.job.userbuffers and not self.job.model.moe_overlapped
 
     @cached_property
     def _reaches_back(self) -> bool:
@@ -210,7 +217,7 @@ class Seats:
                         strict=False,
                     )
                 )
-                if (passing, collective.carries) != ("bwd", "input") and not self.job.userbuffers
+                if (passing, collective.carries) != ("bwd", "input") and self._collectives_hide
             ]
             for passing, half, above in product(PASSES, HALVES, (0, 1))
         }

@@ -55,6 +55,8 @@ class Facts:
     expert: int = 1
     """Ranks that share the experts of a layer."""
     sixteen_bits: bool = True
+    mtp: int = 0
+    """Layers that predict further tokens."""
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -76,6 +78,7 @@ class Facts:
             chunks=job.chunks,
             expert=job.parallel.expert,
             sixteen_bits=model.dtype != "fp32",
+            mtp=model.mtp,
         )
 
 
@@ -136,6 +139,8 @@ def _overlap_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
         yield "shared experts that run beside the dispatch leave no exchange to overlap"
     if not facts.sixteen_bits:
         yield "exchanges are overlapped in 16 bits alone"
+    if facts.mtp > 1 or (facts.mtp and facts.pipeline == 1):
+        yield "exchanges are overlapped beside one layer of multi-token prediction at most, in a pipeline"
 
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:

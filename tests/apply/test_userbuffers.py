@@ -58,6 +58,18 @@ def test_every_bit_is_as_in_stock_with_userbuffers(pool_of, layout, like):
     checked(pool_of, job, candidates)
 
 
+def test_beside_overlapped_exchanges_of_experts(pool_of):
+    """What runs again in a node of the combined schedule owns no userbuffer either."""
+    experts = {"count": 4, "per_token": 2, "ffn": 32, "overlapped": True}
+    layout = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+    job = job_with(**layout, experts=experts, bias=False, dtype="bf16")
+    plan = uniform_plan(job, windows=False)
+    replayed = {item for stage in plan.stages for rule in stage.rules for item in rule.replay}
+    assert {"core_attention", "experts_fc1", "experts_activation"} <= replayed
+    assert not {"linear_qkv", "pre_mlp_layernorm"} & replayed
+    checked(pool_of, job, [plan])
+
+
 def test_what_owns_a_userbuffer_runs_once(pool_of):
     """Each buffer sees as many exchanges as in stock, and there are some."""
     job = job_with(tensor=2)

@@ -103,14 +103,17 @@ def test_exchanges_that_overlap_are_today_too() -> None:
 
 
 def test_exchanges_stay_overlapped_where_a_plan_can_be_beside_them() -> None:
-    """Tensor-parallel ranks have collectives of their own, which was not tried."""
+    """FP8 keeps rows that Megatron frees there."""
     beside = read(f"{OVERLAPPED} --delay-wgrad-compute --recompute-granularity selective --recompute-modules layernorm")
     command = beside.under_plan("plan.yaml", [])
     assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in command
     assert "--recompute" not in command
     assert job_of(beside, "a100-80g").model.moe_overlapped
-    other = read(f"{OVERLAPPED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")
-    assert not job_of(other, "a100-80g").model.moe_overlapped
+    cut = read(f"{OVERLAPPED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")
+    assert job_of(cut, "a100-80g").model.moe_overlapped
+    assert "--overlap-moe" in cut.under_plan("plan.yaml", [])
+    other = read(f"{OVERLAPPED} --fp8-format hybrid --transformer-impl transformer_engine")
+    assert not job_of(other, "h100-80g").model.moe_overlapped
     assert "--overlap-moe" not in other.under_plan("plan.yaml", [])
     assert not job_of(read(OVERLAPPED, planning=False), "a100-80g").model.moe_overlapped, "priced as stock's setting"
 

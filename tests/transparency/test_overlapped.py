@@ -3,6 +3,7 @@ forward and a backward in turns, node by node. What is stock's there is compared
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,13 +18,16 @@ from tests.te_releases import folder_of, pools_with, python_path
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
-from tests.transparency.test_experts import EXPERTS, SPREAD, trial_of
+from tests.transparency.test_experts import EXPERTS, SPREAD, TP2, trial_of
 
 Pools = Callable[[int], RankPool]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": SPREAD,
     "PP2xVPP2, EP2": {**SPREAD, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+    "TP2xEP2, sequence parallel": {**TP2, "expert": 2, "expert_tensor": 1},
+    "CP2xEP2": {"context": 2, "context_exchange": "all_gather", "expert": 2},
+    "TP2xPP2xVPP2, EP2": {**TP2, "expert": 2, "expert_tensor": 1, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
 }
 DELAYED = {"delay_wgrad_compute": True}
 
@@ -40,9 +44,15 @@ def candidates_for(job: Job) -> list[Plan]:
 
 
 def compared(pool_of: Pools, job: Job, **fields: Any) -> None:
-    """All of it on demand, half by half, and nothing communicates that does not in stock."""
+    """All of it on demand, half by half. Nothing communicates that does not in stock but, in attention halves that keep their
+    input alone, what these gather: that input with sequence parallelism, or keys and values of context-parallel ranks."""
     for outcomes in checked(pool_of, job, candidates_for(job), trial_of(canaries=True, **fields)):
-        assert all(outcome.planned.collectives == outcome.stock.collectives for outcome in outcomes), "in kind and order"
+        again = [Counter(outcome.planned.collectives) - Counter(outcome.stock.collectives) for outcome in outcomes]
+        assert not any(Counter(outcome.stock.collectives) - Counter(outcome.planned.collectives) for outcome in outcomes)
+        assert all(outcome.planned.collectives == outcome.stock.collectives for outcome in outcomes[:2]), "in kind and order"
+        each = int(job.parallel.sequence_parallel) + 2 * int(job.parallel.context > 1)
+        gathered = each * job.microbatches * job.model.layers // job.parallel.pipeline
+        assert again == [Counter(), Counter(), Counter({"c10d::_allgather_base_": gathered} if gathered else {})]
         kept, replayed, inputs = (outcome.planned.counts[-1].let_go_bytes for outcome in outcomes)
         assert 0 == kept < replayed <= inputs
         assert outcomes[1].planned.overwritten > 0
@@ -59,7 +69,12 @@ def te_pool_of() -> Iterator[Pools]:
     yield from pools_with("2.17")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def test_multi_token_prediction(pool_of: Pools) -> None:
+    """Its layer keeps everything, in nodes of its own."""
+    compared(pool_of, job_of("PP2xVPP2, EP2", experts={"shared_ffn": 32}, mtp=1))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "CP2" not in layout])
 def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
     """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was replayed, by then."""
     job = job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32})
