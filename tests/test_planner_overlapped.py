@@ -61,14 +61,28 @@ def test_what_does_not_fit_beside_them_may_fit_without() -> None:
 
 def test_what_cannot_be_beside_them_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        decided(70, offload_ratio=0.5)
-    assert "offload_ratio: found 0.5, needed 0 beside overlapped exchanges of experts" in str(caught.value)
+        decided(70, parallel={"pipeline": 2, "expert": 8})
+    assert "expert 8, pipeline 2 with 1 chunk on each stage" in str(caught.value)
 
 
 @pytest.mark.parametrize("gib", [53.8, 54])
 def test_a_plan_that_the_loss_binds_fits(gib: float) -> None:
     """What is held before a backward is looked up in the passes whose bytes are counted, not in pairs of them."""
     assert max(each.total for each in decided(gib).memory) <= gib * GIB
+
+
+def test_what_waits_long_goes_to_the_host() -> None:
+    """A stage with chunks has micro-batches in flight whose backward is far away; with one there are none."""
+    chunks = {"pipeline": 2, "expert": 8, "layers_per_chunk": 12}
+    with pytest.raises(Infeasible):
+        decided(47, parallel=chunks)
+    found = decided(47, parallel=chunks, offload_ratio="auto")
+    assert max(each.total for each in found.memory) <= 47 * GIB
+    sent = [entry.offload for entry in found.plan.stages if entry.offload is not None]
+    assert sent
+    assert {each.beside_messages for each in sent} == {"allow"}
+    alone = decided(58, offload_ratio="auto")
+    assert not any(entry.offload for entry in alone.plan.stages)
 
 
 def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:

@@ -1,8 +1,8 @@
 """Checks of plans beside overlapped exchanges of experts (`model.moe_overlapped`).
 
 Megatron's combined schedule runs a forward and a backward in turns, node by node, and waits for no exchange: there are no
-windows, those of tensor-parallel collectives included, and what a plan recomputes runs on demand, where backward enters its node. A
-layer of experts runs in four nodes:
+windows, those of tensor-parallel collectives included, and what a plan recomputes runs on demand, where backward enters its node.
+A layer of experts runs in four nodes:
 
     attention, norm, router, shared experts │ dispatch │ rows sorted, experts, rows sorted back │ combine, residual
     └ replayed, or a checkpoint                          └ replayed
@@ -32,16 +32,18 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
     for name, found, needed in (
         ("parallel.expert", layout.expert, 1),
         ("schedule", plan.schedule, "flush"),
-        ("model.fp8", model.fp8, None),
         ("model.opaque_layers", ", ".join(model.opaque_layers) or None, None),
         ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
     ):
         if found != needed:
             yield f"{name} is {found}, needed {'none' if needed is None else needed} {BESIDE}: nothing else was tried"
     for entry in plan.stages:
-        for name in ("offload", "weight_gradients", "whole"):
+        for name in ("weight_gradients", "whole"):
             if getattr(entry, name) is not None:
                 yield f"{plan.place_of(entry)}.{name} is given, needed none {BESIDE}"
+        if entry.offload is not None and entry.offload.pace_bytes is not None:
+            why = "no micro-batch's own backward follows its forward at once"
+            yield f"{plan.place_of(entry)}.offload.pace_bytes is given, needed none {BESIDE}: {why}"
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:

@@ -36,10 +36,8 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
     parallel, model = job.parallel, job.model
     for place, found, needed in (
         ("schedule", job.schedule, "flush"),
-        ("model.fp8", model.fp8_recipe, None),
         ("model.opaque", ", ".join(each.kind for each in model.opaque) or None, None),
         ("head.pieces", job.head_pieces, 1),
-        ("offload_ratio", 0 if job.offload_ratio == "auto" else job.offload_ratio, 0),
     ):
         if found != needed:
             todo = "drop --overlap-moe-expert-parallel-comm (model.experts.overlapped), or change this"
@@ -49,6 +47,11 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
         said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
         needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
         yield Problem("job: model.experts.overlapped", said, needed, "leave it out")
+    if model.fp8 and model.experts is not None and model.experts.count == parallel.expert:
+        needed = (
+            "several experts on each rank, or no FP8, beside overlapped exchanges of experts: Megatron frees a single one's rows"
+        )
+        yield Problem("job: model.experts.count", str(model.experts.count), needed, "leave one of the two out")
     if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
         needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
         yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")

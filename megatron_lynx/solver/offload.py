@@ -97,8 +97,9 @@ SLACK = 0.95
 
 
 def goes_within(job: Job, stage: int) -> bool:
-    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so."""
-    return job.chunks == 1 and job.schedule == "flush" and stage == job.parallel.pipeline - 1
+    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so. Beside
+    overlapped exchanges of experts another one's does, layer by layer."""
+    return job.chunks == 1 and not job.model.moe_overlapped and job.schedule == "flush" and stage == job.parallel.pipeline - 1
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,7 @@ class Stages:
     def _ratios(self, stage: int) -> list[float]:
         asked = self.job.offload_ratio
         within = goes_within(self.job, stage) and (asked == "auto" or self.job.parallel.pipeline == 1)
-        if (
-            asked == 0
-            or self.job.model.moe_overlapped
-            or (chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED and not within)
-        ):
+        if asked == 0 or (chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED and not within):
             return [0.0]
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
         if asked == "auto" and within:  # what is not hidden spares nothing, as it is waited for in the end

@@ -11,10 +11,12 @@ import pytest
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
+from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
-from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.ranks import RankError, RankPool
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
@@ -124,6 +126,48 @@ def test_bytes_of_experts(pool_of, recipe):
     copies, attention = saved.pop("copies"), te_on_ranks.copies_of(job, "attention")
     assert saved == {item: size for item, size in parts.items() if size}
     assert copies == fp8_copies_bytes(job, 0) // job.model.layers - attention
+
+
+BESIDE = MIXTURE | {"filled": True, "overlapped": True}
+DELAYED = {"delay_wgrad_compute": True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "dispatcher", "model"),
+    [
+        ("delayed", "TP2+SP, EP2", "alltoall", {}),
+        ("mxfp8", "EP2", "alltoall", DELAYED),
+        *long(
+            ("tensorwise", "TP2+SP, EP2", "alltoall", DELAYED),
+            ("blockwise", "EP2", "deepep", {}),
+            ("mxfp8", "EP2", "hybridep", {}),
+        ),
+    ],
+)
+def test_beside_overlapped_exchanges(pool_of, recipe, layout, dispatcher, model):
+    job = job_of(recipe, layout, experts=BESIDE | {"dispatcher": dispatcher})
+    everything = plan_for(job, lambda layer: replayable(job), windows=False)
+    activation = plan_for(job, lambda layer: ("experts_activation",), windows=False)
+    candidates = [everything, activation, checkpointed(everything, "attention")]
+    checked(pool_of, job, candidates, Trial(canaries=True, steps=2, model=model))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *long("mxfp8")])
+def test_latent_attention_beside_overlapped_exchanges(pool_of, recipe):
+    job = latent_job(recipe, "EP2", experts=BESIDE, qk_norm=True)
+    candidates = [experts_plan(job, ("experts_fc1", "experts_activation")), checkpointed(experts_plan(job, ()), "attention")]
+    checked(pool_of, job, candidates, Trial(canaries=True, steps=2))
+
+
+@pytest.mark.parametrize("recipe", ["delayed"])
+def test_rows_of_a_single_expert_are_freed_beside_overlapped_exchanges(pool_of, recipe):
+    """At planning, too."""
+    job = job_of(recipe, "EP2", experts=BESIDE | {"count": 2})
+    with pytest.raises(ConfigError, match="needed several experts on each rank, or no FP8"):
+        check_plannable(job)
+    plan = plan_for(job, lambda layer: ("experts_activation",), windows=False)
+    with pytest.raises(RankError, match=r"config\.num_moe_experts: found 2 over 2 ranks, needed several"):
+        checked(pool_of, job, [plan])
 
 
 def experts_plan(job: Job, replay: Collection[str]) -> Plan:

@@ -103,7 +103,7 @@ def test_exchanges_that_overlap_are_today_too() -> None:
 
 
 def test_exchanges_stay_overlapped_where_a_plan_can_be_beside_them() -> None:
-    """FP8 keeps rows that Megatron frees there."""
+    """In FP8 Megatron frees what a single expert on a rank was handed."""
     beside = read(f"{OVERLAPPED} --delay-wgrad-compute --recompute-granularity selective --recompute-modules layernorm")
     command = beside.under_plan("plan.yaml", [])
     assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in command
@@ -112,7 +112,9 @@ def test_exchanges_stay_overlapped_where_a_plan_can_be_beside_them() -> None:
     cut = read(f"{OVERLAPPED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")
     assert job_of(cut, "a100-80g").model.moe_overlapped
     assert "--overlap-moe" in cut.under_plan("plan.yaml", [])
-    other = read(f"{OVERLAPPED} --fp8-format hybrid --transformer-impl transformer_engine")
+    fp8 = "--fp8-format hybrid --transformer-impl transformer_engine"
+    assert job_of(read(f"{OVERLAPPED} {fp8}".replace("--num-experts 8", "--num-experts 16")), "h100-80g").model.moe_overlapped
+    other = read(f"{OVERLAPPED} {fp8}")
     assert not job_of(other, "h100-80g").model.moe_overlapped
     assert "--overlap-moe" not in other.under_plan("plan.yaml", [])
     assert not job_of(read(OVERLAPPED, planning=False), "a100-80g").model.moe_overlapped, "priced as stock's setting"

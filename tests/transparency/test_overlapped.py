@@ -16,6 +16,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.te_releases import folder_of, pools_with, python_path
 from tests.transparency.checkpoints import checkpointed
+from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, SPREAD, TP2, trial_of
@@ -64,6 +65,17 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
     compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))
 
 
+@pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", *long("EP2", "TP2xPP2xVPP2, EP2")])
+def test_what_is_kept_may_go_to_the_host(pool_of: Pools, layout: str) -> None:
+    """With what experts keep and without; every copy is late, and what nobody may read any more is overwritten."""
+    job = job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32})
+    kept, everything, _ = candidates_for(job)
+    candidates = [offloading(kept, 8_000), offloading(kept, 1 << 20, experts=True), offloading(everything, 1 << 20, experts=True)]
+    for outcomes in checked(pool_of, job, candidates, trial_of(tampered=True)):
+        last = [outcome.planned.counts[-1] for outcome in outcomes]
+        assert all(0 < counts.offloaded_bytes == counts.reloaded_bytes for counts in last)
+
+
 @pytest.fixture(scope="module")
 def te_pool_of() -> Iterator[Pools]:
     yield from pools_with("2.17")
@@ -94,6 +106,12 @@ def test_plans_for_the_other_schedule_are_refused(pool_of: Pools) -> None:
         plan = plan_for(planned, lambda layer: ())
         with pytest.raises(RankError, match=f"plan: model.moe_overlapped: {found}"):
             checked(pool_of, job if planned is usual else usual, [plan])
+
+
+def test_no_micro_batch_goes_half_by_half() -> None:
+    plan = plan_for(job_of("EP2"), lambda layer: (), windows=False)
+    with pytest.raises(ValueError, match=r"offload.pace_bytes is given, needed none"):
+        offloading(plan, 8_000, pace=1_000)
 
 
 @pytest.mark.parametrize(
