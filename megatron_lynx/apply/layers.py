@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Item
 from megatron_lynx.apply.hybrid import CLASSES, owner_of
-from megatron_lynx.apply.live_run import LiveRun, name_of
+from megatron_lynx.apply.live_run import OWNS_USERBUFFER, LiveRun, name_of
 from megatron_lynx.apply.site import modules_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.held import Classes
@@ -19,17 +19,6 @@ from megatron_lynx.kinds.running import classes_of, sections_in
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 _TE_FLAGS = ("return_layernorm_output", "fsdp_group")
 """Attributes of its linears that must be off: they hand on or hold what no item names."""
-
-_OWNS_USERBUFFER = (
-    "ub_overlap_ag_fprop",
-    "ub_overlap_ag_dgrad",
-    "ub_overlap_rs_fprop",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-)
-"""Attributes of its linears that say that they own a userbuffer: they must be off unless the run says that it has userbuffers, so
-that its plan is one for them."""
 
 _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
@@ -51,7 +40,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             held = {item: sites[item] for item in section.sites if section.fuses_norm or item.role != "norm"}
             yield from _other_classes(number, held, classes_of(section, te=run.uses_te))
         if run.uses_te and number == first:  # all are built from one config
-            yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*_OWNS_USERBUFFER, *_TE_FLAGS))
+            yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*OWNS_USERBUFFER, *_TE_FLAGS))
     if run.userbuffers and run.layers and not run.uses_te:
         todo = "drop --tp-comm-overlap, or launch with --transformer-impl transformer_engine"
         yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)

@@ -23,6 +23,18 @@ IDENTITY = "megatron.core.transformer.identity_op.IdentityOp"
 """What stands in the place of a norm that Transformer Engine makes inside a linear."""
 
 
+OWNS_USERBUFFER = (
+    "ub_overlap_ag_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+"""Attributes of Transformer Engine's linears that say that they own a userbuffer: they must be off unless the run says that it
+has userbuffers, so that its plan is one for them."""
+
+
 @dataclass(frozen=True)
 class LiveRun:
     """One rank of a run, as Megatron built it."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +33,9 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.measure.memory import ActivationMeter, Mark, MemoryUse
 from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
 
+LET_GO_S = 0.02
+"""A thread of gloo's lets go of a result a moment after whoever waits for it goes on. One that lies there from an earlier step
+would count as freed in this one."""
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
 _ENTER, _EXIT = "<enter>", "<exit>"
@@ -67,6 +71,8 @@ class CpuMeter(ActivationMeter):
 
     def __enter__(self) -> CpuMeter:
         remember_blocks()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            time.sleep(LET_GO_S)
         self._names: list[str] = []
         self._profiler = profile(profile_memory=True)
         with nothing_printed(STANDARD_ERROR):

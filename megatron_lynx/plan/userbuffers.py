@@ -6,6 +6,7 @@
                                  gathered in a buffer
     norms, activation, rotary,   own no userbuffer                                        replayed, on demand or behind messages
     core attention, residuals                                                             between stages, or offloaded
+    experts without shared ones  own no userbuffer                                        a checkpoint, too
 
 One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read.
 And where the exchange lies inside a GEMM, nothing is waited for: there is no tensor-parallel window, and no gather to share.
@@ -41,7 +42,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
         return
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
-    if rule.checkpoint is not None:
+    if rule.checkpoint is not None and not _of_experts(plan, rule):
         again = "a checkpoint would fill the userbuffers of its linears again"
         yield f"{rule.checkpoint_said}, but {WITHOUT} {again}: list what is kept and replayed instead"
     for half in HALVES:
@@ -53,6 +54,12 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
                 if name not in (ON_DEMAND, RECV_BACKWARD):
                     todo = f"plan it {ON_DEMAND}, or in {RECV_BACKWARD}"
                     yield f"{key}.{half} is {name}, but {WITHOUT} no tensor-parallel collective is waited for: {todo}"
+
+
+def _of_experts(plan: PlanContents, rule: Rule) -> bool:
+    """Whether a rule checkpoints nothing but halves of experts, whose linears own no userbuffers."""
+    halves = [plan.model.sections_of(layer)[1] for layer in rule.layers]
+    return not rule.checkpoints(HALVES[0]) and not any(section.of_tensor_ranks for section in halves)
 
 
 def _windows(rule: Rule) -> dict[str, list[str]]:

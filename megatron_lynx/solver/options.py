@@ -97,10 +97,16 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
         yield from (second, first)
 
 
-def may_checkpoint(job: Job) -> bool:
-    """Whether layers, or halves of them, may run again with all that communicates in them: what owns a userbuffer may not, nor
-    experts that nobody looks into."""
-    return not job.userbuffers and not job.model.experts_whole
+def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
+    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not, nor
+    what owns a userbuffer. Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts
+    would travel again."""
+    alone = checkpoint == Checkpoint()
+    if section.opaque or job.model.experts_whole:
+        return False
+    if job.model.moe_overlapped and (section.apart or not alone):
+        return False
+    return not job.userbuffers or (alone and not section.of_tensor_ranks)
 
 
 @dataclass(frozen=True)
@@ -223,12 +229,10 @@ class StageProblems:
 
     def _checkpoints(self, kind: HalfKind, subsets: Sequence[Subset]) -> Iterator[Option]:
         """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
-        if not may_checkpoint(self.job) or kind.section.opaque:
-            return
         least_bytes = min(subset.price.memory.resident for subset in subsets)
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
-            if self.job.model.moe_overlapped and (kind.section.apart or checkpoint != Checkpoint()):
-                continue  # rows would travel again; and a layer of nodes is none that runs again as one
+            if not may_checkpoint(self.job, kind.section, checkpoint):
+                continue
             items = checkpoint.items(kind.section)
             price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
             if price.memory.resident >= least_bytes and checkpoint == Checkpoint():

@@ -18,6 +18,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..te_releases import pools_with
+from ..transparency.checkpoints import checkpointed
 from ..transparency.offloaded import offloading
 from ..transparency.test_every_bit import checked
 from . import on_ranks, te_on_ranks
@@ -68,6 +69,12 @@ def test_beside_overlapped_exchanges_of_experts(pool_of):
     assert {"core_attention", "experts_fc1", "experts_activation"} <= replayed
     assert not {"linear_qkv", "pre_mlp_layernorm"} & replayed
     checked(pool_of, job, [plan])
+
+
+def test_experts_may_be_checkpoints(pool_of):
+    job = job_with(tensor=2, expert=2, expert_tensor=1, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False)
+    kept = uniform_plan(job, "none")
+    checked(pool_of, job, [checkpointed(kept, "mlp"), checkpointed(uniform_plan(job, NORMS[:1], windows=False), "mlp")])
 
 
 def test_what_owns_a_userbuffer_runs_once(pool_of):

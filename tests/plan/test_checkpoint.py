@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from io import StringIO
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_userbuffers_are_refused_by_name():
     raw["parallel"]["userbuffers"] = True
     with pytest.raises(ValueError, match=r"checkpoint is layer, but with parallel\.userbuffers"):
         Plan.model_validate(raw)
+
+
+def test_experts_own_no_userbuffers():
+    """Shared ones do."""
+    mixture = {"count": 4, "per_token": 2, "ffn": 32}
+    layout = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1, "expert": 2}
+    for shared, refused in ((0, False), (32, True)):
+        job = tiny_job(**layout, implementation="transformer_engine", bias=False, experts={**mixture, "shared_ffn": shared})
+        raw = checkpointed(plan_for(job, lambda layer: ()), "mlp").model_dump(mode="json")
+        raw["parallel"]["userbuffers"] = True
+        with pytest.raises(ValueError, match="checkpoint is mlp, but with") if refused else nullcontext():
+            Plan.model_validate(raw)
 
 
 def test_groups_are_counted_from_the_first_layer_of_a_rule():

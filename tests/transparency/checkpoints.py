@@ -20,9 +20,10 @@ def checkpointed(plan: Plan, checkpoint: Any, layers: Iterable[int] | None = Non
     )
     for stage in raw["stages"]:
         for rule in stage["rules"]:
-            if layers is None or int(rule["layers"]) in layers:
+            first = int(str(rule["layers"]).partition("-")[0])  # all of a rule are alike
+            if layers is None or first in layers:
                 rule["checkpoint"] = checkpoint
-                _leave_out(rule, plan, int(rule["layers"]), halves)
+                _leave_out(rule, plan, first, halves)
         stage["rules"] = _joined(stage["rules"])
     return Plan.model_validate(raw)
 

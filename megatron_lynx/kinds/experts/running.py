@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
-from megatron_lynx.apply.live_run import LINEARS, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
+from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
@@ -119,6 +119,11 @@ class HeldExperts(Running):
             if known is not None and name_of(place.owner) not in known:
                 yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
                 return  # one stands for all
+            if flag := next(
+                (name for name in OWNS_USERBUFFER if place.item.of_experts and getattr(place.owner, name, False)), None
+            ):
+                yield Problem(f"layer {number}.{place.item.name}.{flag}", "on", "off: what owns a userbuffer runs once", TODO)
+                return
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
