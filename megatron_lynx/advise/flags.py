@@ -1,6 +1,7 @@
 """Which flags of a launch another layout changes.
 
 micro-batch 4             --micro-batch-size 4
+    packed by slime       --max-tokens-per-gpu n, with another context, too
 tensor 2, was 1           --tensor-model-parallel-size 2 --sequence-parallel
 pipeline, or chunks       also what places layers: the old flags go, the new ones come
     the embedding and the loss count as layers, and did before     --num-layers-per-virtual-pipeline-stage n
@@ -16,6 +17,7 @@ from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, is_hybrid, stack_of
+from megatron_lynx.launch_arguments.packing import TOKENS, packs
 from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan
@@ -42,7 +44,10 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
             found.append((flag, (str(size),)))
     if after.parallel.sequence_parallel and not before.parallel.sequence_parallel:
         found.append(("--sequence-parallel", ()))
-    if after.batch.micro != before.batch.micro:
+    if reading is not None and packs(reading.given):
+        tokens, were = (job.batch.micro * job.model.seq // job.parallel.context for job in (after, before))
+        found += [(TOKENS, (str(tokens),))] if tokens != were else []
+    elif after.batch.micro != before.batch.micro:
         found.append(("--micro-batch-size", (str(after.batch.micro),)))
     return (*found, *(_placing(made, reading) if _places(before, after) else ()))
 

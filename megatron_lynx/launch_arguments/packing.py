@@ -17,6 +17,11 @@ from megatron_lynx.launch_arguments.given import Given, Value
 TOKENS = "--max-tokens-per-gpu"
 
 
+def packs(given: Given) -> bool:
+    """Whether it is that flag which says how many tokens a micro-batch has."""
+    return "seq_length" in given.values and given.origin("seq_length").startswith(TOKENS)
+
+
 def with_packing(given: Given) -> Given:
     """The same launch with what they set. Nothing changes where a launch has no such flag, or says how long its sequences are."""
     tokens = next((words.split()[-1] for words in given.unknown if words.split()[0] == TOKENS), "")
