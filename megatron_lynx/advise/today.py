@@ -36,6 +36,8 @@ class Launch:
     """A step, if exchanges and what computes beside them do not slow each other down, as plans are priced; `row` has what was
     measured elsewhere."""
     unknown: str = ""
+    graphs: bool = False
+    """Whether anything is captured: then neither the host's time nor the graphs' memory is counted."""
     written: bool = True
     """Whether there is a launch; a job has none, and is held against stock without recomputation."""
 
@@ -69,9 +71,10 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     unknown = _unknown(job, reading)
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
-    row = _row(job, costs, today.setting, today.name, MEASURED)
-    best = _row(job, costs, today.setting, "").step_s if today.setting.overlap else None
-    return Launch(today.name, today.flags, row, best)
+    issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
+    row = _row(job, costs, today.setting, today.name, MEASURED, issued)
+    best = _row(job, costs, today.setting, "", issued=issued).step_s if today.setting.overlap else None
+    return Launch(today.name, today.flags, row, best, graphs=today.graphs)
 
 
 def _unknown(job: Job, reading: Reading) -> str:
@@ -86,9 +89,17 @@ def _unknown(job: Job, reading: Reading) -> str:
     return ""
 
 
-def _row(job: Job, costs: Profile, setting: StockSetting, what: str, beside: Beside = UNDISTURBED) -> Row:
+def _row(
+    job: Job,
+    costs: Profile,
+    setting: StockSetting,
+    what: str,
+    beside: Beside = UNDISTURBED,
+    issued: Profile | None = None,
+) -> Row:
+    """`issued`: the profile of what the host issues, where that is another one."""
     own = as_stock(job)
-    price = priced(own, costs, setting, beside)
+    price = priced(own, issued or costs, setting, beside)
     return Row(what, price.step_s + update_s(own, costs), price.most_bytes)
 
 

@@ -7,12 +7,9 @@ from collections.abc import Iterator, Mapping
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import unknown_in_words
+from megatron_lynx.launch_arguments.today import is_on
 
 DEFEATS = {
-    "enable_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
-    "external_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
-    "cuda_graph_impl": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
-    "te_rng_tracker": ("CUDA graphs", "its random state cannot be restored for a replay: plans are refused"),
     "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
 }
 """Flags that a plan cannot live with, and what they are about."""
@@ -26,6 +23,10 @@ TODAY = {
     "cpu_offloading_num_layers": "stock offloading",
     "fine_grained_activation_offloading": "stock offloading",
     "distribute_saved_activations": "stock recomputation",
+    "enable_cuda_graph": "CUDA graphs",
+    "external_cuda_graph": "CUDA graphs",
+    "cuda_graph_impl": "CUDA graphs",
+    "te_rng_tracker": "random numbers of CUDA graphs",
 }
 """What a launch does today that a plan replaces, and what it is about."""
 
@@ -72,7 +73,7 @@ def _replaced(reading: Reading) -> Iterator[Finding]:
     """Stock's setting beside a plan has two deciders. In a launch that has none yet it is what it does today."""
     planned = any(word.partition("=")[0] == "--lynx-plan" for word in reading.command.arguments)
     for name, topic in TODAY.items():
-        if not reading.given[name]:
+        if not is_on(reading.given, name):
             continue
         found = reading.given.origin(name)
         if planned:

@@ -2,7 +2,7 @@
 
 read           the job is made of it                      --num-layers
 priced as      counted as something else, and said so     --fp16: as bf16
-refused        what it does is not modelled               --cuda-graph-impl
+refused        what it does is not modelled               --fp4-format
 no matter      neither activations nor their seconds      --lr: learning rate
 """
 
@@ -56,6 +56,8 @@ READ = names_in(
     rampup_batch_size step_batch_size_schedule recompute_activations recompute_granularity recompute_method
     recompute_num_layers recompute_modules moe_layer_recompute distribute_saved_activations
     fine_grained_activation_offloading offload_modules activation_offload_fraction min_offloaded_tensor_size
+    cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated
+    cuda_graph_warmup_steps te_rng_tracker
     delta_offload_bytes_across_pp_ranks delay_offload_until_cuda_graph fine_grained_offloading_max_inflight_offloads
     cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers overlap_moe_expert_parallel_comm
     delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
@@ -91,11 +93,6 @@ _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
 _UNBALANCED = "rows that are dropped or padded for a whole rank are not priced"
 _ONE_PARAMETER = "experts that share one parameter are not modelled"
-_GRAPHS = (
-    "what is captured runs without the host, and so without any hook: nothing in it could be recomputed or sent out. The nearest "
-    "launch that works is without it, its --cuda-graph-modules or --cuda-graph-scope and --te-rng-tracker; what is lost is the "
-    "host's time, which plans count"
-)
 _SHARDED = "sharded parameters are not modelled"
 
 REFUSED = {
@@ -125,10 +122,6 @@ REFUSED = {
     "use_transformer_engine_op_fuser": _OTHER_CALLS,
     "use_grouped_gemm_for_dense_mlp": _OTHER_CALLS,
     "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
-    "enable_cuda_graph": "CUDA graphs bypass every hook",
-    "external_cuda_graph": "CUDA graphs bypass every hook",
-    "cuda_graph_impl": _GRAPHS,
-    "te_rng_tracker": "random state that graphs hold cannot be restored for a replay; without graphs it is not needed",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,
@@ -180,7 +173,7 @@ NOT_UNDER_PLANS = {
 }
 """Flags that matter neither to activations nor to their seconds, but beside which no plan can be installed, and why."""
 
-ALLOWED = {"cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
+ALLOWED = {"mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
 
 EXPERTS_OWN = ("moe_", "expert_")

@@ -4,10 +4,12 @@
 --recompute-activations                                                              the core attention alone
 --recompute-granularity selective --recompute-modules moe layernorm                  these modules
 --fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
+--cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which spare the host's time
 --overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
 
 The launch under a plan is printed without these flags; with those of the last line where a plan can be beside them
-(`stays_overlapped`). What TransformerConfig would refuse is a problem of the launch.
+(`stays_overlapped`). What is captured runs without the host, and so without any hook. What TransformerConfig would refuse is a
+problem of the launch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload
 BY_LAYERS = "cpu_offloading_num_layers"
 SHARED_OUT = "distribute_saved_activations"
 
-SWITCHES = ("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS, OVERLAP, DELAYED)
+GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+"""What captures layers, or whole iterations."""
+GRAPHS_RANDOM = "te_rng_tracker"
+
+SWITCHES = (
+    *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
+    *(OVERLAP, DELAYED, *GRAPHS, GRAPHS_RANDOM),
+)
 """What switches something on that a plan does in its own way, or cannot have beside it."""
 
 REPLACED = (
@@ -38,6 +47,7 @@ REPLACED = (
     *(METHOD, LAYERS, MODULES, OFFLOAD, FRACTION, "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
     *("delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads"),
     *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
+    *("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_warmup_steps"),
 )
 """Names of Megatron's namespace whose flags are left out of a launch under a plan."""
 BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
@@ -67,6 +77,8 @@ class Today:
     """Why nobody can say what it takes; empty where it is priced."""
     beside: bool = False
     """Whether its exchanges are overlapped under a plan, too."""
+    graphs: bool = False
+    """Whether anything is captured. It is priced as if the host took no time, and graphs no memory of their own."""
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -77,7 +89,9 @@ class Today:
     @property
     def name(self) -> str:
         """In few words."""
-        return "stock" if self.setting == NONE and self.not_priced else f"stock {self.setting.name}"
+        if self.setting == NONE and self.not_priced:
+            return "stock"
+        return f"stock {self.setting.name}{', graphs' if self.graphs else ''}"
 
 
 def stays_overlapped(given: Given) -> bool:
@@ -92,12 +106,18 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
     problems += _contradictions(given)
     beside = planning and stays_overlapped(given)
     said = [name for name in REPLACED if name in given.values and not (beside and name in BESIDE)]
-    flags = tuple(dict.fromkeys(map(given.origin, said))) if any(given[name] for name in said if name in SWITCHES) else ()
+    switched_on = any(is_on(given, name) for name in said if name in SWITCHES)
+    flags = tuple(dict.fromkeys(map(given.origin, said))) if switched_on else ()
     not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
     if given[FINE_GRAINED]:
         others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
         not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
-    return Today(_setting(given), flags, not_priced, beside)
+    return Today(_setting(given), flags, not_priced, beside, any(is_on(given, name) for name in GRAPHS))
+
+
+def is_on(given: Given, name: str) -> bool:
+    """Whether a flag switches something on."""
+    return given[name] not in (None, False, 0, "none")
 
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:

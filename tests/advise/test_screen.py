@@ -268,3 +268,17 @@ def test_a_report_of_the_plan_begins_with_the_launch(tmp_path: Path) -> None:
     assert tables[0]["rows"][1][1] == pytest.approx(said["plan"]["step_s"], rel=1e-6)
     read = {row[0]: row[2] for row in tables[-1]["rows"]}
     assert read["model.ffn"] == "--ffn-hidden-size"
+
+
+def test_graphs_are_held_against_a_plan_as_if_the_host_took_no_time() -> None:
+    """What a plan does not have is not counted against whoever has it."""
+    small = "--micro-batch-size 1 --seq-length 512 --max-position-embeddings 512"
+    plain, captured = (answer(f"{small} {graphs}") for graphs in ("", "--cuda-graph-impl local --te-rng-tracker"))
+    assert plain.launch.row is not None
+    assert captured.launch.row is not None
+    assert captured.launch.row.step_s < 0.95 * plain.launch.row.step_s, "its host is slower than its device"
+    assert captured.plan == plain.plan
+    said = "\n".join(printed(captured, 120))
+    assert "today's graphs: as if the host took no time" in said
+    assert "left out of the launch under a plan: --cuda-graph-impl --te-rng-tracker" in said
+    assert "stock none, graphs" in said

@@ -154,7 +154,6 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     ("flags", "topic"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "windows"),
-        ("--tensor-model-parallel-size 2 --cuda-graph-impl local", "CUDA graphs"),
         ("--num-layers 4", "windows"),
     ],
 )
@@ -168,6 +167,7 @@ def test_what_defeats_overlap(flags: str, topic: str) -> None:
         ("--overlap-moe-expert-parallel-comm", "expert-parallel overlap"),
         ("--recompute-activations", "stock recomputation"),
         ("--fine-grained-activation-offloading", "stock offloading"),
+        ("--cuda-graph-impl local", "CUDA graphs"),
     ],
 )
 def test_what_a_launch_does_today_defeats_overlap_only_beside_a_plan(flags: str, topic: str) -> None:

@@ -69,9 +69,23 @@ def test_rows_that_are_filled_up_are_no_matter_without_experts() -> None:
     assert "model.experts.filled" not in facts(said)
 
 
-def test_what_would_work_in_place_of_graphs_is_said() -> None:
-    for impl in ("full_iteration", "transformer_engine"):
-        said = problems(f"{MIXTRAL_8X22B} --cuda-graph-impl {impl} --te-rng-tracker", gpus=128)
-        assert f"--cuda-graph-impl: found {impl}" in said
-        assert "The nearest launch that works is without it" in said
-        assert "what is lost is the host's time" in said
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        "--cuda-graph-impl full_iteration --te-rng-tracker",
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --cuda-graph-warmup-steps 0 --te-rng-tracker",
+        "--cuda-graph-impl transformer_engine --cuda-graph-scope attn",
+        "--external-cuda-graph --cuda-graph-scope attn --te-rng-tracker",
+        "--enable-cuda-graph",
+    ],
+)
+def test_graphs_are_what_a_launch_does_today(graphs: str) -> None:
+    """No plan is beside them: its launch is printed without."""
+    reading = read(f"{MIXTRAL_8X22B} {graphs}", gpus=128)
+    assert reading.problems == ()
+    assert reading.today.name == "stock none, graphs"
+    assert set(reading.today.flags) == {word for word in graphs.split() if word.startswith("--")}
+    assert not any("graph" in word or "rng" in word for word in reading.changed({}).arguments)
+    assert all(flag in reading.under_plan("plan.yaml", []) for flag in reading.today.flags), "it says what is left out"
+    without = read(f"{MIXTRAL_8X22B} --cuda-graph-impl none", gpus=128)
+    assert (without.today.graphs, without.today.flags) == (False, ())
