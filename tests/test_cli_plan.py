@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,29 @@ def test_the_share_of_an_estimate_can_be_asked_for() -> None:
     wrong = lynx("estimate", "jobs/llama-65b", "--offload-ratio", "1.5")
     assert wrong.exit_code == 2
     assert "offload_ratio" in wrong.stderr
+
+
+def test_a_plan_of_a_launch_may_offload(tmp_path: Path) -> None:
+    """It remembers that it was asked to, so that another round asks again."""
+    launch = shlex.split(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
+        "--num-attention-heads 32 --disable-bias-linear --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 "
+        "--global-batch-size 64 --bf16 --vocab-size 128256 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
+        "--pipeline-model-parallel-size 8"
+    )
+    found = {}
+    for ratio in ("0", "auto"):
+        path = tmp_path / f"{ratio}.yaml"
+        asked = ("plan", "--cluster", "a100-80g", "-o", path, "--memory-gib", "36", "--offload-ratio", ratio)
+        result = lynx(*asked, "--", *launch)
+        assert result.exit_code == 0, result.stderr
+        found[ratio] = load_plan(path)
+        assert ("--offload-ratio auto" in result.stdout) == (ratio == "0"), "as what could be tried"
+        assert f"--offload-ratio {ratio}" in (found[ratio].provenance.asked or "")
+    assert not any(entry.offload for entry in found["0"].stages)
+    assert any(entry.offload for entry in found["auto"].stages)
+    least = [max(entry.predicted.step_s or 0 for entry in plan.stages) for plan in found.values()]
+    assert least[1] < least[0]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ OF_THE_HOST = ("offload_ratio",)
 def would_fit(job: Job, costs: Profile) -> Iterator[str]:
     """A sentence for each."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
-        yield "activations on the host: offload_ratio: auto in a job file (no flag of a launch says it)"
+        yield "activations on the host: --offload-ratio auto"
     if (freed := _optimizer(job, costs)) is not None:
         yield freed
     if job.cluster.matmul is None:

@@ -105,6 +105,8 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield "today's graphs: as if the host took no time for anything; what they hold in memory themselves is not counted"
     if answer.on_host is not None:
         yield answer.on_host.in_words
+    if _may_offload(answer):
+        yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
     if launch.flags and not answer.refused:
         yield f"left out of the launch under a plan: {' '.join(launch.flags)}"
     yield f"simulated from the figures of {answer.job.cluster.name}; a step includes the optimizer's update"
@@ -130,3 +132,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "budget_bytes": answer.job.memory_budget_bytes,
         "verdict": verdict(answer),
     }
+
+
+def _may_offload(answer: Answer) -> bool:
+    """Whether the plan recomputes, and was not allowed to send anything to the host instead."""
+    if answer.decision is None or answer.job.offload_ratio != 0 or answer.job.cluster.pcie is None:
+        return False
+    rules = (rule for entry in answer.decision.plan.stages for rule in entry.rules)
+    return any(rule.replay or rule.checkpoint is not None for rule in rules)

@@ -135,6 +135,12 @@ MemoryOption = Annotated[
     float | None,
     typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
 ]
+OffloadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--offload-ratio", metavar="RATIO", help="Of activations to the host: in [0, 1], or auto. Instead of the job's."
+    ),
+]
 ShareOption = Annotated[
     float | None,
     typer.Option(

@@ -27,6 +27,7 @@ from megatron_lynx.cli.options import (
     LayersOption,
     LengthsOption,
     MemoryOption,
+    OffloadOption,
     OptimizerOption,
     PlanFile,
     ShareOption,
@@ -75,6 +76,7 @@ def plan(
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
+    offload_ratio: OffloadOption = None,
     optimizer_offload: OptimizerOption = None,
     hold: HoldOption = None,
     lengths: LengthsOption = None,
@@ -93,6 +95,7 @@ def plan(
     from megatron_lynx.planner.summary import summary
 
     changes = budget_changes(memory_gib, share)
+    changes |= {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {} if hold is None else {"model.experts.holds": hold}
     changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
@@ -112,6 +115,7 @@ def plan(
     head = next(iter(inexact or ()), None)
     options = {
         "--profile": profile_file,
+        "--offload-ratio": offload_ratio,
         "--optimizer-offload": optimizer_offload,
         "--inexact": head,
         "--from-run": run_file,

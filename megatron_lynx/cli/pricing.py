@@ -20,6 +20,7 @@ from megatron_lynx.cli.options import (
     JobOrLaunch,
     LaunchFileOption,
     MemoryOption,
+    OffloadOption,
     ShareOption,
     StrictOption,
     VerboseOption,
@@ -41,9 +42,7 @@ def estimate(
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
-    offload_ratio: Annotated[
-        str | None, typer.Option("--offload-ratio", metavar="RATIO", help="Instead of the job's: in [0, 1], or auto.")
-    ] = None,
+    offload_ratio: OffloadOption = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:

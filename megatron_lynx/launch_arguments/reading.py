@@ -53,7 +53,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     layer_facts,
     overlap_facts,
 )
-from megatron_lynx.launch_arguments.today import Today, against_megatron, today_of
+from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
@@ -154,6 +154,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()
     facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
+    if planning and given[FINE_GRAINED]:
+        facts.append(Fact("offload_ratio", "auto", f"{given.origin(FINE_GRAINED)}: a plan offloads what pays, too"))
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
     if gpus is None:

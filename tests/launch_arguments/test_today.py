@@ -141,3 +141,9 @@ def test_flags_that_megatron_does_not_know_are_planned_unless_strict() -> None:
 def test_a_value_that_matters_is_not_a_forks() -> None:
     assert "--position-embedding-type" in refused("--position-embedding-type relative2")
     assert refused("--optimizer galore").count("--optimizer") == 1, "once, with the reason"
+
+
+def test_a_launch_that_offloads_is_planned_with_offloading() -> None:
+    assert job_of(read(OFFLOADING), "a100-80g").offload_ratio == "auto"
+    assert job_of(read(OFFLOADING, planning=False), "a100-80g").offload_ratio == 0, "priced as stock's setting"
+    assert job_of(read(""), "a100-80g").offload_ratio == 0
