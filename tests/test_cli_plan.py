@@ -97,13 +97,13 @@ def test_a_plan_of_a_launch_may_offload(tmp_path: Path) -> None:
     launch = shlex.split(
         "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
         "--num-attention-heads 32 --disable-bias-linear --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 "
-        "--global-batch-size 64 --bf16 --vocab-size 128256 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
+        "--global-batch-size 64 --bf16 --vocab-size 32000 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
         "--pipeline-model-parallel-size 8"
     )
     found = {}
     for ratio in ("0", "auto"):
         path = tmp_path / f"{ratio}.yaml"
-        asked = ("plan", "--cluster", "a100-80g", "-o", path, "--memory-gib", "36", "--offload-ratio", ratio)
+        asked = ("plan", "--cluster", "a100-80g", "-o", path, "--memory-gib", "26", "--offload-ratio", ratio)
         result = lynx(*asked, "--", *launch)
         assert result.exit_code == 0, result.stderr
         found[ratio] = load_plan(path)

@@ -145,13 +145,16 @@ def plan_of(
     schedule: str = "flush",
     experts: bool = False,
     latent: bool = False,
+    overlapped: bool = False,
     userbuffers: bool = False,
     fp8: str | None = None,
     **options: Any,
 ) -> Plan:
-    """`fp8`: the recipe of linears whose weights are held in FP8."""
+    """`overlapped`: with experts, exchanges beside another micro-batch's computing. `fp8`: the recipe of linears whose weights are held in FP8."""
     held = {"fp8": {"recipe": fp8, "parameters": True}, "distributed_optimizer": True, "dtype": "bf16"} if fp8 else {}
     also = {**held, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
+    if overlapped:
+        also |= {"experts": {**WITH_EXPERTS["experts"], "overlapped": True}, "expert": 2, "expert_tensor": 1, "dtype": "bf16"}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 

@@ -73,6 +73,21 @@ def test_with_experts(script, layout, tmp_path):
     check_every_digit(script, [*MODEL, *EXPERTS, "--mock-data"], layout, tmp_path, experts=True)
 
 
+def test_with_overlapped_exchanges(script, tmp_path):
+    """Megatron's combined schedule, of a script that hands it the model's nodes; tensor-parallel ranks gather again."""
+    overlapped = ["--bf16", "--no-masked-softmax-fusion", "--overlap-moe-expert-parallel-comm"]
+    flags = [*MODEL, *EXPERTS, "--mock-data", *overlapped, *flags_of(INTERLEAVED)]
+    stock = launch(script, flags, ranks=4)
+    assert len(stock.iterations) == 5, stock.text
+    plan = plan_of(INTERLEAVED, overlapped=True, gather="once")
+    assert {"linear_qkv", "experts_activation"} <= {item for rule in plan.stages[1].rules for item in rule.replay}
+    for name, made in {"replayed": plan, "on the host": offloading(plan, 200_000)}.items():
+        under = ["--lynx-plan", saved(made, tmp_path / f"{name}.yaml"), "--lynx-check", "2"]
+        planned = launch(script, [*flags, *under], ranks=4)
+        assert planned.status == 0, planned.text
+        assert planned.iterations == stock.iterations
+
+
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""

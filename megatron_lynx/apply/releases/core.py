@@ -316,7 +316,7 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "c88509af0f94978d",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "7a62dc8735f135d3",
-        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6a09cc81f2faf45a",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "ac5a97383bae7ff9 6a09cc81f2faf45a",
         "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "75d8dae9c8209a64",
         "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "f7cfa30c9599f312",
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": GONE,
