@@ -66,7 +66,8 @@ def test_what_is_not_clear_is_asked(arguments: tuple[object, ...], answer: str, 
 
 def test_doctor_says_what_defeats_overlap() -> None:
     launch = shlex.split(LAUNCH)
-    result = lynx("doctor", "--no-host-time", "--json", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch, "--te-rng-tracker")
+    graphs = ("--cuda-graph-impl", "local", "--lynx-plan", "plan.yaml")
+    result = lynx("doctor", "--no-host-time", "--json", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch, *graphs)
     assert result.exit_code == 1
     found = {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert found["CUDA graphs"]["todo"] == "drop it"

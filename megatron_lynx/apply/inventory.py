@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
+from megatron_lynx.apply.releases.release import reads_as
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.kinds.running import FACES
@@ -56,7 +57,7 @@ class Held:
 
     @property
     def as_recorded(self) -> bool:
-        return self.found == self.recorded
+        return reads_as(self.found, self.recorded)
 
 
 def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:

@@ -150,7 +150,8 @@ def plan_of(
     fp8: str | None = None,
     **options: Any,
 ) -> Plan:
-    """`overlapped`: with experts, exchanges beside another micro-batch's computing. `fp8`: the recipe of linears whose weights are held in FP8."""
+    """`overlapped`: with experts, exchanges beside another micro-batch's computing. `fp8`: the recipe of linears whose weights
+    are held in FP8."""
     held = {"fp8": {"recipe": fp8, "parameters": True}, "distributed_optimizer": True, "dtype": "bf16"} if fp8 else {}
     also = {**held, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
     if overlapped:

@@ -102,12 +102,17 @@ def differing(recorded: Mapping[str, str]) -> list[Problem]:
     return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed)) is not None]
 
 
+def reads_as(found: str | None, recorded: str) -> bool:
+    """Whether a function's fingerprint is one of those that were recorded."""
+    return found in recorded.split()
+
+
 def _problem(name: str, recorded: str) -> Problem | None:
     try:
         found = fingerprint(name)
     except (ImportError, AttributeError) as missing:
         return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
-    if found in recorded.split():
+    if reads_as(found, recorded):
         return None
     todo = "use a release as published, or have its table recorded anew"
     return Problem(name, f"source with fingerprint {found}", " or ".join(recorded.split()), todo)
