@@ -12,6 +12,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.simulator.side_by_side import SideBySide
+from megatron_lynx.solver.seats import Seats
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 from tests.stock.test_combined import job_of as stock_job
@@ -71,6 +73,12 @@ def test_a_plan_that_the_loss_binds_fits(gib: float) -> None:
     assert max(each.total for each in decided(gib).memory) <= gib * GIB
 
 
+def test_what_is_held_at_a_time_is_that_of_passes_one_after_the_other() -> None:
+    simulation = decided(57).simulation
+    assert isinstance(simulation, SideBySide)
+    assert simulation.before_backward_bytes(0, 0) == simulation.apart.before_backward_bytes(0, 0) > 0
+
+
 def test_what_waits_long_goes_to_the_host() -> None:
     """A stage with chunks has micro-batches in flight whose backward is far away; with one there are none."""
     chunks = {"pipeline": 2, "expert": 8, "layers_per_chunk": 12}
@@ -88,6 +96,8 @@ def test_what_waits_long_goes_to_the_host() -> None:
 def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
     """Where inputs are gathered, as well."""
     cut = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1}
+    job = job_of(47, parallel=cut)
+    assert not Seats(job, analytic_profile(job)).in_forwards
     found, least_gib = decided(47, parallel=cut), 46.5
     rules = [rule for entry in found.plan.stages for rule in entry.rules]
     assert any(rule.replay for rule in rules)

@@ -8,7 +8,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.yaml_file import read_yaml
 
-TIGHT_GIB = {"a100-40g": 32.3, "h200-141g": 113.0, "b200-180g": 135.0, "gb200-nvl72": 139.7}
+TIGHT_GIB = {"a100-40g": 32.3, "h200-141g": 113.0, "b200-180g": 135.0, "gb200-nvl72": 139.7, "gb300-nvl72": 210.0}
 """Four fifths of a device, by cluster; where none is named, of 80 GB. So tight that plans have something to do."""
 
 
