@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_lynx.apply.releases import KNOWN, Release, fingerprint, installed_version, minor_of, number_of
 from megatron_lynx.apply.releases.core import LANGUAGE
-from megatron_lynx.apply.releases.release import GONE, reads_as
+from megatron_lynx.apply.releases.release import GONE
 from megatron_lynx.apply.transformer_engine import KNOWN as KNOWN_TE
 from megatron_lynx.apply.transformer_engine import installed_te
 from megatron_lynx.apply.transformer_engine.release import ATTENTION
@@ -106,7 +106,7 @@ def difference(before: Mapping[str, str], functions: Iterable[str]) -> Iterator[
             found = fingerprint(function)
         except (ImportError, AttributeError):
             found = GONE
-        if not reads_as(found, before.get(function, GONE)):
+        if found != before.get(function, GONE):
             yield function, found
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
-from megatron_lynx.apply.releases.release import reads_as
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.kinds.running import FACES
@@ -57,7 +56,7 @@ class Held:
 
     @property
     def as_recorded(self) -> bool:
-        return reads_as(self.found, self.recorded)
+        return self.found == self.recorded
 
 
 def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
@@ -65,7 +64,7 @@ def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
 
     `hook`: what relies on all of them; by default each module tells.
     """
-    yield from _rows(release.version, release.fingerprints, hook)
+    yield from _rows(release, release.fingerprints, hook)
 
 
 def held_here() -> list[Held]:
@@ -84,12 +83,14 @@ def held_here() -> list[Held]:
 def _in_some_runs(release: Release, but: str = "") -> Iterator[Held]:
     """The functions that matter only in runs that have something. `but`: what cannot be imported."""
     for what, recorded in release.only_with.items():
-        yield from _rows(release.version, recorded) if what != but else ()
+        yield from _rows(release, recorded) if what != but else ()
 
 
-def _rows(version: str, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
+def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
     for site, hashed in recorded.items():
-        yield Held(hook or hook_of(site), site, version, hashed, _found(site))
+        found = _found(site)
+        known = found if found is not None and release.reads(site, found, hashed) else hashed
+        yield Held(hook or hook_of(site), site, release.version, known, found)
 
 
 def hook_of(site: str) -> str:

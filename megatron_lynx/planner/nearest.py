@@ -139,7 +139,8 @@ def loads_that_fit(job: Job, answers: Sequence[StageAnswer], plan: Plan, profile
     if heavier.model.moe_load <= job.model.moe_load:
         return [0.0] * len(answers)
     later = _rehearsed(heavier, plan, profile)
-    held = [(_held_bytes(job, each, simulation), _held_bytes(heavier, each, later)) for each in answers]
+    defers = any(entry.defers for entry in plan.stages)
+    held = [(_held_bytes(job, each, simulation, defers), _held_bytes(heavier, each, later, defers)) for each in answers]
     return [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
 
 
@@ -166,5 +167,6 @@ def with_load(job: Job, load: float) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
 
 
-def _held_bytes(job: Job, answer: StageAnswer, simulation: Simulation) -> int:
-    return memory_in(job, answer, simulation, defers=False).total
+def _held_bytes(job: Job, answer: StageAnswer, simulation: Simulation, defers: bool) -> int:
+    """`defers`: whether the plan puts weight gradients off, which then say when a stage is fullest."""
+    return memory_in(job, answer, simulation, defers=defers).total

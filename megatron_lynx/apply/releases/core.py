@@ -6,7 +6,6 @@ So the history of a function is found by looking for its name. `scripts/record_r
 
 from megatron_lynx.apply.releases.release import GONE, Release
 
-SCHEDULE = "megatron.core.models.common.model_chunk_schedule_plan"
 LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 
 CORE_0_15 = Release(  # recorded from 0.15.3
@@ -159,8 +158,8 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_interleaved_pipelining": "386c7a2477784817",
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "734d6f8080fdd7d2",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "c4ba546f72c511ce",
-        f"{SCHEDULE}:TransformerLayerSchedulePlan.run": "6cd10e147f2fcec9",
-        f"{SCHEDULE}:TransformerModelChunkSchedulePlan.run": "66912b57740199c8",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6cd10e147f2fcec9",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "66912b57740199c8",
         "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "ac5477ceae7bf0ef",
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": "d915c5cb082a6336",
         "megatron.core.models.gpt.fine_grained_callables:should_free_input": "62826425f915dee3",
@@ -269,8 +268,8 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_interleaved_pipelining": "40830fcea0b310c5",
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "0960241d12114a70",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "3b5ce3e8d183a5a8",
-        f"{SCHEDULE}:TransformerLayerSchedulePlan.run": "bab933c6c16c2a32",
-        f"{SCHEDULE}:TransformerModelChunkSchedulePlan.run": "6dedbd15e96a3d01",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "bab933c6c16c2a32",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "6dedbd15e96a3d01",
         "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "c26ff92ddb6e9697",
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": "2b75566ab83a1107",
         "megatron.core.models.gpt.fine_grained_callables:should_free_input": "432783ee669cd004",
@@ -317,14 +316,20 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "c88509af0f94978d",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "7a62dc8735f135d3",
-        f"{SCHEDULE}:TransformerLayerSchedulePlan.run": "ac5a97383bae7ff9 6a09cc81f2faf45a",
-        f"{SCHEDULE}:TransformerModelChunkSchedulePlan.run": "75d8dae9c8209a64",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "6a09cc81f2faf45a",
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.run": "75d8dae9c8209a64",
         "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables": "f7cfa30c9599f312",
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode": GONE,
         "megatron.core.models.gpt.fine_grained_callables:should_free_input": GONE,
         "megatron.core.models.common.utils:TransformerLayerNode": "075b03a6e3d65ebf",
         "megatron.core.models.common.utils:should_free_input": "85f4bb5b4a46dc6e",
     },
+)
+
+CORE_0_19 = CORE_0_19.reading_also(
+    {  # 0.19.0: names its context of FP8 otherwise
+        "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "ac5a97383bae7ff9",
+    }
 )
 
 KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}

@@ -4,7 +4,7 @@ A fingerprint is a hash of a function's unwrapped source text. If one differs, t
 installing is refused (rule R6). A changed comment is reason enough, because only somebody who reads the new text can tell.
 
     CORE_0_17 = CORE_0_16.then("0.17", fingerprints={...})      what reads otherwise in 0.17, came, or is GONE
-    "ac5a97383bae7ff9 6a09cc81f2faf45a"                         either: a patch release changed the text, and nothing that matters
+    CORE_0_19 = CORE_0_19.reading_also({...})                   a patch release has another text, in nothing that matters
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ class Release:
     pieces, exchanges of experts that are `overlapped`, or layers of Transformer Engine (`te`: they can be imported only where it
     is installed); of Transformer Engine itself
     `fp8`."""
+    also: Mapping[str, str] = field(default_factory=dict)
+    """How functions read in another patch release of the same minor one, where that is known to be as good."""
+
+    def reading_also(self: Table, also: Mapping[str, str]) -> Table:
+        """The same release, with what functions of another of its patch releases read."""
+        return replace(self, also=also)
+
+    def reads(self, name: str, found: str | None, recorded: str) -> bool:
+        """Whether a function's fingerprint is one of those that were recorded."""
+        return found is not None and found in (recorded, self.also.get(name))
 
     def then(
         self: Table, version: str, fingerprints: Mapping[str, str] = MappingProxyType({}), **only_with: Mapping[str, str]
@@ -55,17 +65,18 @@ class Release:
         return replace(
             self,
             version=version,
+            also={},
             fingerprints=_changed(self.fingerprints, fingerprints),
             only_with={**self.only_with, **tables},
         )
 
     def stale(self) -> list[Problem]:
         """Every function that matters in every run and does not read as recorded."""
-        return differing(self.fingerprints)
+        return differing(self.fingerprints, self.also)
 
     def stale_with(self, what: str) -> list[Problem]:
         """The same of those that matter only in runs that have this."""
-        return differing(self.only_with.get(what, {}))
+        return differing(self.only_with.get(what, {}), self.also)
 
 
 def table_of(version: str, known: Mapping[str, Table], package: str, name: str, todo: str) -> Table:
@@ -97,25 +108,20 @@ def _changed(before: Mapping[str, str], changed: Mapping[str, str]) -> dict[str,
     return {function: recorded for function, recorded in {**before, **changed}.items() if recorded != GONE}
 
 
-def differing(recorded: Mapping[str, str]) -> list[Problem]:
-    """Every function that does not read as recorded."""
-    return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed)) is not None]
+def differing(recorded: Mapping[str, str], also: Mapping[str, str] = MappingProxyType({})) -> list[Problem]:
+    """Every function that does not read as recorded. `also`: as `Release` has it."""
+    return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed, also.get(name))) is not None]
 
 
-def reads_as(found: str | None, recorded: str) -> bool:
-    """Whether a function's fingerprint is one of those that were recorded."""
-    return found in recorded.split()
-
-
-def _problem(name: str, recorded: str) -> Problem | None:
+def _problem(name: str, recorded: str, also: str | None) -> Problem | None:
     try:
         found = fingerprint(name)
     except (ImportError, AttributeError) as missing:
         return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
-    if reads_as(found, recorded):
+    if found in (recorded, also):
         return None
     todo = "use a release as published, or have its table recorded anew"
-    return Problem(name, f"source with fingerprint {found}", " or ".join(recorded.split()), todo)
+    return Problem(name, f"source with fingerprint {found}", " or ".join(filter(None, (recorded, also))), todo)
 
 
 def fingerprint(name: str) -> str:
