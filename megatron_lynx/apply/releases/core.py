@@ -206,6 +206,9 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "68223b5e19c86d24",
         f"{LANGUAGE}._scale_logits": "8eb5ca0ddad585c9",
     },
+    hybrid={
+        "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "71a44c4d7a842a17",
+    },
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": "fc58e7c5bc2867d5",
         "megatron.core.pipeline_parallel.utils:ScheduleNode": "c8cb912f9252e7a7",
