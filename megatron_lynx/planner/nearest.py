@@ -30,6 +30,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.budget_kept import most_held
 from megatron_lynx.planner.writing import memory_in
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
@@ -141,7 +142,19 @@ def loads_that_fit(job: Job, answers: Sequence[StageAnswer], plan: Plan, profile
     later = _rehearsed(heavier, plan, profile)
     defers = any(entry.defers for entry in plan.stages)
     held = [(_held_bytes(job, each, simulation, defers), _held_bytes(heavier, each, later, defers)) for each in answers]
-    return [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
+    found = [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
+    return [_held_to(job, plan, profile, stage, load) for stage, load in enumerate(found)]
+
+
+def _held_to(job: Job, plan: Plan, profile: Profile, stage: int, load: float) -> float:
+    """A load between two that were rehearsed, or the next lower one at which the stage holds no more than it may."""
+    while load > job.model.moe_load:
+        loaded = with_load(job, load)
+        simulation = _rehearsed(loaded, plan, profile)
+        if max(each.device_bytes for each in most_held(loaded, simulation, stage)) <= job.memory_budget_bytes:
+            break
+        load = round(load - 1 / DIGITS, 2)
+    return load
 
 
 def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:

@@ -263,8 +263,8 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         f"{LANGUAGE}.compute_language_model_loss": "7ab354400f220b50",
     },
     hybrid={
-        "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": "debd25cfb08e553d",
         "megatron.core.transformer.transformer_layer:MoETransformerLayer._forward_mlp": "4a944ed851f25cc2",
+        "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": "debd25cfb08e553d",
     },
     overlapped={
         "megatron.core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining": "aad4a9e5fa82f324",
