@@ -13,11 +13,10 @@ from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
-from megatron_lynx.launch_arguments.today import cannot_train
+from megatron_lynx.launch_arguments.today import Today, cannot_train
 from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import priced
-from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.units import format_seconds
 
 
@@ -66,14 +65,13 @@ class Launch:
 def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     """What the launch takes. `reading`: None for a job without a launch."""
     if reading is None:
-        return Launch("stock none", (), _row(job, costs, NONE, "stock none"), written=False)
+        return Launch("stock none", (), _row(job, costs, Today()), written=False)
     today = reading.today
     unknown = _unknown(job, reading)
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
-    issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
-    row = _row(job, costs, today.setting, today.name, MEASURED, issued)
-    best = _row(job, costs, today.setting, "", issued=issued).step_s if today.setting.overlap else None
+    row = _row(job, costs, today, MEASURED)
+    best = _row(job, costs, today).step_s if today.setting.overlap else None
     return Launch(today.name, today.flags, row, best, graphs=today.graphs)
 
 
@@ -89,18 +87,11 @@ def _unknown(job: Job, reading: Reading) -> str:
     return ""
 
 
-def _row(
-    job: Job,
-    costs: Profile,
-    setting: StockSetting,
-    what: str,
-    beside: Beside = UNDISTURBED,
-    issued: Profile | None = None,
-) -> Row:
-    """`issued`: the profile of what the host issues, where that is another one."""
+def _row(job: Job, costs: Profile, today: Today, beside: Beside = UNDISTURBED) -> Row:
     own = as_stock(job)
-    price = priced(own, issued or costs, setting, beside)
-    return Row(what, price.step_s + update_s(own, costs), price.most_bytes)
+    issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
+    price = priced(own, issued, today.setting, beside)
+    return Row(today.name, price.step_s + update_s(own, costs), price.most_bytes)
 
 
 @dataclass(frozen=True)

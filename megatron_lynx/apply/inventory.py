@@ -88,9 +88,8 @@ def _in_some_runs(release: Release, but: str = "") -> Iterator[Held]:
 
 def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
     for site, hashed in recorded.items():
-        found = _found(site)
-        known = found if found is not None and release.reads(site, found, hashed) else hashed
-        yield Held(hook or hook_of(site), site, release.version, known, found)
+        found, also = _found(site), release.also.get(site, hashed)
+        yield Held(hook or hook_of(site), site, release.version, also if found == also else hashed, found)
 
 
 def hook_of(site: str) -> str:

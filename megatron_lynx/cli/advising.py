@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import costs_of, mention_experts, number_or_word
+from megatron_lynx.cli.inputs import costs_of, mention_experts
 from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_unknown
 from megatron_lynx.cli.options import (
     AsJson,
@@ -51,8 +51,7 @@ def advise(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
 
-    changes = budget_changes(memory_gib, share)
-    changes |= {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
+    changes = budget_changes(memory_gib, share, offload_ratio)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)

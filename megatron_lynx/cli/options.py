@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_lynx.cli.inputs import number_or_word
+
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 
 
@@ -165,9 +167,10 @@ HoldOption = Annotated[
 ]
 
 
-def budget_changes(memory_gib: float | None, share: float | None) -> dict[str, object]:
+def budget_changes(memory_gib: float | None, share: float | None, offload_ratio: str | None = None) -> dict[str, object]:
     """Values of a job that these options say, by their place in it."""
     if memory_gib is not None and share is not None:
         raise typer.BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
-    said = {"budget.memory_gib": memory_gib, "budget.share": share}
+    ratio = None if offload_ratio is None else number_or_word(offload_ratio)
+    said = {"budget.memory_gib": memory_gib, "budget.share": share, "offload_ratio": ratio}
     return {place: value for place, value in said.items() if value is not None}

@@ -94,8 +94,7 @@ def plan(
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
 
-    changes = budget_changes(memory_gib, share)
-    changes |= {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
+    changes = budget_changes(memory_gib, share, offload_ratio)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {} if hold is None else {"model.experts.holds": hold}
     changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}

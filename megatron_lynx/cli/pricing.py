@@ -10,7 +10,7 @@ import typer
 
 from megatron_lynx.cli.answers import show_estimate, show_published
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import named_in, number_or_word, whole_numbers_in
+from megatron_lynx.cli.inputs import named_in, whole_numbers_in
 from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, show_understood, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
@@ -51,8 +51,7 @@ def estimate(
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
-    changes: dict[str, object] = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
-    changes |= budget_changes(memory_gib, share)
+    changes = budget_changes(memory_gib, share, offload_ratio)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)

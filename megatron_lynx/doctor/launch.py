@@ -35,7 +35,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     """What the launch says, and whether there is anything to hide replays behind."""
     given = reading.given
     for name, (topic, costs) in DEFEATS.items():
-        if given[name] not in (None, False, 0, "none"):
+        if is_on(given, name):
             yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
     yield from _replaced(reading)
     tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1

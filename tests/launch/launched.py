@@ -155,7 +155,7 @@ def plan_of(
     held = {"fp8": {"recipe": fp8, "parameters": True}, "distributed_optimizer": True, "dtype": "bf16"} if fp8 else {}
     also = {**held, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
     if overlapped:
-        also |= {"experts": {**WITH_EXPERTS["experts"], "overlapped": True}, "expert": 2, "expert_tensor": 1, "dtype": "bf16"}
+        also |= {**WITH_EXPERTS, "experts": {**WITH_EXPERTS["experts"], "overlapped": True}, "dtype": "bf16"}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 

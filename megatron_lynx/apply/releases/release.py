@@ -47,10 +47,6 @@ class Release:
         """The same release, with what functions of another of its patch releases read."""
         return replace(self, also=also)
 
-    def reads(self, name: str, found: str | None, recorded: str) -> bool:
-        """Whether a function's fingerprint is one of those that were recorded."""
-        return found is not None and found in (recorded, self.also.get(name))
-
     def then(
         self: Table, version: str, fingerprints: Mapping[str, str] = MappingProxyType({}), **only_with: Mapping[str, str]
     ) -> Table:
