@@ -271,6 +271,8 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
             price.memory,
             replay_s=price.replay_s,
             communicates_s=price.communicates_s,
+            under_way_s=price.under_way_s,
+            begun=price.begun,
             stops=price.stops,
             gathers_s=_gathers_s(half, prices),
             host=prices.host(half.section, half.replay, offloads=stage.offload is not None, deferred=len(half.deferred)),
@@ -282,7 +284,7 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
     """Halves in forward order, each with what it is as a checkpoint, if it is one."""
     fed = False
     for half in planned:
-        yield half, Checkpoint(half.feeds, fed) if half.checkpoint else None
+        yield half, Checkpoint(half.feeds, fed, half.ahead_to) if half.checkpoint else None
         fed = half.feeds
 
 

@@ -66,6 +66,13 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
     return total_s
 
 
+def under_way_s(profile: Profile, section: Section, item: str) -> float:
+    """The part of that which this item communicates, and which may be under way while others compute."""
+    waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
+    of_item = zip(waited, seconds, strict=True)
+    return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and each.carries != "input")
+
+
 def _carries_for(section: Section, waited: Collective | Exchange) -> str:
     """The item that a wait of a forward is for: whose input is gathered, or whose output is reduced or exchanged."""
     if isinstance(waited, Collective):
@@ -180,11 +187,11 @@ def gather_lost_and_spared_s(
     earlier one delays it: one of the two is 0."""
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
-    longer_s = max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
+    longer_s = max(0.0, gather_s - (behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
     return max(0.0, longer_s), max(0.0, -longer_s)
 
 
-def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
+def behind_gather_s(profile: Profile, section: Section, whole: bool = False) -> float:
     """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
     items = profile.of(section).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()

@@ -19,7 +19,7 @@ from megatron_lynx.plan import double_buffered, experts, latent, opaque, order, 
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.interleaved import groups_needed
 
 
@@ -95,6 +95,7 @@ def _broken_layers(plan: PlanContents) -> list[str]:
 
 def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
+    yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
@@ -114,6 +115,17 @@ def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
     """What fills a half of the rule's layers, each kind once."""
     found = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     return list(dict.fromkeys(found))
+
+
+def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
+    """Whether what a rule has begin ahead is nothing in all of its layers."""
+    if not rule.ahead:
+        return
+    layout, halves = layout_of(plan), planned_halves(stage, plan.model.sections_of)
+    begun = (half for half in halves if half.layer in rule.layers and half.leaves_under_way)
+    if not any(layout.waits("fwd", half.layer, half.section) for half in begun):
+        needed = "a dispatch that a plan may look into, or a layer under tensor parallelism"
+        yield f"ahead is true, but nothing that runs again there is waited for: needed {needed}"
 
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:

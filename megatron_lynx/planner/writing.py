@@ -222,12 +222,16 @@ def rule_of(
     windows: Mapping[Half, str | ByPhase | None],
     gathers: Mapping[Half, str | None],
     checkpoint: CheckpointName | None = None,
+    *,
+    ahead: bool = False,
 ) -> Rule:
-    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed."""
+    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed. `ahead`:
+    whether what those communicate begins ahead."""
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,
         "checkpoint": checkpoint,
+        "ahead": ahead,
         "keep": tuple(item for item in items if item not in replay),
         "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
@@ -292,7 +296,8 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
-    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice))
+    ahead = any(option.checkpoint is not None and option.checkpoint.ahead_to is not None for option in choice.halves)
+    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=ahead)
 
 
 def _checkpoint(choice: LayerChoice) -> CheckpointName | None:

@@ -38,7 +38,7 @@ from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
+from megatron_lynx.runtime.replay import AsRecorded, Guard, NotWaitedFor, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
@@ -252,6 +252,7 @@ class Engine:
         self._entered_at = self.trace.now()
         if frame.policy.checkpoint and frame.lets_go:
             self._replays.on_demand(frame)
+        self._waits.begin_ahead(frame)
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()
@@ -265,7 +266,7 @@ class Engine:
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
-    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
+    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork | NotWaitedFor] | None:
         """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it.
         `exchange`: it brings tokens to experts, or back; else it is one of the tensor-parallel group."""
         return self._waits.window(exchange=exchange)

@@ -132,6 +132,23 @@ class Fed:
     """Which of the tensors that that half returns it is."""
 
 
+@dataclass
+class UnderWay:
+    """What a replay communicates that nobody has waited for."""
+
+    works: list[Any] = field(default_factory=list)
+    """What to wait for before anything of it is used."""
+    passed: set[int] = field(default_factory=set)
+    """The segments of the sites that the replay ran before: nothing behind reads the values of what they returned."""
+    marks: tuple[dict[str, Any], ...] = ()
+    """What the half's code had left on the objects that it marks (`HalfPolicy.marked`)."""
+
+    def wait(self) -> None:
+        """Whoever uses what travelled comes behind this."""
+        for work in self.works:
+            work.wait()
+
+
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
@@ -168,6 +185,8 @@ class Frame:
     """The frame of the half before, where that is run again for inputs of this one, which stand there as `Fed`."""
     returned: tuple[weakref.ref[Tensor], ...] = ()
     """What the half returned, where the one behind it may not keep it."""
+    under_way: UnderWay | None = None
+    """What its replay, which stopped there, communicates meanwhile."""
     gathered: dict[int, Any] = field(default_factory=dict)
     """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None

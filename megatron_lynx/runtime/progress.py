@@ -40,6 +40,8 @@ class Counts:
     """Replays that ran inside a window."""
     on_demand: int = 0
     """Replays that backward waited for."""
+    ahead: int = 0
+    """Of these, how many began ahead, and left under way what they communicate."""
     gathered: int = 0
     """Inputs gathered once."""
     live_ahead: int = 0

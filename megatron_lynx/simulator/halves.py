@@ -8,7 +8,8 @@
    parallelism
 
 [1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before. A
-    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make
+    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make.
+    What begins ahead runs behind that; what it leaves under way passes while compute goes on, but not while that waits itself
 [2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 [4] a pass takes as long as the host needs to issue its halves, at least
@@ -210,7 +211,7 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ())):
+        for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ()), *planned.ahead):
             walk.on_demand(replay)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())

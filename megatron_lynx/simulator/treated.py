@@ -28,6 +28,8 @@ class Part(NamedTuple):
     """What is held more when it has run; less, where the replay need no longer remember how to go on."""
     waits_s: float = 0.0
     """Seconds by which gathering the input, or what else a checkpoint communicates again, delays it."""
+    under_way_s: float = 0.0
+    """Seconds for which what it communicates last is under way when it stops."""
 
 
 class Leaving(NamedTuple):
@@ -49,6 +51,10 @@ class Treated:
     """Seconds of its replay; 0 for a half that is kept."""
     communicates_s: float = 0.0
     """Seconds in which the replay of a checkpoint waits for other ranks, as its forward did."""
+    under_way_s: float = 0.0
+    """The part of them that may be under way while others compute, where the replay begins ahead."""
+    begun: Stop | None = None
+    """How far it is then."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """How far the replay is where it stops."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
@@ -100,6 +106,10 @@ class Treated:
 
     def part(self, replay: Replay) -> Part:
         """What a part of its replay costs."""
+        if self.begun is not None and replay.starts is not None:
+            return Part(*self.begun, self.communicates_s - self.under_way_s, self.under_way_s)
+        if self.begun is not None and replay.started is not None:
+            return Part(self.replay_s - self.begun.seconds, self.memory.regenerated - self.begun.bytes)
         begin = (
             Stop(0.0, self.gathered_bytes if replay.gathered_ahead else 0) if replay.since is None else self.stops[replay.since]
         )

@@ -16,11 +16,13 @@ from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import Placement, Seat, held_in
 from megatron_lynx.solver.problem import Choices, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
@@ -101,7 +103,7 @@ def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not, nor
     what owns a userbuffer. Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts
     would travel again."""
-    alone = checkpoint == Checkpoint()
+    alone = not checkpoint.joined
     if section.opaque or job.model.experts_whole:
         return False
     if job.model.moe_overlapped and (section.apart or not alone):
@@ -196,7 +198,7 @@ class StageProblems:
         """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
         checkpoint."""
         if pair not in self._known_beside:
-            choices = self._offered_everywhere(self._subsets_known(pair[0]))
+            choices = self._offered_everywhere(self._subsets_known(pair[0]), pair[1].section)
             self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
         return self._known_beside[pair]
 
@@ -222,31 +224,56 @@ class StageProblems:
         both = zip(everywhere, of_kinds, strict=True)
         return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
-    def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
-        """What every stage has: every subset in the seats of its backward, then the checkpoints."""
+    def _offered_everywhere(self, subsets: Sequence[Subset], other: Section) -> Choices:
+        """What every stage has: every subset in the seats of its backward, then the checkpoints. `other`: what fills the layer's
+        other half."""
         kind = subsets[0].kind
-        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, subsets)))
+        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, other, subsets)))
 
-    def _checkpoints(self, kind: HalfKind, subsets: Sequence[Subset]) -> Iterator[Option]:
+    def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
         """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
         least_bytes = min(subset.price.memory.resident for subset in subsets)
-        for checkpoint in (Checkpoint(), LAYER[kind.half]):
-            if not may_checkpoint(self.job, kind.section, checkpoint):
+        for late in (Checkpoint(), LAYER[kind.half]):
+            if not may_checkpoint(self.job, kind.section, late):
                 continue
+            checkpoint = self._begun(kind, other, late)
             items = checkpoint.items(kind.section)
-            price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
-            if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
+            price = self._prices.of(kind.section, items, checkpoint)
+            if price.memory.resident >= least_bytes and not checkpoint.joined:
                 continue
+            attention, mlp = (kind.section, other) if kind.half == HALVES[0] else (other, kind.section)
+            waits_s = price.communicates_s - spared_s(self.profile, price, attention, experts=mlp.exchanges)
             yield Option(
                 items,
                 price.memory,
-                Seat(gather_s=price.communicates_s),
+                Seat(gather_s=waits_s),
                 replay_s=price.replay_s,
-                exposed_s=price.replay_s + price.communicates_s,
+                exposed_s=price.replay_s + waits_s,
                 flops=price.flops,
                 host=half_host_s(self.profile, kind.section, items),
                 checkpoint=checkpoint,
             )
+
+    def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
+        """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
+        first = kind.half == HALVES[0]
+        if (first and not late.joined) or (kind.last and not first):
+            return late
+        sections = (kind.section, other) if first else (other, kind.section)
+        layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
+        if any(section.opaque for section in sections):
+            return late
+        if (key := (sections, late.joined)) not in self._known_ahead:
+            self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
+        return self._known_ahead[key][not first] or late
+
+    @cached_property
+    def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:
+        return {}
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.profile, self._less_in_hand)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""
@@ -302,7 +329,8 @@ class StageProblems:
     @cached_property
     def _everywhere(self) -> tuple[Choices, ...]:
         """What every stage has of an attention half, an MLP half and the last MLP half."""
-        return tuple(map(self._offered_everywhere, self._subsets))
+        attention, mlp, _ = (kind.section for kind in self._kinds)
+        return tuple(map(self._offered_everywhere, self._subsets, (mlp, attention, attention)))
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:

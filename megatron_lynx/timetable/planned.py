@@ -42,6 +42,17 @@ class Place(NamedTuple):
 ON_DEMAND_PLACE = Place()
 
 
+def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
+    """To which item a checkpointed half runs again while the layer above runs backward, where what its layer communicates begins
+    ahead. `experts`: of the layer; its tokens travel then, to the experts, else what its attention returns is reduced. `feeds`:
+    whether the half runs to its end for the half behind it; an attention half does nothing ahead where it does not."""
+    if section.exchanges:
+        return section.item("dispatch").name
+    if not feeds:
+        return None
+    return section.residual if experts else section.row_parallel
+
+
 @dataclass(frozen=True)
 class PlannedHalf:
     """One half of one layer under a plan."""
@@ -60,6 +71,10 @@ class PlannedHalf:
     """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
     feeds: bool = False
     """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
+    ahead_to: str | None = None
+    """Of a checkpointed half: the item to which it runs again where backward enters the attention half of the layer above. What
+    that item communicates travels meanwhile; behind the half's last item all of it has run. None: it begins where backward enters
+    it."""
 
     @property
     def half(self) -> Half:
@@ -68,6 +83,11 @@ class PlannedHalf:
     @property
     def key(self) -> FrameKey:
         return self.layer, self.section.half
+
+    @property
+    def leaves_under_way(self) -> str | None:
+        """The item whose communication travels meanwhile, if it begins ahead."""
+        return None if self.ahead_to == self.section.residual else self.ahead_to
 
     def place(self, phase: BackwardPhase) -> Place:
         return self.cooldown if phase == "cooldown" else self.steady
@@ -83,7 +103,9 @@ class PlannedHalf:
         """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1. What lies in a
         forward or in the receive of a gradient does not count: nothing of that comes between a forward and its own backward."""
         place = _place_in_stage(self.key)
-        served = (at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd")
+        served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
+        if self.ahead_to is not None:
+            served.append((self.layer + 1, HALVES[0]))
         return max((_place_in_stage(frame) + 1 - place for frame in served), default=1)
 
     def _windows(self) -> Iterator[Window | None]:
