@@ -271,7 +271,6 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
             price.memory,
             replay_s=price.replay_s,
             communicates_s=price.communicates_s,
-            under_way_s=price.under_way_s,
             begun=price.begun,
             stops=price.stops,
             gathers_s=_gathers_s(half, prices),

@@ -37,6 +37,18 @@ class Stop(NamedTuple):
     """What is there of what it regenerates, and of what it remembers to go on. A gathered input is in it."""
 
 
+class Begun(NamedTuple):
+    """How far a checkpoint is when it has run ahead, and stops there."""
+
+    seconds: float
+    bytes: int
+    """As `Stop` has it."""
+    under_way_s: float
+    """The part of what it communicates that is under way then."""
+    again_s: float
+    """What of that runs once more when it goes on: code between sites."""
+
+
 @dataclass(frozen=True)
 class PricedSection:
     """One micro-batch in one section whose items are replayed as chosen."""
@@ -53,10 +65,8 @@ class PricedSection:
     """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """By item before which the replay can stop: how far it is then."""
-    begun: Stop | None = None
-    """How far a checkpoint is when it has run ahead. None: it runs where backward enters its half."""
-    under_way_s: float = 0.0
-    """The part of what it communicates that is under way then."""
+    begun: Begun | None = None
+    """Of a checkpoint that runs ahead, and stops there."""
 
 
 def priced(
@@ -108,9 +118,9 @@ def priced(
 def _ahead(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
-    """A checkpoint that runs as far as an item while the layer above runs backward. Where it stops there, the code between sites
-    that it has passed runs once more when it goes on. What a reduction makes is remembered until then. Rows of tokens are not
-    counted here: those that are sent and those that arrive are in hand at every moment (`stage_memory.dispatched_bytes`)."""
+    """A checkpoint that runs as far as an item while the layer above runs backward. What a reduction makes is remembered until
+    then. Rows of tokens are not counted here: those that are sent and those that arrive are in hand at every moment
+    (`stage_memory.dispatched_bytes`)."""
     price = priced(profile, section, replay, checkpoint._replace(ahead_to=None), less_in_hand_bytes)
     item = checkpoint.ahead_to
     assert item is not None
@@ -121,15 +131,9 @@ def _ahead(
     before = [each for each in replayed.runs if section.index(each) <= section.index(item)]
     seconds = sum(costs.items[each].forward_s for each in before)
     made = costs.input_bytes if checkpoint.feeds or checkpoint.fed else 0
-    begun = Stop(seconds, replayed.there_bytes[stop] + made)
     code_s = sum(costs.items[each].forward_s for each in before if each in section.code)
-    return dataclasses.replace(
-        price,
-        memory=_from_above(price.memory, begun.bytes, checkpoint),
-        replay_s=price.replay_s + code_s,
-        begun=begun,
-        under_way_s=under_way_s(profile, section, item),
-    )
+    begun = Begun(seconds, replayed.there_bytes[stop] + made, under_way_s(profile, section, item), code_s)
+    return dataclasses.replace(price, memory=_from_above(price.memory, begun.bytes, checkpoint), begun=begun)
 
 
 def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:

@@ -31,11 +31,7 @@ def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer)
         for section, one in zip(sections, layer, strict=True)
     )
     late, begun = ([_price(prices, *each) for each in zip(sections, one, strict=True)] for one in (layer, ahead))
-    longer_s = sum(
-        one.replay_s - plain.replay_s - spared_s(prices.profile, one, sections[0], experts=experts)
-        for plain, one in zip(late, begun, strict=True)
-    )
-    if longer_s >= 0:
+    if sum(spared_s(prices.profile, one, sections[0], experts=experts) for one in begun) <= 0:
         return layer
     attention, mlp = (one.memory for one in begun)
     above = late[0].memory
@@ -45,11 +41,13 @@ def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer)
 
 
 def spared_s(profile: Profile, price: PricedSection, above: Section, *, experts: bool) -> float:
-    """How much shorter a checkpoint waits for what it has begun ahead, because the attention half above computes meanwhile, and
-    slower. Tokens travel behind all of that, a reduction with sequence parallelism behind what lies between two gathers."""
+    """How much shorter a checkpoint takes because what it has begun ahead travels while the attention half above computes, and is
+    slower. Tokens travel beside all of that, a reduction with sequence parallelism beside what lies between two gathers."""
+    if price.begun is None:
+        return 0.0
     between_gathers = profile.shape.sequence_parallel and not experts
     computes_s = behind_gather_s(profile, above) if between_gathers else profile.of(above).backward_s
-    return min(price.under_way_s / profile.interference, computes_s)
+    return min(price.begun.under_way_s / profile.interference, computes_s) - price.begun.again_s
 
 
 def _price(prices: Prices, section: Section, checkpoint: Checkpoint | None) -> PricedSection:

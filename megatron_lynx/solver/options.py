@@ -93,6 +93,11 @@ def stays_whole(job: Job, section: Section) -> bool:
     return section.opaque or (section.exchanges and job.model.experts_whole)
 
 
+def _reduces_ahead(option: Option) -> bool:
+    """Whether it is an attention half whose reduction begins ahead."""
+    return option.checkpoint is not None and option.checkpoint.ahead_to in option.replay[:-1]
+
+
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
     """Of every half in order: the other one of its layer."""
     for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
@@ -148,16 +153,20 @@ class StageProblems:
         """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
         none. None: as they are everywhere."""
         kind = self._kinds[0]
-        if all(self._seats.at_top(kind, option.seat) for option in attention):
+        alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in attention]
+        if all(alike):
             return None
         known = self._tops.get(id(attention))
         if known is not None and known[0] is attention:
             return known[1]
         best: dict[tuple[str, ...], Option] = {}
         for option in attention:
-            if self._seats.at_top(kind, option.seat) and not option.memory.early:
+            if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
                 best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.longer_s)
-        top = Choices(option if self._seats.at_top(kind, option.seat) else best[option.replay] for option in attention)
+        top = Choices(
+            option if same else best[option.replay] if option.checkpoint is None else self._late(kind, option)
+            for option, same in zip(attention, alike, strict=True)
+        )
         self._tops[id(attention)] = attention, top
         return top
 
@@ -236,23 +245,31 @@ class StageProblems:
         for late in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, late):
                 continue
-            checkpoint = self._begun(kind, other, late)
-            items = checkpoint.items(kind.section)
-            price = self._prices.of(kind.section, items, checkpoint)
-            if price.memory.resident >= least_bytes and not checkpoint.joined:
-                continue
-            attention, mlp = (kind.section, other) if kind.half == HALVES[0] else (other, kind.section)
-            waits_s = price.communicates_s - spared_s(self.profile, price, attention, experts=mlp.exchanges)
-            yield Option(
-                items,
-                price.memory,
-                Seat(gather_s=waits_s),
-                replay_s=price.replay_s,
-                exposed_s=price.replay_s + waits_s,
-                flops=price.flops,
-                host=half_host_s(self.profile, kind.section, items),
-                checkpoint=checkpoint,
-            )
+            option = self._checkpoint(kind, other, self._begun(kind, other, late))
+            if option.joined or option.memory.resident < least_bytes:
+                yield option
+
+    def _checkpoint(self, kind: HalfKind, other: Section, checkpoint: Checkpoint) -> Option:
+        items = checkpoint.items(kind.section)
+        price = self._prices.of(kind.section, items, checkpoint)
+        attention, mlp = (kind.section, other) if kind.half == HALVES[0] else (other, kind.section)
+        waits_s = price.communicates_s - spared_s(self.profile, price, attention, experts=mlp.exchanges)
+        return Option(
+            items,
+            price.memory,
+            Seat(gather_s=waits_s),
+            replay_s=price.replay_s,
+            exposed_s=price.replay_s + waits_s,
+            flops=price.flops,
+            host=half_host_s(self.profile, kind.section, items),
+            checkpoint=checkpoint,
+        )
+
+    def _late(self, kind: HalfKind, option: Option) -> Option:
+        """A checkpoint that a plan has begin ahead, where nothing comes before it."""
+        assert option.checkpoint is not None
+        late = self._checkpoint(kind, self._kinds[1].section, option.checkpoint._replace(ahead_to=None))
+        return replace(late, checkpoint=option.checkpoint)
 
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
         """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
