@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -82,16 +82,16 @@ class Setting(_Part):
     def step(self) -> Summary:
         return summarise(self.step_samples_s)
 
-    resident_bytes = _of_ranks(max, "resident_bytes")
-    peak_bytes = _of_ranks(max, "peak_bytes")
-    hidden_replays = _of_ranks(sum, "hidden_replays")
-    on_demand_replays = _of_ranks(sum, "on_demand_replays")
-    filled_weight_gradients = _of_ranks(sum, "filled_weight_gradients")
-    flushed_weight_gradients = _of_ranks(sum, "flushed_weight_gradients")
-    deferred_bytes = _of_ranks(max, "deferred_bytes")
-    offloaded_bytes = _of_ranks(max, "offloaded_bytes")
-    host_bytes = _of_ranks(max, "host_bytes")
-    exposed_copy_s = _of_ranks(max, "exposed_copy_s")
+    resident_bytes: ClassVar[int] = _of_ranks(max, "resident_bytes")
+    peak_bytes: ClassVar[int] = _of_ranks(max, "peak_bytes")
+    hidden_replays: ClassVar[int] = _of_ranks(sum, "hidden_replays")
+    on_demand_replays: ClassVar[int] = _of_ranks(sum, "on_demand_replays")
+    filled_weight_gradients: ClassVar[int] = _of_ranks(sum, "filled_weight_gradients")
+    flushed_weight_gradients: ClassVar[int] = _of_ranks(sum, "flushed_weight_gradients")
+    deferred_bytes: ClassVar[int] = _of_ranks(max, "deferred_bytes")
+    offloaded_bytes: ClassVar[int] = _of_ranks(max, "offloaded_bytes")
+    host_bytes: ClassVar[int] = _of_ranks(max, "host_bytes")
+    exposed_copy_s: ClassVar[float] = _of_ranks(max, "exposed_copy_s")
     """Bytes and seconds are those of the rank that has most, counts those of all ranks together."""
 
     @property
