@@ -7,8 +7,8 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.cost.communication import (
-    _behind_gather_s,
     _carried_bytes,
+    behind_gather_s,
     gather_lost_and_spared_s,
     gather_once_s,
     head_of,
@@ -143,7 +143,7 @@ def with_links(link_s, **layout):
 def test_an_early_gather_spares_the_backward_what_its_own_would_have_exposed():
     """The backward of the half before hides it whole; the own dgrad would have hidden a part."""
     dgrad_s = with_links(1.0)[0].attention.items["linear_qkv"].dgrad_s
-    behind_s = _behind_gather_s(with_links(1.0)[0], MLP, whole=True)
+    behind_s = behind_gather_s(with_links(1.0)[0], MLP, whole=True)
     assert dgrad_s < behind_s
     gather_s = (dgrad_s + behind_s) / 2
     profile, message = with_links(gather_s)

@@ -1,4 +1,4 @@
-"""What checkpoints communicate begins ahead: it travels while the layer above runs backward, and nobody uses it before it is there.
+"""What checkpoints communicate begins ahead: it travels while the layer above runs backward, and is not used before it came.
 
 Losses and gradients equal stock's in every bit, dropout included; as much is communicated as without; and what travels is waited
 for behind work of the half above, not at once.
