@@ -135,7 +135,7 @@ def test_what_begins_ahead_is_written_read_and_explained(tmp_path):
 
 @pytest.mark.parametrize("checkpoint", [None, "attention", {"layers": 2}], ids=str)
 def test_only_a_layer_or_its_mlp_half_begins_ahead(checkpoint):
-    with pytest.raises(ValueError, match="ahead is true, but .* needs checkpoint layer, halves or mlp"):
+    with pytest.raises(ValueError, match=r"ahead is true, but .* needs checkpoint layer, halves or mlp"):
         rule(checkpoint, ahead=True)
 
 
