@@ -200,7 +200,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity)  # type: ignore[arg-type]
         recorded = [
-            half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
+            half for half, policy in of_layer[number].items() if policy.may_replay or policy.goes_out(engine.offloader.chunks)
         ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)

@@ -276,6 +276,13 @@ class Section:
         linear runs, with its reduction, and rows of experts travel back. A router decides once."""
         return tuple(item.name for item in self.items if item.role != "router" and (whole or not item.ends_values))
 
+    @cached_property
+    def on_rows(self) -> frozenset[str]:
+        """The items that a checkpoint runs again because what they save grows with the rows that come: the dispatch, and what
+        lies between it and the experts' last linears. Empty without experts."""
+        ends = [self.names.index(item.name) for item in self.items if item.role in ("dispatch", "experts_out")]
+        return frozenset(self.names[slice(*ends)]) if ends else frozenset()
+
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
         and values, which a replay must not do again (rule R2). Nor is the residual stream gathered for several linears."""

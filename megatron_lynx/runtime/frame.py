@@ -33,6 +33,15 @@ from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 from megatron_lynx.schedule.schedule import Phase
 
 
+@dataclass
+class HeldRows:
+    """What halves of experts of one micro-batch hold of rows (`runtime.loads`)."""
+
+    halves: int = 0
+    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Rows by rank of the group; one number for all before the first half."""
+
+
 @dataclass(eq=False)
 class MicroBatch:
     """One pass of a micro-batch through one chunk of the stage, until its backward is over.
@@ -52,6 +61,8 @@ class MicroBatch:
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
     phase: Phase = "steady"
     """Of its backward."""
+    rows: dict[frozenset[str], HeldRows] = field(default_factory=dict)
+    """What its halves hold of rows of experts, where these may fall back: by the items that such a half replays."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -42,6 +42,8 @@ class Counts:
     """Replays that backward waited for."""
     gathered: int = 0
     """Inputs gathered once."""
+    fell_back: int = 0
+    """Halves of experts that were checkpoints because more rows came than the plan holds for."""
     live_ahead: int = 0
     """The most frames of one micro-batch that were regenerated before backward reached them."""
     deferred: int = 0

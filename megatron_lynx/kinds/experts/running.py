@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
+from megatron_lynx.apply.hooks import exchanges, expert_load, expert_rows, fused_exchanges
 from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
@@ -152,12 +152,23 @@ class HeldExperts(Running):
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
-            tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
-            yield from expert_load.claims(engine, layers.items(), tokens, run.config.moe_router_topk)
+            balanced = _balanced_rows(plan, run)
+            yield from expert_load.claims(engine, layers.items(), balanced)
+            if any(entry.experts_hold is not None for entry in plan.chunks_of(run.stage)):
+                yield from expert_rows.claims(engine, run.config.num_moe_experts, run.expert, balanced)
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
             yield from fused_exchanges.claims(engine)
         elif plan.exchanging:
             yield from exchanges.claims(engine, run.expert_group)
+
+
+def _balanced_rows(plan: Plan, run: LiveRun) -> int:
+    """How many rows experts of each rank would get of one micro-batch if all were asked as often."""
+    from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
+
+    tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
+    per_token: int = run.config.moe_router_topk
+    return tokens * per_token * int(get_expert_tensor_parallel_world_size())
 
 
 def _dispatcher(config: Any) -> Dispatcher:
@@ -173,12 +184,13 @@ def _dispatched_by(config: Any) -> str:
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
-    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of."""
+    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of; or that may fall back."""
     offloads = entry.offload is not None and entry.offload.experts
     for layer in entry.layers:
         rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
         defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
-        if (section.name == EXPERTS.name) and (offloads or defers or rule.recomputed(section)):
+        falls_back = entry.experts_hold is not None
+        if (section.name == EXPERTS.name) and (offloads or defers or falls_back or rule.recomputed(section)):
             yield layer
 
 
