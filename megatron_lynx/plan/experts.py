@@ -27,12 +27,12 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
     if plan.parallel.expert > 1 and not plan.model.moe_layers:
         yield f"parallel.expert is {plan.parallel.expert}, but no layer has experts (model.moe_layers)"
     for at, stage in enumerate(plan.stages):
-        if stage.experts_hold is not None and (needed := _needed_to_fall_back(plan, stage)):
+        if stage.experts_hold is not None and (needed := needed_to_fall_back(plan, stage)):
             yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
 
 
-def _needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
-    """What a stage lacks whose halves of experts would fall back; nothing if they can."""
+def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
+    """What a stage lacks whose halves of experts would fall back beyond a load; nothing if they can."""
     if plan.parallel.expert == 1:
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
     if plan.model.moe_dispatcher != "alltoall":

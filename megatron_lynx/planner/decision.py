@@ -20,8 +20,8 @@ from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
-from megatron_lynx.plan.experts import replays_beside_forwards
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.experts import needed_to_fall_back, replays_beside_forwards
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.budget_kept import check_budget_kept
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
@@ -180,13 +180,19 @@ def _best_filled(decision: Decision, stages: Stages, job: Job, profile: Profile,
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
-    """The decision whose plan says with which load of experts each stage still fits, where there are any."""
-    loads = loads_that_fit(decision.job, decision.stages, decision.plan, profile, decision.simulation)
-    stages = (
-        entry.model_copy(update={"predicted": entry.predicted.model_copy(update={"moe_load": loads[entry.stage]})})
-        for entry in decision.plan.stages
-    )
-    return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
+    """The decision whose plan says with which load of experts each stage still fits, where there are any; and beyond which its
+    halves of experts fall back."""
+    job, plan = decision.job, decision.plan
+    loads = loads_that_fit(job, decision.stages, plan, profile, decision.simulation)
+    looked_into = job.model.experts is not None and not job.model.experts.whole
+
+    def stated(entry: Stage) -> Stage:
+        load = loads[entry.stage]
+        hold = load if load and looked_into and not needed_to_fall_back(plan, entry) else None
+        predicted = entry.predicted.model_copy(update={"moe_load": load})
+        return entry.model_copy(update={"predicted": predicted, "experts_hold": hold})
+
+    return replace(decision, plan=plan.model_copy(update={"stages": tuple(map(stated, plan.stages))}))
 
 
 def plannable(job: Job, profile: Profile) -> bool:

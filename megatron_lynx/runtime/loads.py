@@ -10,8 +10,8 @@
 [2] what is held is counted for each rank of the group, so all of them know it of all
 [3] a checkpoint communicates: every rank decides alike, because it decides about all of them from the same numbers
 
-Rows of one half and of another are one if their rules replay the same: what a row leaves behind is the same then. There is room for
-as many as the plan's load gives all halves that were ever held at once: a half that gets more than its share uses what another left.
+Rows of halves are added up whose rules replay the same, because what a row leaves behind is the same then. There is room for as
+many as the plan's load gives all halves that were ever held at once: a half that gets more than its share uses what another left.
 """
 
 from __future__ import annotations

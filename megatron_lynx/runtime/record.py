@@ -44,11 +44,10 @@ GATHERED = Item("gathered latents", "code")
 class Open:
     """What autograd holds of a tensor of which it is not decided yet whether it stays."""
 
-    __slots__ = ("key", "packed")
+    __slots__ = ("packed",)
 
-    def __init__(self, key: Key, tensor: Tensor) -> None:
-        self.key = key
-        self.packed: Tensor | Handle = tensor.detach()
+    def __init__(self, packed: Tensor | Handle) -> None:
+        self.packed = packed
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Recorder:
         beyond = frame.policy.beyond if fall_back is not None else None
         self._undecided = frozenset() if beyond is None else beyond.replay - self._replay
         """The items that run again only if the half falls back, until that is decided."""
-        self._open: list[Open] = []
+        self._open: list[tuple[Open, Key, Tensor]] = []
         self._rows: Rows | None = None
 
     @property
@@ -251,8 +250,9 @@ class Recorder:
         if self._item in self._replay and self._may_let_go():
             return self.frame.want(key, tensor)  # [1]
         if self._item in self._undecided:
-            self._open.append(Open(key, tensor))
-            return self._open[-1]  # [11]
+            packed = Open(tensor.detach())
+            self._open.append((packed, key, tensor.detach()))
+            return packed  # [11]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
         return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
@@ -289,9 +289,9 @@ class Recorder:
         self.frame.memos.pop(self._segment - 1)  # of the dispatch's first part, which runs again
         if known is not None:
             self._drop_memos()
-        for one in opened:
-            if self._may_let_go(one.key[0]):
-                one.packed = self.frame.want(one.key, one.packed)
+        for packed, key, tensor in opened:
+            if self._may_let_go(key[0]):
+                packed.packed = self.frame.want(key, tensor)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
         every = self._first is not None or bool(self._undecided)

@@ -13,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.nearest import with_load
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.plan.strategies import drawn
+from tests.transparency.load_trials import held_in_backward
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_experts import STATEFUL, exchanging, job_of
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
@@ -59,22 +63,24 @@ def fallen(pool_of: Pools, job: Job, plans: list[Plan], **trial: Any) -> list[li
 @pytest.mark.parametrize("layout", ["EP2", "TP2+SP, EP2, every second layer", "PP2, EP2", *long("PP2xVPP2, EP2")])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
-    plans = [holding(plan, load) for load in (1.0, MOST_LOAD) for plan in candidates_of(job)]
+    candidates = candidates_of(job)
+    plans = [*(holding(plan, 1.0) for plan in candidates), holding(candidates[0], MOST_LOAD)]
     for outcomes in fallen(pool_of, job, plans, steps=2, canaries=True):
         for at, outcome in enumerate(outcomes):
             fell_back = sum(each.fell_back for each in outcome.planned.counts)
-            assert (fell_back > 0) == (at < len(plans) // 2), "a load is above 1 somewhere, and never above 2"
+            assert (fell_back > 0) == (at < len(candidates)), "a load is above 1 somewhere, and never above 2"
             extra = len(outcome.planned.collectives) - len(outcome.stock.collectives)
             assert (extra > 0) == (outcome.planned.counts[-1].fell_back > 0), "tokens travel again, and nothing else"
 
 
 def test_a_rank_without_tokens(pool_of: Pools) -> None:
-    """All tokens go to the experts of the first rank: both ranks fall back, in every half."""
+    """All tokens go to the experts of the first rank, twice its share. Where bytes hold for half as much more, three of four
+    halves fit, and the last one falls back, on both ranks."""
     job = job_of("EP2")
     plans = [holding(plan, 1.5) for plan in candidates_of(job)]
     for outcomes in fallen(pool_of, job, plans, steps=2, model=STATEFUL, starved=True, backward_thread=True):
         for outcome in outcomes:
-            assert outcome.planned.counts[-1].fell_back == job.model.layers * job.microbatches
+            assert outcome.planned.counts[-1].fell_back == job.microbatches
 
 
 def test_windows_leave_what_fell_back_to_its_backward(pool_of: Pools) -> None:
@@ -104,3 +110,19 @@ def test_drawn_loads(pool_of: Pools, layout: str) -> None:
             assert less.fell_back >= more.fell_back
 
     check()
+
+
+def test_what_is_held_is_bounded(pool_of: Pools) -> None:
+    """Of four halves that get twice their share each, as many keep their rows as the plan holds for: counted, to the byte."""
+    job = job_of("EP2")
+    kept = plan_for(job, lambda layer: ())
+    plans = [kept, *(holding(kept, load) for load in (2.0, 1.5, 1.0))]
+    (first, second) = pool_of(job.gpus).run(held_in_backward, job, plans, STATEFUL)
+    assert [fell_back for _, fell_back in first] == [fell_back for _, fell_back in second]
+    assert [fell_back for _, fell_back in first] == [job.microbatches * halves for halves in (0, 0, 1, 2)]
+    usual, all_kept, one_less, two_less = (held for held, _ in first)
+    assert usual == all_kept
+    parts = saved_parts(LayerShape.of(with_load(job, MOST_LOAD)))
+    rows = sum(parts[item] for item in ("dispatch", "experts_fc1", "experts_activation", "experts_fc2"))
+    assert all_kept - one_less == one_less - two_less
+    assert 0.9 * rows < all_kept - one_less < 1.1 * rows

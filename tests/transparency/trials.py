@@ -119,7 +119,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
         if trial.starved:
-            _starve(training.chunks)
+            starve(training.chunks)
         seed_random_numbers(7)
         installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
         if trial.backward_thread:
@@ -152,7 +152,7 @@ def _routers_figures() -> dict[str, dict[str, Any]]:
     return figures if isinstance(figures, dict) else {}
 
 
-def _starve(chunks: list[torch.nn.Module]) -> None:
+def starve(chunks: list[torch.nn.Module]) -> None:
     biases = (buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
     for bias in biases:
         bias[:2] += 100

@@ -1,6 +1,6 @@
 """How many rows the experts of every rank will get, before any of them travels.
 
-Replaces              `gather_from_sequence_parallel_region` as Megatron's token dispatchers look it up (a global of their module).
+Replaces              `gather_from_sequence_parallel_region` as Megatron's token dispatchers look it up (their module's global).
 Why                   the all-to-all dispatcher gathers, from all ranks that share out a layer's experts, how many tokens each
                       expert gets. A half that may fall back decides by these, so that all ranks decide alike, without a
                       collective of its own.
