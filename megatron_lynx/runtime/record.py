@@ -275,9 +275,9 @@ class Recorder:
     def _decide(self) -> None:
         """Rows are about to travel: the half goes on as its rule says, or as a checkpoint. [11]"""
         decision, self._fall_back, self._undecided = self._fall_back, None, frozenset()
-        opened, self._open = self._open, []
+        (opened, self._open), (rows, self._rows) = (self._open, []), (self._rows, None)
         assert decision is not None, "what is undecided is decided once"
-        if self._rows is None or not decision.needed(self._rows):
+        if rows is None or not decision.needed(rows):
             if self._first is None:
                 self._drop_memos()
             return

@@ -121,7 +121,7 @@ def test_what_is_held_is_bounded(pool_of: Pools) -> None:
     assert [fell_back for _, fell_back in first] == [fell_back for _, fell_back in second]
     assert [fell_back for _, fell_back in first] == [job.microbatches * halves for halves in (0, 0, 1, 2)]
     usual, all_kept, one_less, two_less = (held for held, _ in first)
-    assert usual == all_kept
+    assert 0 <= all_kept - usual <= 16, "two ranks' counts of rows"
     parts = saved_parts(LayerShape.of(with_load(job, MOST_LOAD)))
     rows = sum(parts[item] for item in ("dispatch", "experts_fc1", "experts_activation", "experts_fc2"))
     assert all_kept - one_less == one_less - two_less
