@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,7 +114,8 @@ def test_drawn_loads(pool_of: Pools, layout: str) -> None:
 
 
 def test_what_is_held_is_bounded(pool_of: Pools) -> None:
-    """Of four halves that get twice their share each, as many keep their rows as the plan holds for: counted, to the byte."""
+    """Of four halves that get twice their share each, as many keep their rows as the plan holds for. Of the others what rows leave
+    is gone, and there are an input, what the router decided, and random states."""
     job = job_of("EP2")
     kept = plan_for(job, lambda layer: ())
     plans = [kept, *(holding(kept, load) for load in (2.0, 1.5, 1.0))]
@@ -124,5 +126,6 @@ def test_what_is_held_is_bounded(pool_of: Pools) -> None:
     assert 0 <= all_kept - usual <= 16, "two ranks' counts of rows"
     parts = saved_parts(LayerShape.of(with_load(job, MOST_LOAD)))
     rows = sum(parts[item] for item in ("dispatch", "experts_fc1", "experts_activation", "experts_fc2"))
-    assert all_kept - one_less == one_less - two_less
-    assert 0.9 * rows < all_kept - one_less < 1.1 * rows
+    kept_instead = parts["input"] + parts["router"] + 2 * torch.get_rng_state().nbytes
+    for less in (all_kept - one_less, one_less - two_less):
+        assert rows - kept_instead <= less <= rows
