@@ -230,7 +230,9 @@ class Engine:
         return outputs
 
     def _too_many(self, frame: Frame, rows: Rows) -> bool:
-        return self._loads.too_many(frame, rows, self._ledger.in_flight_beside(frame.micro_batch))
+        own = frame.micro_batch
+        whole = own.index in self._chunks[own.chunk].whole
+        return self._loads.too_many(frame, rows, self._ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """What a half is called with, as its frame holds it: without what the half before returned, if that runs again for it."""

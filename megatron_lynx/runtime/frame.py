@@ -32,6 +32,9 @@ from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 from megatron_lynx.schedule.schedule import Phase
 
+RowsOf = tuple[frozenset[str], bool]
+"""Halves whose rows leave the same: by what their rule replays, and whether the plan keeps everything of the micro-batch."""
+
 
 @dataclass
 class HeldRows:
@@ -61,8 +64,8 @@ class MicroBatch:
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
     phase: Phase = "steady"
     """Of its backward."""
-    rows: dict[frozenset[str], HeldRows] = field(default_factory=dict)
-    """What its halves hold of rows of experts, where these may fall back: by the items that such a half replays."""
+    rows: dict[RowsOf, HeldRows] = field(default_factory=dict)
+    """What its halves hold of rows of experts, where these may fall back."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_lynx.runtime.device import Event
-from megatron_lynx.runtime.frame import Frame, HeldRows, MicroBatch
+from megatron_lynx.runtime.frame import Frame, HeldRows, MicroBatch, RowsOf
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class Loads:
     """What one engine knows of the rows that its stage's halves hold, on every rank of the group."""
 
     def __init__(self) -> None:
-        self._most: dict[frozenset[str], int] = {}
+        self._most: dict[RowsOf, int] = {}
         """How many halves with the same rule were held at once."""
 
-    def too_many(self, frame: Frame, rows: Rows, in_flight: Iterable[MicroBatch]) -> bool:
-        """Whether these rows of a half that is recorded are more than there is room for. `in_flight`: other micro-batches."""
+    def too_many(self, frame: Frame, rows: Rows, in_flight: Iterable[MicroBatch], *, whole: bool) -> bool:
+        """Whether these rows of a half that is recorded are more than there is room for. `in_flight`: other micro-batches.
+        `whole`: by the plan this one keeps everything."""
         policy, own = frame.policy, frame.micro_batch
         assert policy.beyond is not None, f"{policy.name} never falls back"
-        rule, counts = policy.replay, rows.read()
+        rule, counts = (policy.beyond.rule, whole), rows.read()
         held = [each.rows[rule] for each in (*in_flight, own) if rule in each.rows]
         most = max(self._most.get(rule, 0), 1 + sum(each.halves for each in held))
         self._most[rule] = most

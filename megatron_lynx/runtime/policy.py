@@ -45,6 +45,9 @@ class Beyond:
     """The load that they hold for, on average over what the stage holds at once (`runtime.loads`)."""
     replay: frozenset[str]
     """Items that then run again as well, where backward enters the half."""
+    rule: frozenset[str]
+    """What the half replays otherwise, as the plan says: a micro-batch with more tokens than planned keeps everything, and
+    the ranks that share out experts need not have as many."""
     marked: tuple[object, ...] = ()
     """As of a half's policy."""
 

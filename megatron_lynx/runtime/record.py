@@ -285,7 +285,7 @@ class Recorder:
         self._replay, self._finder, before = policy.replay, None, self._graph
         known = decision.graph(policy.replay)
         self._first = None if known is not None else FirstCall(policy.section, policy.replay, self.frame.inputs, None)
-        self._graph = known if self._first is None else self._first.going_on(before)  # type: ignore[assignment]
+        self._graph = self._first.going_on(before, self._segment) if known is None else known  # type: ignore[union-attr]
         self.frame.memos.pop(self._segment - 1)  # of the dispatch's first part, which runs again
         if known is not None:
             self._drop_memos()

@@ -154,9 +154,9 @@ class FirstCall:
         """The last segment behind which no replay reads values. None: there is none, as where a half runs again to its end."""
         self._untouched: list[int] = []
 
-    def going_on(self, before: RecordedGraph) -> RecordedGraph:
-        """Its graph, where what came before in this call was recorded by another one that replays the same there."""
-        self.graph.sites.update(before.sites)
+    def going_on(self, before: RecordedGraph, segment: int) -> RecordedGraph:
+        """Its graph, where what came up to a segment of this call was recorded by another one that replays the same there."""
+        self.graph.sites.update({at: site for at, site in before.sites.items() if at <= segment})
         return self.graph
 
     def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:

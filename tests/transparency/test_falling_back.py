@@ -114,8 +114,8 @@ def test_drawn_loads(pool_of: Pools, layout: str) -> None:
 
 
 def test_what_is_held_is_bounded(pool_of: Pools) -> None:
-    """Of four halves that get twice their share each, as many keep their rows as the plan holds for. Of the others what rows leave
-    is gone, and there are an input, what the router decided, and random states."""
+    """Of four halves that get twice their share each, as many keep their rows as the plan holds for. Of the others what rows
+    leave is gone, and there are an input, what the router decided, and random states."""
     job = job_of("EP2")
     kept = plan_for(job, lambda layer: ())
     plans = [kept, *(holding(kept, load) for load in (2.0, 1.5, 1.0))]
