@@ -40,7 +40,7 @@ LATER: dict[str, dict[str, Any]] = {
         "context_levels": None,
     },
     "budget": {"expandable_segments": True, "share": None, "beside": (), "leaves": ()},
-    "batch": {"lengths": None},
+    "batch": {"lengths": None, "packed": None},
     "optimizer": {"states": 2, "offload": 0.0, "overlap_copies": False},
 }
 """Fields by their part."""
