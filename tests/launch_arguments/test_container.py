@@ -213,9 +213,8 @@ def test_a_class_of_ones_own_is_told_by_what_it_builds() -> None:
 def test_neighbours_are_named_in_bridges_settings(tmp_path: Path) -> None:
     """And a launch line sets them; the number of chunks, where Megatron-LM's flag says layers of a chunk."""
     asked = ("advise", "--cluster", "h100-80g", "--gpus", 8, "--json", "--bridge", written(tmp_path), "--")
-    result = lynx(
-        *asked, "model.seq_length=1024", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2"
-    )
+    alone = ("model.tensor_model_parallel_size=1", "model.sequence_parallel=False", "model.seq_length=1024")
+    result = lynx(*asked, *alone, "model.virtual_pipeline_model_parallel_size=2")
     assert result.exit_code == 0, result.output
     near = json.loads(result.stdout)["neighbours"]
     assert near
@@ -226,7 +225,7 @@ def test_neighbours_are_named_in_bridges_settings(tmp_path: Path) -> None:
         assert "-m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan plan.yaml, set " in each["launch"]
         assert all(word in each["launch"] for word in settings)
     chunks = "cfg.model.virtual_pipeline_model_parallel_size"
-    assert any(f"{chunks}=" in each["flags"] or f"drop {chunks}" in each["launch"] for each in near)
+    assert any(f"{chunks}=4" in each["flags"] for each in near)  # of one layer each
     assert not any(f"{chunks}=" in each["launch"] and "drop" in each["launch"] for each in near)
 
 
