@@ -19,7 +19,7 @@ from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
-from megatron_lynx.plan.facts import PlannedDevice
+from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -145,6 +145,7 @@ def model_facts(job: Job) -> ModelFacts:
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
     facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
+    facts |= {name: len(getattr(model, name)) for name in IN_BF16}
     return ModelFacts(**facts)
 
 
