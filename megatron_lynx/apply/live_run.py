@@ -78,6 +78,12 @@ class LiveRun:
         return self.uses_te and recipe_of(self.config) is not None
 
     @property
+    def groups_experts(self) -> bool:
+        """Whether the linears of all of a rank's experts are one of Transformer Engine's."""
+        experts = (module_at(layer, "mlp.experts.linear_fc1") for layer in self.layers.values())
+        return any(name_of(linear).startswith(TE_MODULE) for linear in experts if linear is not None)
+
+    @property
     def reduces_in_backward(self) -> bool:
         """Whether gradients are reduced over replicas while the last micro-batch's backward runs."""
         configs = (getattr(wrapper, "ddp_config", None) for wrapper in self.wrappers)

@@ -47,6 +47,7 @@ WITHOUT_FLUSHES = {
     "mtp_num_layers": "it was not tried",
     "num_experts": "routers keep state from batch to batch",
     "fp8": "weights have copies of their own",
+    "fp4": "weights have copies of their own",
     "fp8_param_gather": "weights have copies of their own",
     "fp4_param_gather": "weights have copies of their own",
     "use_precision_aware_optimizer": "it was not tried",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -85,6 +86,19 @@ def without_recipe(training: Any, undo: ExitStack, name: str) -> None:
 
     undo.enter_context(patch.object(recipe, name))
     delattr(recipe, name)
+
+
+def with_other_kernels(training: Any, undo: ExitStack) -> list[torch.nn.Module]:
+    """Grouped experts, whose linears read otherwise than in any release; and so does what casts to FP4."""
+    from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    model = build_model(training.job, moe_grouped_gemm=True)
+    undo.enter_context(patch.object(GroupedLinear, "forward", training.step))
+    undo.enter_context(patch.object(sys.modules[NVFP4Quantizer.__module__], NVFP4Quantizer.__name__, type(training)))
+    return model
 
 
 def ends_in_bf16(training: Any, undo: ExitStack, first: int, last: int) -> None:

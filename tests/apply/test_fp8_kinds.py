@@ -26,7 +26,7 @@ from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.test_latent import all_of, latent_plan, together
 from ..transparency.trials import Trial, compare_with_stock
-from . import te_on_ranks
+from . import fp8_on_ranks, on_ranks, te_on_ranks
 from .test_fp8 import STEPPED, fp8_job
 
 MIXTURE: dict[str, Any] = {"count": 4, "per_token": 2, "ffn": 64, "shared_ffn": 64}
@@ -107,6 +107,15 @@ def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
     model = {**STEPPED["model"], "moe_grouped_gemm": True}
     plan = plan_for(job, lambda layer: replayable(job), windows=False)
     checked(pool_of, job, [plan], Trial(steps=3, training=STEPPED["training"], model=model))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4"])
+def test_a_transformer_engine_that_reads_otherwise(pool_of, recipe):
+    """Where its experts are grouped, and compute in FP4."""
+    job = job_of(recipe, "one rank", experts=MIXTURE)
+    plan = plan_for(job, lambda layer: ("experts_activation",), windows=False)
+    [refusal] = pool_of(1).run(on_ranks.refused, job, plan, fp8_on_ranks.with_other_kernels)
+    assert [place.rpartition(":")[2] for place in refusal.places] == ["NVFP4Quantizer", "GroupedLinear.forward"]
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", *long("delayed", "mxfp8")])
