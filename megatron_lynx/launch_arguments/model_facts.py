@@ -239,19 +239,15 @@ def refused_in_pieces(given: Given) -> Iterator[Problem]:
             yield Problem(value.said, str(value.value), "a launch without it, with a head in pieces", todo)
 
 
-def held_flag(given: Given, bits: str) -> str | None:
-    """The flag with which weights are held in FP8, or FP4; None where they are not. 0.16 has another name for FP4's."""
-    names = (f"{bits}_param_gather", f"{bits}_param")
-    return next((given.origin(name) for name in names if name in given.values and given[name]), None)
-
-
 NOT_MODELLED = {
     "fp8_wgrad": (True, "inputs would be saved in both types"),
     "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
     "fp8_quantizer_factory": (None, "what another quantizer saves is not known"),
+    "fp4_param": (False, "no run with weights in FP4 was tried"),
+    "fp4_param_gather": (False, "no run with weights in FP4 was tried"),
     "fp4_quantizer_factory": (None, "what another quantizer saves is not known"),
 }
-"""What these must be beside `--fp8-format`, and why."""
+"""What these must be beside `--fp8-format` or `--fp4-format`, and why."""
 
 
 REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
@@ -271,7 +267,8 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem(given.origin(f"{bits}_recipe"), recipe, " or ".join(known)))
     else:
         yield Fact("model.fp8.recipe", recipe, given.origin(f"{bits}_recipe"))
-    if held := held_flag(given, bits):
+    if given["fp8_param_gather"]:
+        held = given.origin("fp8_param_gather")
         yield Fact("model.fp8.parameters", True, held)
         if not given["use_distributed_optimizer"]:
             problems.append(Problem(held, "given", "--use-distributed-optimizer beside it"))
