@@ -128,7 +128,9 @@ def test_sizes_that_blocks_do_not_come_out_even_in() -> None:
     assert blocks_job("blockwise", "one rank", hidden=48).model.hidden == 48
 
 
-@pytest.mark.parametrize(("recipe", "place"), [("blockwise", "config.fp8_recipe"), ("nvfp4", "config.fp4_recipe")])
+@pytest.mark.parametrize(
+    ("recipe", "place"), [("blockwise", "config.fp8_recipe"), ("nvfp4", "transformer_engine.common.recipe:NVFP4BlockScaling")]
+)
 def test_a_recipe_that_this_transformer_engine_does_not_have(pool_of, recipe, place):
     """By name, before the first step."""
     job = blocks_job(recipe, "one rank")

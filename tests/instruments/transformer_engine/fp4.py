@@ -105,6 +105,7 @@ def numbers_in_fp4(tensor: Any, columns: bool) -> torch.Tensor:
     values = VALUES[bits & 7] * torch.where(bits > 7, -1.0, 1.0)
     flat = values.flatten(0, -2)
     m, k = flat.shape
-    each = scales.view(torch.float8_e4m3fn).float()[:m, : k // BLOCK].repeat_interleave(BLOCK, 1)
-    numbers: torch.Tensor = (flat * each * getattr(tensor, f"_amax_{name}") / (LARGEST * LARGEST_SCALE)).view(values.shape)
+    of_all = getattr(tensor, f"_amax_{name}") / (LARGEST * LARGEST_SCALE)
+    each = of_all * scales.view(torch.float8_e4m3fn).float()[:m, : k // BLOCK]
+    numbers: torch.Tensor = (flat * each.repeat_interleave(BLOCK, 1)).view(values.shape)
     return numbers.t() if columns else numbers
