@@ -1,0 +1,169 @@
+"""Layers that keep one input together, where memory is so short that an input of each is too much.
+
+    layers of a stage     1  2  3 │ 4  5  6 │ 7  8  9  ...  n
+    what is kept          x         x         whatever the solver finds in the memory that is left for these
+
+Groups are the lowest layers: when the backward of one begins, all of it is there at once, and what was above is over. A larger
+group keeps less and is more at once, so every size is looked at, and every number of groups of it:
+
+[1] no answer with so many groups of a size holds less than the least that the other layers keep, beside what these groups keep
+    while nothing of them runs backward, and when each of them does. Most ways do not fit even so
+[2] of those that may, some are tried, from the fewest layers that keep no input to the most: the other layers are a problem of
+    their own, whose budget is what the groups leave. The fastest answer that keeps the whole budget is taken
+
+To the formula of a peak (`cost.memory`) a group is nothing new. All that its halves make again is there from the moment at which
+its last one begins, and goes half by half, so each half counts what is left then as its own:
+
+    group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
+    [A] made again        a + b + c + d   a + b + c         a + b        a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.solver.answer import Solved, Solver, layers_of
+from megatron_lynx.solver.problem import Mixed, Option, StageProblem
+
+TRIED = 6
+"""So many ways that fit are solved, if there are as many."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """So many groups of so many layers each; the last one may be smaller."""
+
+    size: int
+    count: int
+    layers: int
+    """In all of them together."""
+    least_bytes: int
+    """No answer holds less. [1]"""
+
+    @property
+    def without_input(self) -> int:
+        return self.layers - self.count
+
+
+def fastest(problem: StageProblem, solver: Solver) -> Solved | None:
+    """The fastest answer with groups of layers that keeps the problem's budget; None where none does. `solver`: of the others."""
+    if problem.budget_bytes is None or not problem.inside:
+        return None
+    groups, found = _Groups(problem), list[Solved]()
+    possible = [way for way in groups.ways if way.least_bytes <= problem.budget_bytes]
+    possible.sort(key=lambda way: (way.without_input, way.size))
+    picked = [possible[at * (len(possible) - 1) // (TRIED - 1)] for at in range(TRIED)] if len(possible) > TRIED else possible
+    for way in dict.fromkeys([*picked, *sorted(possible, key=lambda way: way.least_bytes)]):
+        if found and way not in picked:
+            break
+        answer = groups.answer(way, solver)
+        if answer is not None and answer.peak_bytes <= problem.budget_bytes:
+            found.append(answer)
+    return min(found, key=lambda answer: (answer.longer_s, answer.peak_bytes), default=None)
+
+
+def leaner(problem: StageProblem, least: Solved) -> Solved:
+    """The answer that holds least: `least`, the one without groups, or one with some. The other layers stay as they are in it."""
+    if not problem.inside:
+        return least
+    groups = _Groups(replace(problem, budget_bytes=None))
+    ways = sorted(groups.ways, key=lambda way: way.least_bytes)[:TRIED]
+    found = (groups.answer(way, lambda _: least) for way in ways)
+    return min([least, *(each for each in found if each is not None)], key=lambda answer: answer.peak_bytes)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """All ways of one problem."""
+
+    problem: StageProblem
+
+    @cached_property
+    def most(self) -> int:
+        """How many of the lowest layers can be in groups."""
+        halves = zip(self.problem.halves, self.problem.inside, strict=False)  # `inside` may have more layers
+        able = [bool(choices.joined) and inside is not None for choices, inside in halves]
+        layers = [all(both) for both in zip(able[::2], able[1::2], strict=True)]
+        return next((at for at, one in enumerate(layers) if not one), len(layers))
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        return [way for size in range(2, self.most + 1) for way in self._of_size(size)]
+
+    def _of_size(self, size: int) -> Iterator[Way]:
+        most = 0
+        for count in range(1, ceil(self.most / size) + 1):
+            begin, layers = (count - 1) * size, min(count * size, self.most)
+            below = self._kept[layers] + count * self._input_bytes
+            most = max(most, below + self._made[layers] - self._made[begin])
+            whole = below + self._others[layers]
+            least = (self.problem.in_flight - 1) * whole + max(most, whole + self.problem.loss_bytes)
+            yield Way(size, count, layers, int(least))
+
+    @cached_property
+    def _kept(self) -> list[int]:
+        """By number of lowest layers: what they keep if all of them are inside a group."""
+        return [0, *accumulate(sum(option.memory.resident for option in self._inner(at)) for at in range(self.most))]
+
+    @cached_property
+    def _made(self) -> list[int]:
+        """What they then make again, less what a half has not in hand."""
+        made = (sum(each.memory.regenerated - each.memory.less_in_hand for each in self._inner(at)) for at in range(self.most))
+        return [0, *accumulate(made)]
+
+    @cached_property
+    def _others(self) -> list[float]:
+        """By number of lowest layers: what those above them keep at least."""
+        least = [float(choices.columns.resident.min()) for choices in self.problem.halves]
+        above = [0.0, *accumulate(sum(both) for both in zip(least[::-2], least[-2::-2], strict=True))]
+        return above[::-1]
+
+    @cached_property
+    def _input_bytes(self) -> int:
+        """What a group keeps beyond that."""
+        return self.problem.halves[0].joined[0].memory.resident - self._inner(0)[0].memory.resident
+
+    def _inner(self, layer: int) -> list[Option]:
+        return [option for option in self.problem.inside[len(HALVES) * layer : len(HALVES) * (layer + 1)] if option is not None]
+
+    def answer(self, way: Way, solver: Solver) -> Solved | None:
+        """The groups, below what the solver finds for the other layers; None where it finds nothing."""
+        problem, lowest = self.problem, list[Option]()
+        for begin in range(0, way.layers, way.size):
+            lowest += self._group(begin, min(begin + way.size, way.layers))
+        others = problem.layers - way.layers
+        if not others:
+            return Solved(layers_of(lowest), problem.in_flight, loss_bytes=problem.loss_bytes)
+        kept_bytes = ceil(problem.in_flight * sum(option.memory.resident for option in lowest))
+        above = replace(problem, layers=others, mixed=self._above(way.layers), inside=())
+        if problem.budget_bytes is not None:
+            above = replace(above, budget_bytes=problem.budget_bytes - kept_bytes)
+        try:
+            found = solver(above)
+        except Infeasible:
+            return None
+        return replace(found, layers=layers_of([*lowest, *found.halves[-len(HALVES) * others :]]), gap=None)
+
+    def _above(self, layers: int) -> Mixed | None:
+        mixed = self.problem.mixed
+        return None if mixed is None else Mixed(mixed.halves[len(HALVES) * layers :])
+
+    def _group(self, begin: int, end: int) -> Iterator[Option]:
+        """The halves of one group, in forward order."""
+        first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
+        for half in range(first, last + 1):
+            inside = self.problem.inside[half]
+            option = self.problem.halves[half].joined[0] if half in (first, last) or inside is None else inside
+            if end == begin + 1:
+                yield option
+                continue
+            memory = option.memory
+            left = replace(memory, regenerated=memory.regenerated + there, tail=memory.tail + there, ahead=(0, 0, 0, 0))
+            there += memory.regenerated
+            yield replace(option, memory=left)
