@@ -97,15 +97,12 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
-    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not, nor
-    what owns a userbuffer. Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts
-    would travel again."""
+    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
+    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel again."""
     alone = checkpoint == Checkpoint()
     if section.opaque or job.model.experts_whole:
         return False
-    if job.model.moe_overlapped and (section.apart or not alone):
-        return False
-    return not job.userbuffers or (alone and not section.of_tensor_ranks)
+    return not (job.model.moe_overlapped and (section.apart or not alone))
 
 
 @dataclass(frozen=True)
