@@ -8,8 +8,9 @@
     core attention, residuals                                                             between stages, or offloaded
     checkpoints                  run again where backward enters their half               as stock's full recomputation does
 
-One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read. A
-checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM, nothing is waited for: there is no tensor-parallel window, and no gather to share.
+One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read.
+A checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM,
+nothing is waited for: there is no tensor-parallel window, and no gather to share.
 """
 
 from __future__ import annotations

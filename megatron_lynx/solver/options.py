@@ -85,6 +85,7 @@ class Subset:
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
+
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
     return section.opaque or (section.exchanges and job.model.experts_whole)
@@ -194,7 +195,7 @@ class StageProblems:
         return [section for number in numbers for section in self.job.model.sections(number)]
 
     def _inside(self, seats: StageSeats, layers: int) -> tuple[Option | None, ...]:
-        """Every half as it is inside a group of layers that keep one input. Stages of usual layers may have any number of them."""
+        """Every half as it is inside a group of layers that keep one input."""
         sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             sections = [kind.section for kind in self._kinds[: len(HALVES)]] * layers
