@@ -86,6 +86,9 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
 
+ROTARY = "rotary"
+
+
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
     return section.opaque or (section.exchanges and job.model.experts_whole)
@@ -101,9 +104,17 @@ def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
     Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel again."""
     alone = checkpoint == Checkpoint()
-    if section.opaque or job.model.experts_whole:
+    if section.opaque or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
     return not (job.model.moe_overlapped and (section.apart or not alone))
+
+
+def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
+    """Whether replaying these items of a section would make the host wait for the device, as the code that turns queries and keys
+    lies on the way."""
+    if not job.rotary_asks_host or ROTARY not in section.names:
+        return False
+    return any(section.index(item) >= section.index(ROTARY) for item in items)
 
 
 @dataclass(frozen=True)
@@ -364,7 +375,7 @@ class StageProblems:
         shape, tensors = self.profile.shape, self.profile.of(section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
         for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
-            if stays and items:
+            if (stays and items) or asks_host(self.job, section, items):
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
