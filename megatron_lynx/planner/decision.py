@@ -12,6 +12,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
@@ -118,6 +119,8 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
+        if (again := [*left_open.with_rotary_again(job)][1:]) and plannable(job, profile):
+            return _as_of(job, _fastest(again[0], profile))
         changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
@@ -138,6 +141,11 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """The decision for a job that leaves open how much of its optimizer is on the host."""
     found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
+    return _as_of(job, found)
+
+
+def _as_of(job: Job, found: Decision) -> Decision:
+    """A decision for what a job left open is one for the job."""
     origin = found.plan.provenance.model_copy(update={"job": job.digest})
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
@@ -197,12 +205,12 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 
 def plannable(job: Job, profile: Profile) -> bool:
     """Whether a plan fits, whatever its seconds."""
-    try:
-        check_plannable(job)
-        _fitting(job, Stages(partitioned(job, profile)[0], profile))
-    except LynxError:
-        return False
-    return True
+    for own in left_open.with_rotary_again(job):
+        with suppress(LynxError):
+            check_plannable(own)
+            _fitting(own, Stages(partitioned(own, profile)[0], profile))
+            return True
+    return False
 
 
 def fitting(stages: Stages) -> Decision:
