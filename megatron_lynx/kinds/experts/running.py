@@ -164,11 +164,8 @@ class HeldExperts(Running):
 
 def _balanced_rows(plan: Plan, run: LiveRun) -> int:
     """How many rows experts of each rank would get of one micro-batch if all were asked as often."""
-    from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
-
     tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
-    per_token: int = run.config.moe_router_topk
-    return tokens * per_token * int(get_expert_tensor_parallel_world_size())
+    return expert_load.balanced_rows(tokens, run.config.moe_router_topk)
 
 
 def _dispatcher(config: Any) -> Dispatcher:
