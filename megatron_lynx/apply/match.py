@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.apply.fp8_refusals import recipe_of
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
@@ -61,6 +62,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "mtp": getattr(config, "mtp_num_layers", None) or 0,
         "moe_overlapped": run.combined,
+        "captured": captured_modules(config),
         "fp8": recipe_of(config) if config.fp8 else None,
         "fp8_parameters": bool(config.fp8 and getattr(config, "fp8_param", False)),
     }

@@ -27,6 +27,7 @@ LATER: dict[str, dict[str, Any]] = {
         "glu_offset": True,
         "kinds": (),
         "opaque": (),
+        "captured": (),
         "mtp": 0,
         "activation_clamped": False,
         "window": None,
