@@ -64,7 +64,7 @@ def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) ->
         setting["--global-batch-size"] = (str(after.batch.global_),)
     counted = () if _counts_ends(made, reading) else COUNTED
     without = (*PLACING, *counted) if _places(before, after) else ()
-    return reading.changed(setting, without).under_plan(plan, [])
+    return reading.with_graphs_of(made.model.captured).changed(setting, without).under_plan(plan, [])
 
 
 def _places(before: Job, after: Job) -> bool:

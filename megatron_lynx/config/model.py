@@ -27,6 +27,10 @@ Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
 local layers' scores (`--no-masked-softmax-fusion`)."""
 
 
+LISTED = ("fusions", "kinds", "opaque", "captured")
+"""Keys of a model that are lists in a file."""
+
+
 class Fp8(Part):
     """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`."""
 
@@ -143,7 +147,7 @@ class Model(Part):
             return data
         return {
             **data,
-            **{name: tuple(data[name]) for name in ("fusions", "kinds", "opaque", "captured") if isinstance(data.get(name), list)},
+            **{name: tuple(data[name]) for name in LISTED if isinstance(data.get(name), list)},
         }
 
     @model_validator(mode="before")

@@ -10,6 +10,16 @@
 A graph's replay runs no Python: a hook in it would be passed once, while it is captured, and never again. So a captured half is
 kept whole and gets no hook, and its collectives are no windows. Of a half whose router is captured one method still runs as it
 did, between dispatch and combine: the same as where exchanges are overlapped (`kinds.experts.section.IN_NODES`).
+
+No plan is beside other captures:
+
+    transformer_engine, without modules    whole layers
+    local                                  layers of a GPT model whole, whatever modules are named
+    full_iteration                         forward and backward of whole steps
+
+Why `local` captures layers whole: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager for a layer as soon as any
+of its modules is named, and that manager runs all of the layer's forward (0.16 to 0.19). Only `MoETransformerLayer` has managers
+for parts, which hybrid stacks alone are built of.
 """
 
 from __future__ import annotations
@@ -36,3 +46,30 @@ def in_graph(section: Section, modules: Collection[str]) -> Section:
 @cache
 def _captured(section: Section) -> Section:
     return replace(section, captured=True)
+
+
+BESIDE = "transformer_engine with --cuda-graph-modules (--cuda-graph-scope until 0.17): attn, mlp, moe_router, moe_preprocess"
+"""What a plan can be beside."""
+NOTHING_LEFT = {
+    "local": "it captures layers whole, whatever modules are named, and nothing is left to recompute, to offload or to fill",
+    "full_iteration": "forward and backward are one graph, in which nothing can be recomputed, offloaded or put into a wait",
+    "whole layers": "without modules whole layers are captured, and nothing is left to recompute, to offload or to fill",
+    "moe": "exchanges of experts are in its graph",
+}
+"""What would be lost, by what is captured."""
+
+
+def refused_capture(implementation: str, modules: tuple[str, ...]) -> tuple[str, str] | None:
+    """What no plan can be beside, and what would be lost; None where a plan can be. `modules`: by Megatron's names."""
+    if implementation == "none":
+        return None
+    unknown = next((module for module in modules if module not in CAPTURED_MODULES), None)
+    if "full_iteration" in (implementation, unknown):
+        return f"{implementation}, full_iteration", NOTHING_LEFT["full_iteration"]
+    if implementation != "transformer_engine":
+        return implementation, NOTHING_LEFT["local"]
+    if not modules:
+        return implementation, NOTHING_LEFT["whole layers"]
+    if unknown is not None:
+        return f"{implementation} with {unknown}", NOTHING_LEFT.get(unknown, "what it captures is not known")
+    return None

@@ -1,7 +1,7 @@
 """Checks of plans beside captured graphs (`model.captured`): rules leave alone what is in a graph, and the rest goes together.
 
-    attention, mlp    the half is kept whole, none of its weight gradients is deferred, and the layer is no checkpoint
-    moe_router        of a layer of experts what runs between dispatch and combine may be replayed, and nothing else
+attention, mlp    the half is kept whole, none of its weight gradients is deferred, and the layer is no checkpoint
+moe_router        of a layer of experts what runs between dispatch and combine may be replayed, and nothing else
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     sections = dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer))
     for section in sections:
         yield from _asked_of(rule, section)
-    if rule.checkpoint is not None and not isinstance(rule.checkpoint, str) or rule.checkpoint == "layer":
+    if (rule.checkpoint is not None and not isinstance(rule.checkpoint, str)) or rule.checkpoint == "layer":
         yield f"{rule.checkpoint_said}, needed one half or none: a part of the layer {IN_GRAPH}"
 
 

@@ -15,7 +15,17 @@ from itertools import chain
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import captured, double_buffered, experts, latent, opaque, order, overlapped, userbuffers, weight_gradients
+from megatron_lynx.plan import (
+    captured,
+    double_buffered,
+    experts,
+    latent,
+    opaque,
+    order,
+    overlapped,
+    userbuffers,
+    weight_gradients,
+)
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage

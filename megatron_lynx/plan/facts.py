@@ -60,8 +60,8 @@ class ModelFacts(Part):
     opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
     """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
     captured: tuple[CapturedModule, ...] = ()
-    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, and no
-    hook is in them."""
+    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, and
+    no hook is in them."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 

@@ -84,6 +84,34 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    if job.model.captured:
+        return _beside_graphs(job, profile)
+    return _without_graphs(job, profile)
+
+
+def _beside_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job whose launch captures graphs: beside these, or without them where that is faster, or where no plan
+    fits beside them. What no plan can have without graphs either is raised."""
+    without = job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
+    try:
+        beside = _without_graphs(job, profile)
+    except Infeasible:
+        return _made_for(job, _without_graphs(without, profile))
+    try:
+        alone = _without_graphs(without, profile)
+    except Infeasible:
+        return beside
+    return beside if beside.simulation.step_s <= alone.simulation.step_s else _made_for(job, alone)
+
+
+def _made_for(job: Job, decision: Decision) -> Decision:
+    """A decision for a job that left something open, as that job's."""
+    origin = decision.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
+
+
+def _without_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves nothing open of what is captured."""
     if job.optimizer.offload == "auto":
         return _with_best_share(job, profile)
     check_plannable(job)
@@ -138,8 +166,7 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """The decision for a job that leaves open how much of its optimizer is on the host."""
     found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
-    origin = found.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
+    return _made_for(job, found)
 
 
 def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:

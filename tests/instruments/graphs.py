@@ -11,8 +11,8 @@ is recorded like an operator, because a GPU's kernels draw from the state that w
 
     forward of a module     one recording, one more for its backward, for each micro-batch that Megatron asks for
     collectives             are recorded, and waited for at once when they run again
-    what the host reads     stays what it was at the capture. (CUDA refuses to wait for the host in a capture; of what is on the CPU
-                            anyway, Megatron's tracker reads a comparison)
+    what the host reads     stays what it was at the capture. (CUDA refuses to wait for the host in a capture; Megatron's tracker
+                            reads a comparison of what is on the CPU anyway)
 
 An operator's result that is kept by eager code, and overwritten by a later replay of the same graph before its backward, fails in
 autograd ("modified by an inplace operation"): on a GPU it would be silently wrong.

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.nn import Module
 
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
-from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
