@@ -29,6 +29,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         ("model.moe_overlapped", model.moe_overlapped, False),
         ("schedule", plan.schedule, "flush"),
         ("model.mtp", model.mtp, 0),
+        ("parallel.userbuffers", plan.parallel.userbuffers, False),
     ):
         if found != needed:
             yield f"{name} is {found}, needed {needed} beside captured graphs (model.captured): nothing else was tried"
@@ -53,8 +54,9 @@ def _asked_of(rule: Rule, section: Section) -> Iterator[str]:
         if rule.checkpoint == section.half:
             yield f"{rule.checkpoint_said}, needed the other half or none: it {IN_GRAPH}"
     elif section.apart:
-        if asked := [item for item in section.apart if item in (*rule.replay, *rule.weight_gradients)]:
-            needed = f"none but {', '.join(section.replayable)}"
+        deferred = [linear for linear in section.linears if linear in rule.weight_gradients]
+        if asked := [*(item for item in section.apart if item in rule.replay), *deferred]:
+            needed = f"none but {', '.join(section.replayable)} replayed, and none deferred"
             yield f"found {', '.join(asked)} replayed or deferred, needed {needed}: the router {IN_GRAPH}"
         if rule.checkpoint == MLP.half:
             yield f"{rule.checkpoint_said}, needed attention or none: the router {IN_GRAPH}"

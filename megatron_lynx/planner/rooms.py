@@ -54,7 +54,9 @@ class Rooms:
         return next(section.half for section in self._own if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
-        return () if section.captured or not (self.looked_into or not section.in_some_layers) else section.linears
+        if section.captured or section.apart:
+            return ()
+        return section.linears if self.looked_into or not section.in_some_layers else ()
 
     def _sections(self, layer: int) -> tuple[Section, ...]:
         return self.plan.model.sections_of(layer)
