@@ -54,7 +54,7 @@ def rehearse(
     check_shapes(plan, profile)
     prices = Prices(profile, {} if job is None else less_in_hand_bytes(job))
     chunks = [
-        _passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
+        passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
         for stage in range(plan.parallel.pipeline)
     ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
@@ -112,13 +112,7 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
-def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_backward: bool = False) -> ChunkPasses:
-    """What one micro-batch costs on one stage, or on one chunk of it. `reduced_in_backward`: as in `rehearse`."""
-    entries, prices = plan.chunks_of(stage.stage), Prices(profile)
-    return _passes_of_chunks(plan, entries, prices, reduced_in_backward=reduced_in_backward)[entries.index(stage)]
-
-
-def _passes_of_chunks(
+def passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
     """What one micro-batch costs on each chunk of one stage."""

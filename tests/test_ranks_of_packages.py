@@ -35,6 +35,7 @@ FOUNDATION = {
     "pace",
     "silence",
     "torch_release",
+    "two_versions",
     "validation",
     "whole_file",
     "writable",

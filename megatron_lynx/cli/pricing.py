@@ -138,7 +138,7 @@ def search(
 @app.command()
 def validate(as_json: AsJson = False) -> None:
     """Recompute published results, and print how far off each is."""
-    from megatron_lynx.published.tables import all_rows
+    from megatron_lynx.published import all_rows
 
     rows = all_rows()
     missed = [row for row in rows if row.within is False]

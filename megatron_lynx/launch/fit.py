@@ -11,6 +11,8 @@ from typing import Any
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan import Plan
 
+GIVEN = {True: "given", False: "not given"}
+
 
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
@@ -57,17 +59,15 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
         yield Problem("--fp8-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
     held = bool(recipe and getattr(args, "fp8_param_gather", False))
     if held != plan.model.fp8_parameters:
-        given = {True: "given", False: "not given"}
         todo = "launch as the plan has it, or make a plan for this launch: bytes differ"
-        yield Problem("--fp8-param-gather", given[held], f"{given[plan.model.fp8_parameters]}, as the plan has it", todo)
+        yield Problem("--fp8-param-gather", GIVEN[held], f"{GIVEN[plan.model.fp8_parameters]}, as the plan has it", todo)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if chunks != plan.parallel.chunks:
         needed_chunks = f"{plan.parallel.chunks}, as the plan has it"
         yield Problem("--num-virtual-stages-per-pipeline-rank", f"{chunks} (chunks on each stage)", needed_chunks)
     parallel = bool(getattr(args, "sequence_parallel", False)) and plan.parallel.tensor > 1
     if parallel != plan.parallel.sequence_parallel:
-        flag = {True: "given", False: "not given"}
-        yield Problem("--sequence-parallel", flag[parallel], f"{flag[plan.parallel.sequence_parallel]}, as the plan has it")
+        yield Problem("--sequence-parallel", GIVEN[parallel], f"{GIVEN[plan.parallel.sequence_parallel]}, as the plan has it")
     yield from _userbuffers(plan, args)
 
 

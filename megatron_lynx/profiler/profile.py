@@ -21,7 +21,7 @@ from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.later import IN_EXPERTS
+from megatron_lynx.config.later import IN_EXPERTS, as_by_default
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
@@ -198,21 +198,11 @@ class Shape(Part):
         return halves_of(self.facts)
 
 
-LATER: dict[str, Any] = {
-    "qk_norm": False,
-    "kv_channels": None,
-    "latent": None,
-    "fp8": None,
-    "experts": None,
-    "expert": 1,
-    "expert_tensor": 1,
-    "context_exchange": "p2p",
-    "context_levels": None,
-    "kinds": (),
-    "opaque": (),
-    "mtp": 0,
-}
-"""What shapes did not always say, and what it is where it changes nothing."""
+LATER = (
+    *("qk_norm", "kv_channels", "latent", "fp8", "experts", "expert", "expert_tensor", "context_exchange", "context_levels"),
+    *("kinds", "opaque", "mtp"),
+)
+"""What shapes did not always say: by default it changes nothing."""
 
 
 class Source(Part):
@@ -334,19 +324,13 @@ class Profile(Part):
     def digest(self) -> str:
         """SHA-256 of the profile's canonical JSON, less what came later and is off, what only few plans depend on, and host time
         (see `Job.digest`): what a plan records as its origin."""
-        off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
-        off["host_time"] = off["head_summand_s"] = True
-        if not self.opaque:
-            off["opaque"] = True
+        off: dict[str, Any] = dict.fromkeys(as_by_default(self, ("opaque", "hiding", "messages_between_passes")), True)
+        off |= {"host_time": True, "head_summand_s": True, "shape": as_by_default(self.shape, LATER)}
         if self.experts is None or self.shape.experts is None:
             off["experts"] = True
         else:
-            known = {name for name, value in IN_EXPERTS.items() if getattr(self.shape.experts, name) == value}
-            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": known}
-        for name in ("hiding", "messages_between_passes"):
-            if getattr(self, name) == type(self).model_fields[name].default:
-                off[name] = True
-        off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
+            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": as_by_default(self.shape.experts, IN_EXPERTS)}
+        off["source"] = as_by_default(self.source, ("stood_in_for", "fusions"))
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 

@@ -28,9 +28,8 @@ DELAYED = StockSetting(overlap=True, delayed=True)
 Run = Mapping[str, Any]
 
 
-def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows. `figures`: the whole file of them."""
-    series = {each["id"]: each for each in figures["series"]}
+def rows(series: Mapping[str, Any]) -> Iterator[Row]:
+    """All rows. `series`: of the file of figures, by their id."""
     for run in series["qwen3_30b_overlapped_exchanges"]["rows"]:
         yield from _of_run(run)
 
