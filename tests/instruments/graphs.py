@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,20 +37,20 @@ class Recording(TorchDispatchMode):
     present: list[Recording] = []  # noqa: RUF012 - those that are under way in this process
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], object]] = []
 
     def __enter__(self) -> Any:
         self.present.append(self)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self.present.remove(self)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.steps.append(_Operator(func, *map(_its_memory, (args, kwargs or {}, made))))
+        self.steps.append(_Operator(func, *map(_its_memory, (args, kwargs or {}, made))).run)
         return made
 
     def replay(self) -> None:
@@ -63,7 +64,8 @@ def _its_memory(tree: Any) -> Any:
     return tree_map_only(Tensor, torch.Tensor.detach, tree)
 
 
-class _Operator(NamedTuple):
+@dataclass(frozen=True)
+class _Operator:
     """One call of an operator."""
 
     func: Any
@@ -71,12 +73,12 @@ class _Operator(NamedTuple):
     kwargs: Any
     made: Any
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         again = self.func(*self.args, **self.kwargs)
         if self.func.namespace == "c10d":
             for work in tree_leaves(again):
                 if isinstance(work, torch.ScriptObject):
-                    work.wait()
+                    work.wait()  # type: ignore[attr-defined]
             return  # in place
         if any(one.alias_info is not None for one in self.func._schema.returns):
             return  # a view, or in place
@@ -108,7 +110,7 @@ class Graph:
 
     def __call__(self, *args: Tensor, **kwargs: Any) -> Any:
         user = [*args, *(kwargs[name] for name in self.names)]
-        outputs = _Graphed.apply(self, *user, *self.parameters)
+        outputs = _Graphed.apply(self, *user, *self.parameters)  # type: ignore[no-untyped-call]
         return outputs[0] if self.single else outputs
 
     def reset(self) -> None:
