@@ -18,6 +18,7 @@ from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.te_releases import pools_with
 from tests.transparency.capturing import Captured, capturing
+from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.trials import Trial
@@ -87,6 +88,17 @@ def test_what_experts_compute_is_planned_behind_a_captured_router(
         for outcome in outcomes:
             assert outcome.planned.graph_replays == outcome.stock.graph_replays > 0
         assert outcomes[0].planned.counts[-1].let_go_bytes == 0 < outcomes[1].planned.counts[-1].let_go_bytes
+
+
+def test_what_is_kept_beside_a_captured_router_may_go_to_the_host(te_pool_of: Pools) -> None:
+    """Every copy is late, and what nobody may read any more is overwritten: graphs read none of it."""
+    fields = {"dtype": "bf16", "implementation": "transformer_engine", "captured": ("moe_router",), "bias": False}
+    job = tiny_job("gpt", **SPREAD["PP2, EP2"], experts=EXPERTS, **fields)
+    kept = plan_for(job, lambda layer: ())
+    found = checked(te_pool_of, job, [offloading(kept, 1 << 20, experts=True)], trial_of(tampered=True))
+    counts = [outcome.planned.counts[-1] for [outcome] in found]
+    assert all(each.offloaded_bytes == each.reloaded_bytes for each in counts)
+    assert any(each.offloaded_bytes > 0 for each in counts)
 
 
 def free_of_experts(job: Job) -> set[str]:
@@ -205,6 +217,7 @@ def test_what_is_in_a_graph_is_kept_and_hides_nothing(captured: tuple[str, ...],
     halves = {"layer": tuple(DENSE), "attention": ("attention",), "mlp": ("mlp",)}.get(change.get("checkpoint", ""), ())
     gone = {*change.get("replay", ()), *(name for half in halves for name in DENSE[half].names)}
     rule = {**rule, "keep": [item for item in rule["keep"] if item not in gone], **change}
-    stage = {**raw["stages"][0], "rules": [rule, *rest], "weight_gradients": {"bytes": 1 << 20}}
+    deferring = {"weight_gradients": {"bytes": 1 << 20}} if "weight_gradients" in change else {}
+    stage = {**raw["stages"][0], "rules": [rule, *rest], **deferring}
     with pytest.raises(ValueError, match=problem):
         Plan.model_validate({**raw, "stages": [stage]})
