@@ -195,9 +195,9 @@ class Parts:
 
     def _between_batches(self, moment: Moment) -> dict[str, int]:
         """In reductions and updates."""
-        left = {"activations": self.pools} if self.pools else {}
-        if not self.flushed:
-            left = self._running | {"activations": self._activations_of_others}
+        left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
+        if self.pools:  # there is no plan beside graphs without flushes
+            left = {"activations": self.pools}
         if moment == "reduction":
             return left | {"in_hand": self.reduced + self.remembered}
         return left | {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}
