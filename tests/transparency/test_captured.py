@@ -16,8 +16,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.long import long
-from tests.te_releases import pool_with, pools_with
+from tests.te_releases import pools_with
 from tests.transparency.capturing import Captured, capturing
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -222,13 +221,3 @@ def test_what_is_in_a_graph_is_kept_and_hides_nothing(captured: tuple[str, ...],
     stage = {**raw["stages"][0], "rules": [rule, *rest], **deferring}
     with pytest.raises(ValueError, match=problem):
         Plan.model_validate({**raw, "stages": [stage]})
-
-
-@pytest.mark.parametrize("release", ["0.19", *long("0.17", "0.18")])
-def test_other_releases(release: str) -> None:
-    """Since 0.18 modules have another name than scopes."""
-    fields = {"dtype": "bf16", "implementation": "transformer_engine", "captured": ("attn", "moe_router"), "bias": False}
-    job = tiny_job("gpt", **SPREAD["EP2"], experts={**EXPERTS, "layers": ("2-4",)}, **fields)
-    with pool_with("2.17", 2, release) as pool:
-        for outcomes in checked(lambda ranks: pool, job, candidates_for(job)[:2], trial_of()):
-            assert all(outcome.planned.graph_replays > 0 for outcome in outcomes)
