@@ -80,6 +80,12 @@ class Batch(Part):
     """Sequences of one optimizer step over all replicas (B)."""
     lengths: Lengths | None = None
     """Of the sequences that are packed into one of `model.seq` tokens. None: it is a single one."""
+    packed: bool | None = None
+    """Whether sequences are packed. None: where their lengths are stated."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.lengths is not None if self.packed is None else self.packed
 
 
 Leaving = Literal["parameters", "gradients", "optimizer"]
@@ -262,6 +268,12 @@ class Job(Part):
     def userbuffers(self) -> bool:
         """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    @property
+    def rotary_asks_host(self) -> bool:
+        """Whether turning queries and keys makes the host wait for the device, to ask how long packed sequences are, each time it
+        runs. The fused kernel need not ask."""
+        return self.batch.is_packed and self.model.position == "rope" and not self.model.fuses_rotary
 
     @property
     def head_pieces(self) -> int:

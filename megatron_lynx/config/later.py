@@ -30,7 +30,7 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels"),
     "budget": ("expandable_segments", "share", "beside", "leaves"),
-    "batch": ("lengths",),
+    "batch": ("lengths", "packed"),
     "optimizer": ("states", "offload", "overlap_copies"),
 }
 """Fields by their part. Each changes nothing where it is as its part has it by default."""

@@ -224,6 +224,11 @@ class Model(Part):
         return self.fusions is None or fusion in self.fusions
 
     @property
+    def fuses_rotary(self) -> bool:
+        """Whether one kernel turns queries and keys."""
+        return self.fuses("rope") if self.latent is None else self.latent.fused_rotary
+
+    @property
     def fuses_activation(self) -> bool:
         """Whether the activation and the bias before it are one kernel. Megatron has none for squared ReLU with a bias."""
         if self.activation == "squared_relu":

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
+from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.files import NO_ARGUMENT, checked
 from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
@@ -90,6 +90,10 @@ class Container:
     def say(self, text: str) -> str:
         """A text in Bridge's settings."""
         return in_settings(text, self.has)
+
+    def setting(self, flag: str) -> str:
+        """A flag with its value as what sets the same."""
+        return as_setting(flag, self.has)
 
 
 def read_container(words: Sequence[str], gpus: int | None) -> Container:

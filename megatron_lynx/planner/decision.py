@@ -12,6 +12,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
@@ -96,18 +97,12 @@ def _beside_graphs(job: Job, profile: Profile) -> Decision:
     try:
         beside = _without_graphs(job, profile)
     except Infeasible:
-        return _made_for(job, _without_graphs(without, profile))
+        return _as_of(job, _without_graphs(without, profile))
     try:
         alone = _without_graphs(without, profile)
     except Infeasible:
         return beside
-    return beside if beside.simulation.step_s <= alone.simulation.step_s else _made_for(job, alone)
-
-
-def _made_for(job: Job, decision: Decision) -> Decision:
-    """A decision for a job that left something open, as that job's."""
-    origin = decision.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
+    return beside if beside.simulation.step_s <= alone.simulation.step_s else _as_of(job, alone)
 
 
 def _without_graphs(job: Job, profile: Profile) -> Decision:
@@ -146,6 +141,8 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
+        if (again := [*left_open.with_rotary_again(job)][1:]) and plannable(job, profile):
+            return _as_of(job, _fastest(again[0], profile))
         changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
@@ -166,7 +163,13 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """The decision for a job that leaves open how much of its optimizer is on the host."""
     found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
-    return _made_for(job, found)
+    return _as_of(job, found)
+
+
+def _as_of(job: Job, found: Decision) -> Decision:
+    """A decision for what a job left open is one for the job."""
+    origin = found.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
 def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
@@ -218,12 +221,12 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 
 def plannable(job: Job, profile: Profile) -> bool:
     """Whether a plan fits, whatever its seconds."""
-    try:
-        check_plannable(job)
-        _fitting(job, Stages(partitioned(job, profile)[0], profile))
-    except LynxError:
-        return False
-    return True
+    for own in left_open.with_rotary_again(job):
+        with suppress(LynxError):
+            check_plannable(own)
+            _fitting(own, Stages(partitioned(own, profile)[0], profile))
+            return True
+    return False
 
 
 def fitting(stages: Stages) -> Decision:

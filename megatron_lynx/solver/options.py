@@ -86,6 +86,9 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
 
+ROTARY = "rotary"
+
+
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
     return section.kept_whole or (section.exchanges and job.model.experts_whole)
@@ -107,6 +110,14 @@ def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     if section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)):
         return False
     return not job.userbuffers or (alone and not section.of_tensor_ranks)
+
+
+def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
+    """Whether replaying these items of a section would make the host wait for the device, as the code that turns queries and keys
+    lies on the way."""
+    if not job.rotary_asks_host or ROTARY not in section.names:
+        return False
+    return any(section.index(item) >= section.index(ROTARY) for item in items)
 
 
 @dataclass(frozen=True)
@@ -234,6 +245,8 @@ class StageProblems:
             if not may_checkpoint(self.job, kind.section, checkpoint):
                 continue
             items = checkpoint.items(kind.section)
+            if asks_host(self.job, kind.section, items):
+                continue
             price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
             if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
                 continue
@@ -343,7 +356,7 @@ class StageProblems:
         shape, tensors = self.profile.shape, self.profile.of(section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
         for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
-            if stays and items:
+            if (stays and items) or asks_host(self.job, section, items):
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
