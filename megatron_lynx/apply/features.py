@@ -20,7 +20,6 @@ OFF = {
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
     "hybrid_context_parallel": "--hybrid-context-parallel: among how many ranks a sequence is cut differs from one to the next",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
-    "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
     "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",

@@ -26,7 +26,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.fp8_recipes import gathers_once
+from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
@@ -192,6 +192,8 @@ class Job(Part):
         problems += self._head_problems()
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
         problems += fp8_parameter_problems(model, parallel, self.optimizer)
+        if model.fp8_recipe == "nvfp4" and self.userbuffers:
+            problems.append("overlap.userbuffers is true, needed false with model.fp8.recipe nvfp4: such linears have none")
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
@@ -256,7 +258,7 @@ class Job(Part):
     def reduces_amaxes(self) -> bool:
         """Whether casting what linears gather communicates in every call: each rank has a part of it, and one scale, found anew,
         is for all."""
-        return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
+        return reduces_amaxes(self.model.fp8_recipe) and self.parallel.sequence_parallel
 
     @property
     def keeps_gathered(self) -> bool:

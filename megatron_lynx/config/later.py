@@ -62,8 +62,10 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
         off["cluster"]["reserve"] = True
     if "deterministic" in off["model"]:
         off["cluster"]["ordered_attention"] = True
-    if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
-        off["cluster"]["fp8"] = {"efficiency"}
+    if fp8 and cluster.fp8 is not None:
+        off["cluster"]["fp8"] = {"efficiency"} if cluster.fp8.efficiency is None else set()
+        if asked is None or asked.recipe != "nvfp4":
+            off["cluster"]["fp8"].add("fp4_tflop_per_s")
     if cluster.matmul is not None and cluster.matmul.flash_attention_2_efficiency is None:
         off["cluster"]["matmul"] = {"flash_attention_2_efficiency"}
     return off

@@ -32,10 +32,10 @@ LISTED = ("fusions", "kinds", "opaque", "captured")
 
 
 class Fp8(Part):
-    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`."""
+    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`; or `--fp4-format`, `--fp4-recipe`."""
 
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: E4M3, but gradients in E5M2."""
+    format: Literal["hybrid", "e4m3", "e2m1"] = "hybrid"
+    """hybrid: E4M3, but gradients in E5M2. e2m1: FP4, of recipe nvfp4."""
     recipe: Recipe = "delayed"
     parameters: bool = False
     """Whether the linears' weights themselves are held in FP8 (`--fp8-param-gather`), and gathered so by the distributed
@@ -44,6 +44,19 @@ class Fp8(Part):
     """How many layers from the first on compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
     """How many up to the last one do (`--num-layers-at-end-in-bf16`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_format(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("recipe") == "nvfp4":
+            return {"format": "e2m1", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _fp4(self) -> Fp8:
+        if (self.format == "e2m1") != (self.recipe == "nvfp4"):
+            raise ValueError(f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}")
+        return self
 
 
 class Window(Part):

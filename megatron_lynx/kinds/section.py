@@ -245,11 +245,6 @@ class Section:
         rank's."""
         return tuple(item.name for item in self.items if item.is_linear or item.of_experts)
 
-    @cached_property
-    def of_tensor_ranks(self) -> bool:
-        """Whether it has linears that tensor-parallel ranks share: with userbuffers these own one."""
-        return any(item.is_linear for item in self.items)
-
     def beside_wgrad(self, linear: str, sequence_parallel: bool) -> int | None:
         """The ordinal of the backward's collective that the weight gradient of a linear hides where it is computed at once: the
         reduction of its input's gradient. None where there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.live_run import recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan import Plan
 
@@ -53,10 +54,10 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     if implementation not in (None, plan.model.implementation) and special is None:
         todo = "launch with the plan's, or make a plan for this launch: windows and bytes differ"
         yield Problem("--transformer-impl", implementation, f"{plan.model.implementation}, as the plan has it", todo)
-    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
+    recipe = recipe_of(args)
     if recipe != plan.model.fp8:
-        todo = "launch with the plan's, or make a plan for this launch: bytes differ"
-        yield Problem("--fp8-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
+        todo, bits = "launch with the plan's, or make a plan for this launch: bytes differ", "fp4" if recipe == "nvfp4" else "fp8"
+        yield Problem(f"--{bits}-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
     held = bool(recipe and getattr(args, "fp8_param_gather", False))
     if held != plan.model.fp8_parameters:
         todo = "launch as the plan has it, or make a plan for this launch: bytes differ"

@@ -189,6 +189,8 @@ def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     sizes, context = given[LEVELS], given[SIZE]
+    if sizes and None in sizes:
+        return  # what could not be read has been said
     if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
         found = " ".join(map(str, sizes)) if sizes else "nothing"
         problems.append(Problem(given.origin(LEVELS), found, f"two sizes whose product is --context-parallel-size ({context})"))

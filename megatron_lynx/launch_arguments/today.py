@@ -107,7 +107,7 @@ def stays_overlapped(given: Given) -> bool:
     """Whether exchanges of experts are overlapped, and a plan can be beside them (`plan.overlapped`). In FP8 Megatron frees the
     rows of an expert that is alone on its rank, and a recomputation would find them empty."""
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
-    return bool(given[OVERLAP]) and not (given["fp8"] and alone)
+    return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
 
 
 def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:

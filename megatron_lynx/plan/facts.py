@@ -22,6 +22,9 @@ from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
 
+IN_BF16 = ("first_in_bf16", "last_in_bf16")
+"""The keys that say how many layers at the ends of a model in FP8 compute in bf16."""
+
 
 class ModelFacts(Part):
     """The model that the plan was made for, as far as it decides what fits."""
@@ -38,6 +41,10 @@ class ModelFacts(Part):
     """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
     fp8_parameters: bool = False
     """Whether the linears' weights are held in FP8 (`--fp8-param-gather`)."""
+    first_in_bf16: int = Field(default=0, ge=0)
+    """How many layers from the first on compute in bf16 where the others do in FP8 (`--first-last-layers-bf16`)."""
+    last_in_bf16: int = Field(default=0, ge=0)
+    """How many up to the last one do."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts. Empty: there are none."""
@@ -76,12 +83,18 @@ class ModelFacts(Part):
         te = self.implementation == "transformer_engine"
         return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured)
 
+    @property
+    def in_bf16(self) -> dict[str, int]:
+        """How many layers compute in bf16 at each end of a model in FP8, by key."""
+        return {name: getattr(self, name) for name in IN_BF16}
+
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
         if self.fp8 is not None and self.implementation != "transformer_engine":
             raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
-        if self.fp8_parameters and self.fp8 is None:
-            raise ValueError("fp8_parameters is true, needed fp8: how their scales are found")
+        for name, found in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
+            if found and self.fp8 is None:
+                raise ValueError(f"{name} is {str(found).lower()}, needed fp8: how scales are found")
         return self
 
     @model_validator(mode="after")

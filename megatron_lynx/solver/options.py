@@ -16,7 +16,7 @@ from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.replay import Checkpoint, sensible_choices
+from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
@@ -101,15 +101,13 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
-    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not, nor
-    what owns a userbuffer. Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts
-    would travel again; nor is a layer beside what of it is captured."""
+    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
+    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
+    again; nor is a layer beside what of it is captured."""
     alone = checkpoint == Checkpoint()
-    if section.kept_whole or job.model.experts_whole:
+    if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
-    if section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)):
-        return False
-    return not job.userbuffers or (alone and not section.of_tensor_ranks)
+    return not (section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)))
 
 
 def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
@@ -149,6 +147,7 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
+            inside=self._inside(seats, layers),
             device=self._device(stage, seats.chunks) if layers else None,
             loss_bytes=self._loss_bytes(seats),
         )
@@ -189,9 +188,8 @@ class StageProblems:
         return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """What fills the halves, taken from the first of some chunks that are treated alike; None where it is what is usual."""
-        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
-        sections = [section for number in numbers for section in self.job.model.sections(number)]
+        """What fills the halves; None where it is what is usual."""
+        sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             return None
         kinds = [HalfKind(*both) for both in zip(sections, (*sections[1:], None), strict=True)]
@@ -202,6 +200,27 @@ class StageProblems:
         )
         choices = dict(zip(pairs, found, strict=True))
         return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
+
+    def _sections(self, seats: StageSeats, layers: int) -> list[Section]:
+        """What fills the halves of the first of some chunks that are treated alike."""
+        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
+        return [section for number in numbers for section in self.job.model.sections(number)]
+
+    def _inside(self, seats: StageSeats, layers: int) -> tuple[Option | None, ...]:
+        """Every half as it is inside a group of layers that keep one input."""
+        sections = self._sections(seats, layers)
+        if not any(section.in_some_layers for section in sections):
+            sections = [kind.section for kind in self._kinds[: len(HALVES)]] * layers
+        return tuple(map(self._inside_of, sections))
+
+    def _inside_of(self, section: Section) -> Option | None:
+        if section not in self._known_inside:
+            self._known_inside[section] = self._checkpoint(section, INSIDE) if may_checkpoint(self.job, section, INSIDE) else None
+        return self._known_inside[section]
+
+    @cached_property
+    def _known_inside(self) -> dict[Section, Option | None]:
+        return {}
 
     def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
         """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
@@ -244,22 +263,23 @@ class StageProblems:
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, checkpoint):
                 continue
-            items = checkpoint.items(kind.section)
-            if asks_host(self.job, kind.section, items):
-                continue
-            price = priced(self.profile, kind.section, items, checkpoint, self._less_in_hand.get(kind.half, 0))
-            if price.memory.resident >= least_bytes and checkpoint == Checkpoint():
-                continue
-            yield Option(
-                items,
-                price.memory,
-                Seat(gather_s=price.communicates_s),
-                replay_s=price.replay_s,
-                exposed_s=price.replay_s + price.communicates_s,
-                flops=price.flops,
-                host=half_host_s(self.profile, kind.section, items),
-                checkpoint=checkpoint,
-            )
+            option = self._checkpoint(kind.section, checkpoint)
+            if option.memory.resident < least_bytes or option.joined:
+                yield option
+
+    def _checkpoint(self, section: Section, checkpoint: Checkpoint) -> Option:
+        items = checkpoint.items(section)
+        price = priced(self.profile, section, items, checkpoint, self._less_in_hand.get(section.half, 0))
+        return Option(
+            items,
+            price.memory,
+            Seat(gather_s=price.communicates_s),
+            replay_s=price.replay_s,
+            exposed_s=price.replay_s + price.communicates_s,
+            flops=price.flops,
+            host=half_host_s(self.profile, section, items),
+            checkpoint=checkpoint,
+        )
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""

@@ -95,7 +95,11 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if model.cross_entropy != "unfused":
         fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
-        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe, "fp8_param": model.fp8.parameters}
+        bits = "fp4" if model.fp8.recipe == "nvfp4" else "fp8"
+        fields |= {bits: model.fp8.format, f"{bits}_recipe": model.fp8.recipe, f"{bits}_param": model.fp8.parameters}
+        ends = model.fp8.first_in_bf16, model.fp8.last_in_bf16
+        fields |= {"first_last_layers_bf16": any(ends)}
+        fields |= dict(zip(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends, strict=True))
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group

@@ -31,7 +31,6 @@ FEATURES = {
     "distribute_saved_activations": True,
     "hybrid_context_parallel": True,
     "use_ring_exchange_p2p": True,
-    "fp4": "e2m1",
     "inference_fuse_tp_communication": True,
     "experimental_attention_variant": "dsa",
     "cuda_graph_impl": "local",

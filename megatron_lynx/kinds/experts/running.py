@@ -104,7 +104,7 @@ class HeldExperts(Running):
                 needed = "off where a plan replays, offloads or defers inside experts"
                 yield Problem(f"config.{name}", str(value), needed, f"drop {drop}; {TODO}")
         config: Any = run.config
-        if overlapped(config) and config.fp8 and config.num_moe_experts == run.expert:
+        if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
         layer = layers[touched[0]]  # all are built from one config
