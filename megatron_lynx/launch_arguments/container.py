@@ -130,6 +130,9 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
         if isinstance(value, list) and flag.takes in (0, 1):
             value = ",".join(map(str, value)) if name == "window_size" else str(value)
         values[name] = Value(flag, said, checked(flag, said, value, problems) if name in READ else value)
+    if _vocabulary(container) is None:  # that it is missing is said above
+        flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
+        values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
     return Given(values, (release,), table), problems
 
 

@@ -153,6 +153,19 @@ def test_problems_are_named_as_bridges_users_name_them(tmp_path: Path) -> None:
     }
 
 
+def test_a_vocabulary_that_is_missing_is_asked_for_once(tmp_path: Path) -> None:
+    """Qwen3's recipes take their tokenizer's: `cfg.model.vocab_size` was asked for, too, which Bridge would not have read."""
+    problems = read(tmp_path, "tokenizer.use_tokenizer_vocab_size=True").problems
+    assert [problem.where for problem in problems] == ["cfg.tokenizer.vocab_size"]
+
+
+def test_in_process_restarts_are_refused_when_a_plan_is_made(tmp_path: Path) -> None:
+    cfg = {**CONTAINER, "inprocess_restart": {"enabled": True}}
+    (tmp_path / "cfg.yaml").write_text(write_yaml(cfg))
+    problems = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
+    assert [problem.where for problem in problems] == ["cfg.inprocess_restart.enabled"]
+
+
 def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
     model = {**MODEL, "_target_": "megatron.bridge.models.t5_provider.T5ModelProvider", "vision_config": {"depth": 2}}
     (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
