@@ -104,6 +104,8 @@ def answered(
         return _without_plan(job, costs, reading, launch, found, near, error)
     except ConfigError as error:
         return Answer(job, reading, launch, error=error, refused=error.problems)
+    if reading is not None:
+        launch = launch.kept_beside(reading.with_graphs_of(made.plan.model.captured).today)
     plan = row_of(made, costs, "plan")
     within = _within_today(job, costs, launch, plan)
     on_host = OnHost.of(made.job, costs.host_adam, priced=True)

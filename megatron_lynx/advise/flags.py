@@ -65,6 +65,7 @@ def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) ->
         setting["--global-batch-size"] = (str(after.batch.global_),)
     counted = () if _counts_ends(made, reading) else COUNTED
     without = (*PLACING, *counted) if _places(before, after) else ()
+    reading = reading.with_graphs_of(made.model.captured)
     if reading.container is not None:
         return reading.under_plan(plan, [shlex.join([flag, *values]) for flag, values in setting.items()], without=without)
     return reading.changed(setting, without).under_plan(plan, [])

@@ -53,7 +53,7 @@ def _policy(
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and planned.gathers
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
-    offloads = stage.offload is not None and not section.opaque and (not section.in_some_layers or stage.offload.experts)
+    offloads = stage.offload is not None and not section.kept_whole and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=planned.layer,
         section=section,

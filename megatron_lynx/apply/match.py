@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.errors import Problem
@@ -62,6 +63,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "mtp": getattr(config, "mtp_num_layers", None) or 0,
         "moe_overlapped": run.combined,
+        "captured": captured_modules(config),
         "fp8": (recipe := recipe_of(config)),
         "fp8_parameters": bool(recipe and (getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False))),
         **(layers_in_bf16(config) if recipe else {}),

@@ -170,4 +170,5 @@ def command_with(
     layers = layer_flags(made, chunks_counted=counted) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
+    reading = reading.with_graphs_of(made.model.captured)
     return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made), without)

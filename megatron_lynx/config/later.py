@@ -26,7 +26,7 @@ LATER: dict[str, tuple[str, ...]] = {
             "deterministic",
             "glu_offset",
         ),
-        *("kinds", "opaque", "mtp", "activation_clamped", "window", "sinks"),
+        *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
     ),
     "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels"),
     "budget": ("expandable_segments", "share", "beside", "leaves"),

@@ -14,6 +14,7 @@ from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
@@ -24,6 +25,10 @@ Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
 """Bias, dropout and residual addition (`--no-bias-dropout-fusion` switches it off); bias and activation (`--no-bias-gelu-fusion`,
 `--no-bias-swiglu-fusion`); rotary positions, with a kernel of Transformer Engine's (`--no-rope-fusion`); mask and softmax of
 local layers' scores (`--no-masked-softmax-fusion`)."""
+
+
+LISTED = ("fusions", "kinds", "opaque", "captured")
+"""Keys of a model that are lists in a file."""
 
 
 class Fp8(Part):
@@ -141,6 +146,9 @@ class Model(Part):
     opaque: tuple[Opaque, ...] = ()
     """Halves of some layers that nobody looks into: plans keep them whole. Of one layer and half the first one that names it."""
 
+    captured: tuple[CapturedModule, ...] = ()
+    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
+
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -152,7 +160,7 @@ class Model(Part):
             return data
         return {
             **data,
-            **{name: tuple(data[name]) for name in ("fusions", "kinds", "opaque") if isinstance(data.get(name), list)},
+            **{name: tuple(data[name]) for name in LISTED if isinstance(data.get(name), list)},
         }
 
     @model_validator(mode="before")
@@ -201,7 +209,7 @@ class Model(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds)
+        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured)
 
     @property
     def halves(self) -> Mapping[Half, Section]:
@@ -211,7 +219,7 @@ class Model(Part):
     @property
     def every_section(self) -> tuple[Section, ...]:
         """Every content of a half that some layer has, the usual ones first, whether a layer has them or not."""
-        mixture = () if self.experts is None else (self.experts.section,)
+        mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
         return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
 
     @property

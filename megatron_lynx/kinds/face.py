@@ -206,7 +206,7 @@ class Planning(ABC):
         forward_s = linear.times * roof.linear_s(flops, read(taken + weight) + element * made)
         dgrad_s = linear.times * roof.linear_s(flops, read(made + weight) + element * taken)
         wgrad_s = linear.times * roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
-        if self.section.has_windows and item.role in BESIDE_COLLECTIVES:
+        if self.section.collectives_of and item.role in BESIDE_COLLECTIVES:
             dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
         return ItemProfile(

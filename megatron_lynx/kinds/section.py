@@ -187,6 +187,8 @@ class Section:
     half's usual one. A plan's rules need not name its items: what they do not name is kept."""
     opaque: bool = False
     """Whether nobody looks into it: it is kept whole, on the device, has no windows, and no hook is on its layer's half."""
+    captured: bool = False
+    """Whether it runs as a captured graph: then all of that holds of it, too, but what is inside is known, and priced as ever."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
@@ -215,7 +217,12 @@ class Section:
     @cached_property
     def has_windows(self) -> bool:
         """Whether its collectives of the tensor-parallel group are windows. Those of others have no addresses."""
-        return bool(self.collectives_of)
+        return bool(self.collectives_of) and not self.captured
+
+    @property
+    def kept_whole(self) -> bool:
+        """Whether plans do nothing in it, and no hook is on its layer's half."""
+        return self.opaque or self.captured
 
     @cached_property
     def exchanges(self) -> bool:
@@ -263,7 +270,7 @@ class Section:
     @cached_property
     def replayable(self) -> tuple[str, ...]:
         """The items that a plan may replay."""
-        kept = self.names if self.opaque else self.apart
+        kept = self.names if self.kept_whole else self.apart
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT and item.name not in kept)
 
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ READ = names_in(
     recompute_num_layers recompute_modules moe_layer_recompute distribute_saved_activations
     fine_grained_activation_offloading offload_modules activation_offload_fraction min_offloaded_tensor_size
     cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated
-    cuda_graph_warmup_steps te_rng_tracker
+    cuda_graph_warmup_steps te_rng_tracker inference_rng_tracker
     delta_offload_bytes_across_pp_ranks delay_offload_until_cuda_graph fine_grained_offloading_max_inflight_offloads
     cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers overlap_moe_expert_parallel_comm
     delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
@@ -121,7 +121,6 @@ REFUSED = {
     "use_transformer_engine_op_fuser": _OTHER_CALLS,
     "use_grouped_gemm_for_dense_mlp": _OTHER_CALLS,
     "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
-    "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",

@@ -39,6 +39,7 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
+from megatron_lynx.launch_arguments.graph_facts import graph_facts
 from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
@@ -102,6 +103,10 @@ class Reading:
         partition = parallel.get("partition")
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
 
+    def with_graphs_of(self, captured: Collection[str]) -> Reading:
+        """The same launch for a plan beside these captured modules: then it keeps its graphs."""
+        return replace(self, today=self.today.beside_graphs) if captured else self
+
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
         `setting`: flags with their words, in place of what the launch says."""
@@ -155,7 +160,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*window_facts(given, problems), *opaque_facts(given, problems)]
+    facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()

@@ -15,7 +15,17 @@ from itertools import chain
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
-from megatron_lynx.plan import double_buffered, experts, latent, opaque, order, overlapped, userbuffers, weight_gradients
+from megatron_lynx.plan import (
+    captured,
+    double_buffered,
+    experts,
+    latent,
+    opaque,
+    order,
+    overlapped,
+    userbuffers,
+    weight_gradients,
+)
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -27,12 +37,12 @@ def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
     found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan), *_uneven_pieces(plan)]
-    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan)]
+    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan), *captured.misplaced(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = [*latent.problems(plan, rule), *opaque.problems(plan, rule)]
             unmet = unmet or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
-            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule)]
+            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule), *captured.problems(plan, rule)]
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.captured import ROUTER, CapturedModule
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
@@ -65,6 +66,9 @@ class ModelFacts(Part):
     """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
     opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
     """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
+    captured: tuple[CapturedModule, ...] = ()
+    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, and
+    no hook is in them."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -76,7 +80,8 @@ class ModelFacts(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        return Facts(te=self.implementation == "transformer_engine", latent=self.latent_attention, kinds=self.kinds)
+        te = self.implementation == "transformer_engine"
+        return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured)
 
     @property
     def in_bf16(self) -> dict[str, int]:
@@ -101,7 +106,7 @@ class ModelFacts(Part):
     @property
     def exchanges_in_windows(self) -> bool:
         """Whether experts that are shared out over ranks have windows in which tokens travel."""
-        return not self.moe_overlapped and any(EXCHANGES[self.moe_dispatcher].values())
+        return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""

@@ -85,6 +85,28 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    if job.model.captured:
+        return _beside_graphs(job, profile)
+    return _without_graphs(job, profile)
+
+
+def _beside_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job whose launch captures graphs: beside these, or without them where that is faster, or where no plan
+    fits beside them. What no plan can have without graphs either is raised."""
+    without = job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
+    try:
+        beside = _without_graphs(job, profile)
+    except Infeasible:
+        return _as_of(job, _without_graphs(without, profile))
+    try:
+        alone = _without_graphs(without, profile)
+    except Infeasible:
+        return beside
+    return beside if beside.simulation.step_s <= alone.simulation.step_s else _as_of(job, alone)
+
+
+def _without_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves nothing open of what is captured."""
     if job.optimizer.offload == "auto":
         return _with_best_share(job, profile)
     check_plannable(job)

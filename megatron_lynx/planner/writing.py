@@ -213,7 +213,8 @@ def stage_of(
 def exchanging_layers(job: Job) -> frozenset[int]:
     """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
     experts = job.model.experts
-    windows = experts is not None and not experts.whole and experts.section.exchanges_in_windows
+    section = job.model.kind_sections(experts=True)[1]
+    windows = experts is not None and not experts.whole and section.exchanges_in_windows
     return job.model.expert_layers if windows and job.parallel.expert > 1 else frozenset()
 
 

@@ -91,7 +91,7 @@ ROTARY = "rotary"
 
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
-    return section.opaque or (section.exchanges and job.model.experts_whole)
+    return section.kept_whole or (section.exchanges and job.model.experts_whole)
 
 
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
@@ -102,11 +102,12 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
-    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel again."""
+    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
+    again; nor is a layer beside what of it is captured."""
     alone = checkpoint == Checkpoint()
-    if section.opaque or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
+    if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
-    return not (job.model.moe_overlapped and (section.apart or not alone))
+    return not (section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)))
 
 
 def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
@@ -226,7 +227,7 @@ class StageProblems:
         checkpoint."""
         if pair not in self._known_beside:
             choices = self._offered_everywhere(self._subsets_known(pair[0]))
-            self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
+            self._known_beside[pair] = choices.apart if pair[1].section.kept_whole else choices
         return self._known_beside[pair]
 
     @cached_property

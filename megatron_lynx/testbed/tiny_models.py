@@ -42,6 +42,9 @@ ACTIVATIONS = {
     "squared_relu": squared_relu,
 }
 
+MODULES = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
+"""What is captured, as this release has it: since 0.18 under the first name."""
+
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """Variables by which Megatron tells Transformer Engine which attention a model has. It refuses a model that wants another one
 than these say, and they still say what this process built last."""
@@ -111,6 +114,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         all_seen = round((1 - model.window.share) * model.layers)
         seen = [0] * all_seen + [1] * (model.layers - all_seen)
         fields |= {"window_size": (model.window.keys - 1, 0), "window_attn_skip_freq": seen}
+    if model.captured:
+        fields |= {"cuda_graph_impl": "transformer_engine", MODULES: list(model.captured)}
     if model.mtp:
         fields |= {"mtp_num_layers": model.mtp, "mtp_loss_scaling_factor": 0.3}
     if job.userbuffers:

@@ -271,7 +271,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace(',"latent":null', "")
         .replace(',"kinds":[]', "")
         .replace(',"mtp":0', "")
-        .replace(',"opaque":[]', "")
+        .replace(',"opaque":[],"captured":[]', "")
         .replace('"activation_clamped":false,"window":null,"sinks":false,', "")
         .replace('"cross_entropy":"unfused",', "")
         .replace('"deterministic":false,', "")

@@ -154,7 +154,7 @@ def test_problems_are_named_as_bridges_users_name_them(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_is_missing_is_asked_for_once(tmp_path: Path) -> None:
-    """Qwen3's recipes take their tokenizer's: it was also asked for as `cfg.model.vocab_size`, which Bridge would not have read."""
+    """Qwen3's recipes take their tokenizer's: `cfg.model.vocab_size` was asked for, too, which Bridge would not have read."""
     problems = read(tmp_path, "tokenizer.use_tokenizer_vocab_size=True").problems
     assert [problem.where for problem in problems] == ["cfg.tokenizer.vocab_size"]
 

@@ -44,7 +44,8 @@ def plan_for(
             "model": {name: getattr(model, name) for name in facts}
             | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)}
             | {name: len(getattr(model, name)) for name in IN_BF16}
-            | {"mtp": model.mtp, "moe_dispatcher": model.moe_dispatcher, "moe_overlapped": model.moe_overlapped},
+            | {"mtp": model.mtp, "moe_dispatcher": model.moe_dispatcher, "moe_overlapped": model.moe_overlapped}
+            | {"captured": model.captured},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,

@@ -49,7 +49,7 @@ class Capacity:
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
-        if policy.section.opaque:
+        if policy.section.kept_whole:
             continue
         owner = owner_of(layer, policy.section.half, policy.section.owner)
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load, expert_rows, fused_exchanges
 from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.section import Section
@@ -80,7 +82,7 @@ class HeldExperts(Running):
         if name_of(mixture) != LAYER_CLASS:
             return None
         config: Any = layer.config
-        mixtures = IN_NODES if overlapped(config) else MIXTURES
+        mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
         return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
 
     def refused_settings(self, config: Any) -> Iterator[Problem]:
