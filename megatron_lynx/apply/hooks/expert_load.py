@@ -23,7 +23,7 @@ from megatron_lynx.runtime.engine import Engine
 
 
 def balanced_rows(tokens: int, per_token: int) -> int:
-    """Rows that experts of each rank get if all are asked as often. `tokens`: of one micro-batch, on each rank, before they travel;
+    """Rows that experts of each rank get if all are asked as often. `tokens`: of a micro-batch, on each rank, before they travel;
     `per_token`: how many experts each of them is for."""
     from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
 
