@@ -200,7 +200,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
         rule = stage.rule_for(layer)
-        unasked = section.opaque or (section.exchanges and (stage.offload is None or not stage.offload.experts))
+        unasked = section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts))
         if unasked or rule.checkpoints(section.half):
             yield 0
             continue

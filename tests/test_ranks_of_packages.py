@@ -17,6 +17,7 @@ PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {
     "anatomy",
+    "kinds.captured",
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",

@@ -26,11 +26,11 @@ LATER: dict[str, tuple[str, ...]] = {
             "deterministic",
             "glu_offset",
         ),
-        *("kinds", "opaque", "mtp", "activation_clamped", "window", "sinks"),
+        *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
     ),
     "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels"),
     "budget": ("expandable_segments", "share", "beside", "leaves"),
-    "batch": ("lengths",),
+    "batch": ("lengths", "packed"),
     "optimizer": ("states", "offload", "overlap_copies"),
 }
 """Fields by their part. Each changes nothing where it is as its part has it by default."""
@@ -62,8 +62,10 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
         off["cluster"]["reserve"] = True
     if "deterministic" in off["model"]:
         off["cluster"]["ordered_attention"] = True
-    if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
-        off["cluster"]["fp8"] = {"efficiency"}
+    if fp8 and cluster.fp8 is not None:
+        off["cluster"]["fp8"] = {"efficiency"} if cluster.fp8.efficiency is None else set()
+        if asked is None or asked.recipe != "nvfp4":
+            off["cluster"]["fp8"].add("fp4_tflop_per_s")
     if cluster.matmul is not None and cluster.matmul.flash_attention_2_efficiency is None:
         off["cluster"]["matmul"] = {"flash_attention_2_efficiency"}
     return off

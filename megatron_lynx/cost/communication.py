@@ -114,9 +114,10 @@ def _carried_bytes(profile: Profile, section: Section, collective: Collective, m
     if collective.of:
         carried = message_bytes * planning_of(section).carried_width(profile.shape, collective) // profile.shape.hidden
         return profile.gathered_input(carried) if collective.carries == "input" else carried
-    per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
-    in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
-    return profile.gathered_input(message_bytes) if in_fp8 else message_bytes
+    if collective.carries not in ("input", "gradient"):
+        return message_bytes
+    twice = collective.carries == "gradient" and profile.shape.fp8 not in (None, *PER_TENSOR)
+    return (1 + twice) * profile.gathered_input(message_bytes)
 
 
 def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
@@ -207,5 +208,5 @@ def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
         return 0
     gathered = GATHERED * shape.gathered_bytes
     if job.model.fp8 is not None:
-        gathered = gathered * FP8_BYTES // BF16_BYTES
+        gathered = gathered * FP8_BYTES // BF16_BYTES  # FP4 has none
     return gathered + SCATTERED * shape.gathered_bytes

@@ -47,6 +47,10 @@ class Checkpoint(NamedTuple):
         return section.run_again(whole=self.feeds)
 
 
+INSIDE = Checkpoint(feeds=True, fed=True)
+"""A half inside a group of layers that keep one input, neither its first nor its last."""
+
+
 @dataclass(frozen=True)
 class Replay:
     """One half under one choice of replayed items. Bytes count the half's saved blocks, not its input."""

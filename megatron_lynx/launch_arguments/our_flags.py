@@ -31,7 +31,7 @@ _REFUSED = (
     *("save_activations_interval", "save_tokens_per_expert_interval", "decoder_seq_length", "vision_pretraining", "qk_clip"),
     *("log_max_attention_logit", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("reuse_grad_buf_for_mxfp8_param_ag", "nccl_ub", "mtp_num_layers", "num_experts", "fp8", "fp8_param_gather"),
-    *("fp4_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
+    *("fp4", "fp4_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
 )
 WITHOUT_FLUSHES = {name: LAUNCH[name][1] for name in _REFUSED}
 """Megatron's arguments that a launch without flushes refuses as soon as they are given, and why: what `launch.without_flushes`

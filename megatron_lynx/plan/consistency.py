@@ -14,8 +14,18 @@ from itertools import chain
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import double_buffered, experts, latent, opaque, order, overlapped, userbuffers, weight_gradients
+from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
+from megatron_lynx.plan import (
+    captured,
+    double_buffered,
+    experts,
+    latent,
+    opaque,
+    order,
+    overlapped,
+    userbuffers,
+    weight_gradients,
+)
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -27,12 +37,12 @@ def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
     found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan), *_uneven_pieces(plan)]
-    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan)]
+    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan), *captured.misplaced(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = [*latent.problems(plan, rule), *opaque.problems(plan, rule)]
             unmet = unmet or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
-            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule)]
+            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule), *captured.problems(plan, rule)]
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
@@ -155,7 +165,7 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """With sequence parallelism each rank has a part of what a linear gathers, and current scaling finds one scale for all: the
     amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
-    if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel:
+    if not reduces_amaxes(plan.model.fp8) or not plan.parallel.sequence_parallel:
         return
     reducing = [item for section in _sections(plan, rule, half) for item in section.cast_together(rule.replay)]
     if not reducing:
@@ -163,7 +173,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
     for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
         if found := names - {ON_DEMAND, None}:
-            todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
+            todo = f"plan it on demand, or keep it, with fp8 {plan.model.fp8} and sequence_parallel"
             why = f"but {reducing[0]} reduces an amax in every call"
             yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, {why}: {todo}"
 

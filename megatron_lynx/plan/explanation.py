@@ -107,7 +107,9 @@ def _load(plan: Plan) -> Iterator[Text]:
         load, stage = min(fitting)
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
-        yield Text("        beyond that a device may run out of memory: plan for more with model.experts.holds (--experts-hold)")
+        falls_back = all(stage.experts_hold is not None for stage in plan.stages if stage.predicted.moe_load)
+        beyond = "halves of experts keep their input alone and run again" if falls_back else "a device may run out of memory"
+        yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 
 def _table(alike: Sequence[Stage], chunked: bool) -> Table:

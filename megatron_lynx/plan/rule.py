@@ -165,6 +165,13 @@ class Rule(Part):
             return half == HALVES[0] and (self.checkpoint == "layer" or isinstance(self.checkpoint, CheckpointGroups))
         return layer != self.layers.last and (layer - self.layers.first + 1) % self.checkpoint.layers != 0
 
+    @property
+    def parts(self) -> Iterator[LayerRange]:
+        """The layers that only a rule of their own could treat otherwise than their neighbours: each, or each group."""
+        size = self.checkpoint.layers if isinstance(self.checkpoint, CheckpointGroups) else 1
+        for first in range(self.layers.first, self.layers.last + 1, size):
+            yield LayerRange(first=first, last=min(first + size - 1, self.layers.last))
+
     def recomputed(self, section: Section) -> tuple[str, ...]:
         """The items of what fills a half that run again: those that are listed, or what a checkpoint makes of it."""
         return section.run_again() if self.checkpoints(section.half) else self.replays(section.half)

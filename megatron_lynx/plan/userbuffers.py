@@ -1,15 +1,16 @@
 """Checks of plans for launches with userbuffers (--tp-comm-overlap), under which linears exchange inside their GEMMs.
 
-    linear_qkv, linear_fc1       gather their input piece by piece beside their GEMM      a replay would exchange again
+    linear_qkv, linear_fc1       gather their input piece by piece beside their GEMM      a replay would exchange out of turn
     linear_proj, linear_fc2      scatter their output so; always kept, as without
     weight gradients             exchange beside their GEMM, or read what was          computed where stock computes them
                                  gathered in a buffer
     norms, activation, rotary,   own no userbuffer                                        replayed, on demand or behind messages
     core attention, residuals                                                             between stages, or offloaded
-    experts without shared ones  own no userbuffer                                        a checkpoint, too
+    checkpoints                  run again where backward enters their half               as stock's full recomputation does
 
 One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read.
-And where the exchange lies inside a GEMM, nothing is waited for: there is no tensor-parallel window, and no gather to share.
+A checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM,
+nothing is waited for: there is no tensor-parallel window, and no gather to share.
 """
 
 from __future__ import annotations
@@ -40,11 +41,10 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """What a rule asks for and no launch with userbuffers can give, in words, with what to do."""
     if not plan.parallel.userbuffers:
         return
+    if rule.ahead:
+        yield f"ahead is true, but {WITHOUT} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
-    if rule.checkpoint is not None and not _of_experts(plan, rule):
-        again = "a checkpoint would fill the userbuffers of its linears again"
-        yield f"{rule.checkpoint_said}, but {WITHOUT} {again}: list what is kept and replayed instead"
     for half in HALVES:
         gathered = rule.filling(half).gathered
         if gathered in rule.replay:
@@ -54,12 +54,6 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
                 if name not in (ON_DEMAND, RECV_BACKWARD):
                     todo = f"plan it {ON_DEMAND}, or in {RECV_BACKWARD}"
                     yield f"{key}.{half} is {name}, but {WITHOUT} no tensor-parallel collective is waited for: {todo}"
-
-
-def _of_experts(plan: PlanContents, rule: Rule) -> bool:
-    """Whether a rule checkpoints nothing but halves of experts, whose linears own no userbuffers."""
-    halves = [plan.model.sections_of(layer)[1] for layer in rule.layers]
-    return not rule.checkpoints(HALVES[0]) and not any(section.of_tensor_ranks for section in halves)
 
 
 def _windows(rule: Rule) -> dict[str, list[str]]:

@@ -200,14 +200,19 @@ class _Filling:
         if not linears:
             return entry
         rules = []
-        for layer in entry.layers:
-            waits = self.chosen[layer].waits if layer in self.chosen else {}
-            deferred = {linear: _waits(wait, receives) for linear, wait in waits.items()}
-            update = {"layers": LayerRange(first=layer, last=layer), "weight_gradients": deferred}
-            rules.append(entry.rule_for(layer).model_copy(update=update))
+        for rule in entry.rules:
+            for layers in rule.parts:
+                waits = self._waits_of(layers)
+                deferred = {linear: _waits(wait, receives) for linear, wait in waits.items()}
+                rules.append(rule.model_copy(update={"layers": layers, "weight_gradients": deferred}))
         size_bytes = self.slack.most_taken_bytes + max(self.rooms.cost(linear).bytes for linear in linears)
         bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
+
+    def _waits_of(self, layers: LayerRange) -> dict[str, str]:
+        """What layers of one rule put off: several only what each of them does, to the same wait."""
+        chosen = [self.chosen[layer].waits if layer in self.chosen else {} for layer in layers]
+        return {linear: wait for linear, wait in chosen[0].items() if all(own.get(linear) == wait for own in chosen)}
 
 
 def _waits(wait: str, receives: bool) -> tuple[str, ...]:  # [2]

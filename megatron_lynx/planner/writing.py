@@ -19,10 +19,11 @@ from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
-from megatron_lynx.plan.facts import PlannedDevice
+from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
+    CheckpointGroups,
     Head,
     LayerRange,
     ModelFacts,
@@ -145,6 +146,7 @@ def model_facts(job: Job) -> ModelFacts:
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
     facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
+    facts |= {name: len(getattr(model, name)) for name in IN_BF16}
     return ModelFacts(**facts)
 
 
@@ -211,7 +213,8 @@ def stage_of(
 def exchanging_layers(job: Job) -> frozenset[int]:
     """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
     experts = job.model.experts
-    windows = experts is not None and not experts.whole and experts.section.exchanges_in_windows
+    section = job.model.kind_sections(experts=True)[1]
+    windows = experts is not None and not experts.whole and section.exchanges_in_windows
     return job.model.expert_layers if windows and job.parallel.expert > 1 else frozenset()
 
 
@@ -255,11 +258,23 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
-    """A rule for every run of neighbouring layers that are treated alike."""
-    numbered = zip(job.layers_of(*where), choices, strict=True)
-    for (choice, sections), alike in groupby(numbered, key=lambda each: (each[1], job.model.sections(each[0]))):
-        layers = [layer for layer, _ in alike]
-        yield _rule(LayerRange(first=layers[0], last=layers[-1]), sections, choice)
+    """A rule for every run of neighbouring layers that are treated alike, and for every group of them that keep one input."""
+    numbered, begins = list(zip(job.layers_of(*where), choices, strict=True)), dict[int, int]()
+    for layer, choice in numbered:
+        begins[layer] = begins[layer - 1] if choice.is_fed else layer
+
+    def treatment(each: tuple[int, LayerChoice]) -> object:
+        layer, choice = each
+        grouped = choice.is_fed or choice.feeds
+        return begins[layer] if grouped else (choice, job.model.sections(layer))
+
+    for _, alike in groupby(numbered, key=treatment):
+        (first, choice), *others = alike
+        layers = LayerRange(first=first, last=first + len(others))
+        if choice.feeds:
+            yield Rule(layers=layers, checkpoint=CheckpointGroups(layers=len(layers)))
+        else:
+            yield _rule(layers, job.model.sections(first), choice)
 
 
 def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:

@@ -25,10 +25,11 @@ from megatron_lynx.config.later import IN_EXPERTS, as_by_default
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
+from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -158,7 +159,7 @@ class Shape(Part):
     """The width of a head where it is not hidden / heads."""
     latent: LatentSizes | None = None
     """The sizes of multi-latent attention."""
-    fp8: str | None = None
+    fp8: Recipe | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
     expert: int = 1
@@ -297,7 +298,7 @@ class Profile(Part):
 
     def gathered_input(self, message_bytes: int) -> int:
         """Bytes that the gather of a column-parallel linear's input moves; in FP8 it is cast before."""
-        return message_bytes if self.shape.fp8 is None else message_bytes * FP8_BYTES // BF16_BYTES
+        return message_bytes if self.shape.fp8 is None else cast_bytes(self.shape.fp8, message_bytes // BF16_BYTES)
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.

@@ -32,6 +32,18 @@ from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 from megatron_lynx.schedule.schedule import Phase
 
+RowsOf = tuple[frozenset[str], bool]
+"""Halves whose rows leave the same: by what their rule replays, and whether the plan keeps everything of the micro-batch."""
+
+
+@dataclass
+class HeldRows:
+    """What halves of experts of one micro-batch hold of rows (`runtime.loads`)."""
+
+    halves: int = 0
+    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Rows by rank of the group; one number for all before the first half."""
+
 
 @dataclass(eq=False)
 class MicroBatch:
@@ -52,6 +64,8 @@ class MicroBatch:
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
     phase: Phase = "steady"
     """Of its backward."""
+    rows: dict[RowsOf, HeldRows] = field(default_factory=dict)
+    """What its halves hold of rows of experts, where these may fall back."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -44,6 +44,8 @@ class Counts:
     """Of these, how many began ahead, and left under way what they communicate."""
     gathered: int = 0
     """Inputs gathered once."""
+    fell_back: int = 0
+    """Halves of experts that were checkpoints because more rows came than the plan holds for."""
     live_ahead: int = 0
     """The most frames of one micro-batch that were regenerated before backward reached them."""
     deferred: int = 0

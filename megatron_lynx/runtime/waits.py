@@ -64,9 +64,10 @@ class Opening:
     progress: Progress
 
     def frame_of(self, half: FrameKey) -> Frame | None:
-        """The micro-batch's frame of a half, where its replay is still to come."""
+        """The micro-batch's frame of a half, where its replay is still to come. One that fell back to a checkpoint communicates,
+        and so it is replayed on demand (rule R2)."""
         frame = self.progress.ledger.frame_of(self.micro_batch, half)
-        return frame if frame is not None and frame.lets_go else None
+        return frame if frame is not None and frame.lets_go and not frame.policy.checkpoint else None
 
     def replay(self, planned: Replay) -> bool:
         """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""

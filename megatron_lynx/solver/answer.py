@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
+from megatron_lynx.cost.replay import INSIDE
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
@@ -38,6 +39,16 @@ class LayerChoice:
         return self.attention, self.mlp
 
     @property
+    def is_fed(self) -> bool:
+        """Whether the layer keeps no input, as one behind the first of a group that keeps one."""
+        return self.attention.checkpoint is not None and self.attention.checkpoint.fed
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the layer behind it keeps none."""
+        return self.mlp.checkpoint is not None and self.mlp.checkpoint.feeds
+
+    @property
     def resident_bytes(self) -> int:
         return sum(half.memory.resident for half in self.halves)
 
@@ -49,38 +60,25 @@ def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
 
 
 @dataclass(frozen=True)
-class WholeMicroBatches:
-    """Of every `of_every` micro-batches the first `count` keep everything and replay nothing (Korthikanti et al., appendix C)."""
-
-    count: int
-    of_every: int
-    resident_bytes: int
-    """What one of them holds from forward to backward."""
-    peak_bytes: int
-    """The most that one of them holds at once, the loss included."""
-
-    @property
-    def replaying_share(self) -> float:
-        return 1 - self.count / self.of_every
-
-
-@dataclass(frozen=True)
 class Solved:
     """The choices for a stage's layers, first to last.
 
-    Seconds are those of one micro-batch, the mean over all of them where some are whole. Bytes are those of one micro-batch that
-    replays, but for `peak_bytes`, which counts all in flight.
+    Seconds and bytes are those of one micro-batch, but for `peak_bytes`, which counts all in flight.
     """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
     gap: float | None = None
     """The part of its exposed seconds that a faster answer could save at most: 0 where none is faster, None where unknown."""
-    whole: WholeMicroBatches | None = None
     cooldown_peak_bytes: int = 0
     """The most that is held in cool-down, where that is more than the options say (`solver.chunks`)."""
     loss_bytes: int = 0
     """What the loss holds before backward reaches the layers, beyond what is held beside them then (`StageProblem`)."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several layers keep one input (`solver.groups`)."""
+        return any(half.checkpoint == INSIDE for half in self.halves)
 
     @property
     def proven(self) -> bool:
@@ -98,16 +96,16 @@ class Solved:
 
     @cached_property
     def exposed_s(self) -> float:
-        return self._replaying_share * sum(half.exposed_s for half in self.halves)
+        return sum(half.exposed_s for half in self.halves)
 
     @cached_property
     def longer_s(self) -> float:
         """By how much a micro-batch takes longer than if everything were kept; below 0 where it takes less."""
-        return self._replaying_share * sum(half.longer_s for half in self.halves)
+        return sum(half.longer_s for half in self.halves)
 
     @cached_property
     def hidden_s(self) -> float:
-        return self._replaying_share * sum(half.hidden_s for half in self.halves)
+        return sum(half.hidden_s for half in self.halves)
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -126,23 +124,13 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it; or
-        while the loss is computed."""
-        if self.whole is None:
-            return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight, self.loss_bytes))
-        count, others = self.whole.count, self.whole.of_every - self.whole.count
-        replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others, self.loss_bytes)
-        whole = (count - 1) * self.whole.resident_bytes + self.whole.peak_bytes + others * self.resident_bytes
-        return max(replaying, whole)
+        """While a micro-batch runs backward, with all others that are in flight beside it; or while the loss is computed."""
+        return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight, self.loss_bytes))
 
     @cached_property
     def flops(self) -> int:
-        """What one micro-batch that replays computes again."""
+        """What one micro-batch computes again."""
         return sum(half.flops for half in self.halves)
-
-    @property
-    def _replaying_share(self) -> float:
-        return 1.0 if self.whole is None else self.whole.replaying_share
 
 
 Solver = Callable[[StageProblem], Solved]

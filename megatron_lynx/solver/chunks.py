@@ -215,9 +215,9 @@ def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> S
 
 
 def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
-    """The same answer with more replays hidden in cool-down; itself without a budget, or with whole micro-batches."""
+    """The same answer with more replays hidden in cool-down; itself without a budget."""
     receive, budget_bytes = problem.receive, problem.budget_bytes
-    if receive is None or receive.share == 0 or budget_bytes is None or answer.whole is not None:
+    if receive is None or receive.share == 0 or budget_bytes is None:
         return answer
     backward = answer.halves[::-1]
     moved = {number: _moved(option, receive) for number, option in enumerate(backward) if _may_move(option)}

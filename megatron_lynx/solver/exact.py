@@ -64,7 +64,10 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
     if problem.budget_bytes is None:
         seated = problem.plain.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
-    search = _Search(problem, "time", _by_sweep(problem, quick), _least_s(problem), enough=enough_s)
+    swept = _by_sweep(problem, quick)
+    if swept is not None and swept.grouped:  # nothing else fits, and no programme knows groups of layers
+        return swept
+    search = _Search(problem, "time", swept, _least_s(problem), enough=enough_s)
     search.go(deadline)
     if search.answer is None:
         raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)

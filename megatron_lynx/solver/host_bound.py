@@ -5,7 +5,8 @@
 
     a micro-batch takes     max(device, host) forward  +  max(device + exposed, host) backward
 
-[1] where the solver's own answer leaves no pass to the host, it stays as it is, and nothing else is done
+[1] where the solver's own answer leaves no pass to the host, it stays as it is, and nothing else is done; nor where nothing fits
+    but with groups of layers that keep one input
 [2] else it is asked again, with options that cost a part of what they expose and the other part of what they add to the host's
     seconds; of these answers and its own, the one whose micro-batch is shortest is taken. Ties go to the least host time
 
@@ -32,7 +33,7 @@ WEIGHTS = (0.5, 0.99)
 def solve(problem: StageProblem, solver: Solver) -> Solved:
     """The solver's answer, or a better one where the stage is host-bound under it. Raises `Infeasible` as `solver` does."""
     answer = solver(problem)
-    if problem.device is None or problem.budget_bytes is None or not late_s(problem, answer):  # [1]
+    if problem.device is None or problem.budget_bytes is None or answer.grouped or not late_s(problem, answer):  # [1]
         return answer
     others = [_restored(problem, solver(_weighted(problem, weight))) for weight in WEIGHTS]  # [2]
     return min(

@@ -17,7 +17,7 @@ from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import Checkpoint, sensible_choices
+from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
@@ -25,7 +25,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import Placement, Seat, held_in
-from megatron_lynx.solver.problem import Choices, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
+from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
@@ -88,9 +88,12 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
 
+ROTARY = "rotary"
+
+
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
-    return section.opaque or (section.exchanges and job.model.experts_whole)
+    return section.kept_whole or (section.exchanges and job.model.experts_whole)
 
 
 def _reduces_ahead(option: Option) -> bool:
@@ -105,15 +108,21 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
-    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not, nor
-    what owns a userbuffer. Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts
-    would travel again."""
-    alone = not checkpoint.joined
-    if section.opaque or job.model.experts_whole:
+    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
+    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
+    again; nor is a layer beside what of it is captured."""
+    alone = checkpoint == Checkpoint()
+    if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
-    if job.model.moe_overlapped and (section.apart or not alone):
+    return not (section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)))
+
+
+def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
+    """Whether replaying these items of a section would make the host wait for the device, as the code that turns queries and keys
+    lies on the way."""
+    if not job.rotary_asks_host or ROTARY not in section.names:
         return False
-    return not job.userbuffers or (alone and not section.of_tensor_ranks)
+    return any(section.index(item) >= section.index(ROTARY) for item in items)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,7 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
+            inside=self._inside(seats, layers),
             device=self._device(stage, seats.chunks) if layers else None,
             loss_bytes=self._loss_bytes(seats),
         )
@@ -189,9 +199,8 @@ class StageProblems:
         return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """What fills the halves, taken from the first of some chunks that are treated alike; None where it is what is usual."""
-        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
-        sections = [section for number in numbers for section in self.job.model.sections(number)]
+        """What fills the halves; None where it is what is usual."""
+        sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             return None
         kinds = [HalfKind(*both) for both in zip(sections, (*sections[1:], None), strict=True)]
@@ -203,12 +212,35 @@ class StageProblems:
         choices = dict(zip(pairs, found, strict=True))
         return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
 
+    def _sections(self, seats: StageSeats, layers: int) -> list[Section]:
+        """What fills the halves of the first of some chunks that are treated alike."""
+        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
+        return [section for number in numbers for section in self.job.model.sections(number)]
+
+    def _inside(self, seats: StageSeats, layers: int) -> tuple[Grouped | None, ...]:
+        """Every half as it is in a group of layers that keep one input."""
+        sections = self._sections(seats, layers)
+        if not any(section.in_some_layers for section in sections):
+            sections = [kind.section for kind in self._kinds[: len(HALVES)]] * layers
+        return tuple(map(self._inside_of, sections))
+
+    def _inside_of(self, section: Section) -> Grouped | None:
+        if section not in self._known_inside:
+            able = may_checkpoint(self.job, section, INSIDE)
+            both = (self._checkpoint(section, each) for each in (LAYER[section.half], INSIDE))
+            self._known_inside[section] = Grouped(*both) if able else None
+        return self._known_inside[section]
+
+    @cached_property
+    def _known_inside(self) -> dict[Section, Grouped | None]:
+        return {}
+
     def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
         """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
         checkpoint."""
         if pair not in self._known_beside:
             choices = self._offered_everywhere(self._subsets_known(pair[0]), pair[1].section)
-            self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
+            self._known_beside[pair] = choices.apart if pair[1].section.kept_whole else choices
         return self._known_beside[pair]
 
     @cached_property
@@ -245,15 +277,18 @@ class StageProblems:
         for late in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, late):
                 continue
-            option = self._checkpoint(kind, other, self._begun(kind, other, late))
+            option = self._checkpoint(kind.section, self._begun(kind, other, late), other)
             if option.joined or option.memory.resident < least_bytes:
                 yield option
 
-    def _checkpoint(self, kind: HalfKind, other: Section, checkpoint: Checkpoint) -> Option:
-        items = checkpoint.items(kind.section)
-        price = self._prices.of(kind.section, items, checkpoint)
-        attention, mlp = (kind.section, other) if kind.half == HALVES[0] else (other, kind.section)
-        waits_s = price.communicates_s - spared_s(self.profile, price, attention, experts=mlp.exchanges)
+    def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
+        """`other`: what fills the layer's other half, where it may begin ahead."""
+        items = checkpoint.items(section)
+        price = self._prices.of(section, items, checkpoint)
+        waits_s = price.communicates_s
+        if other is not None:
+            attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
+            waits_s -= spared_s(self.profile, price, attention, experts=mlp.exchanges)
         return Option(
             items,
             price.memory,
@@ -261,24 +296,24 @@ class StageProblems:
             replay_s=price.replay_s,
             exposed_s=price.replay_s + waits_s,
             flops=price.flops,
-            host=half_host_s(self.profile, kind.section, items),
+            host=half_host_s(self.profile, section, items),
             checkpoint=checkpoint,
         )
 
     def _late(self, kind: HalfKind, option: Option) -> Option:
         """A checkpoint that a plan has begin ahead, where nothing comes before it."""
         assert option.checkpoint is not None
-        late = self._checkpoint(kind, self._kinds[1].section, option.checkpoint._replace(ahead_to=None))
+        late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None))
         return replace(late, checkpoint=option.checkpoint)
 
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
         """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
         first = kind.half == HALVES[0]
-        if (first and not late.joined) or (kind.last and not first):
+        if (first and not late.joined) or (kind.last and not first) or self.job.userbuffers:
             return late
         sections = (kind.section, other) if first else (other, kind.section)
         layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
-        if any(section.opaque for section in sections):
+        if any(section.kept_whole for section in sections):
             return late
         if (key := (sections, late.joined)) not in self._known_ahead:
             self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
@@ -388,7 +423,7 @@ class StageProblems:
         shape, tensors = self.profile.shape, self.profile.of(section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
         for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
-            if stays and items:
+            if (stays and items) or asks_host(self.job, section, items):
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for

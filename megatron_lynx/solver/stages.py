@@ -29,7 +29,7 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.one_stage import sets_on_host
-from megatron_lynx.solver import baselines, exact, host_bound
+from megatron_lynx.solver import baselines, exact, groups, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.offload import Leaver, goes_within
@@ -73,7 +73,7 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
-        solver = partial(self._chunks.solved, solver=least_memory if self.job.policy == "planned" else self._solved)
+        solver = partial(self._chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
         found = [self._offloading(stage, ratio, None, solver) for ratio in {0.0, max(self._ratios(stage), default=0.0)}]
         return min(found, key=lambda answer: answer.peak_bytes)
 
@@ -260,6 +260,11 @@ class Stages:
     @cached_property
     def _shape(self) -> LayerShape:
         return LayerShape.of(self.job)
+
+
+def _least_memory(problem: StageProblem) -> Solved:
+    """With groups of layers that keep one input, where that holds less."""
+    return groups.leaner(problem, least_memory(problem))
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:

@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.memory import COLUMNS, held_at_moments
+from megatron_lynx.solver import groups
 from megatron_lynx.solver.answer import Solved, infeasible, layers_of
 from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
@@ -84,16 +85,19 @@ class Sweeps:
     recent: deque[_Ways] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __call__(self, problem: StageProblem) -> Solved:
-        """As `solve` has it."""
+        """As `solve` has it. Several layers keep one input only where nothing else fits."""
         if problem.budget_bytes is None:
             return least_memory(problem.plain.best_seated)
         sweep = _Sweep(problem, self.ways(problem))
         answer = sweep.fastest(float(min(problem.budget_bytes, MOST_BYTES)))
         if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
             answer = sweep.leanest()
-        if answer.peak_bytes > problem.budget_bytes:
-            raise infeasible(problem, answer)
-        return answer
+        if answer.peak_bytes <= problem.budget_bytes:
+            return answer
+        grouped = groups.fastest(problem, self, answer)
+        if grouped is None:
+            raise infeasible(problem, groups.leaner(problem, answer))
+        return grouped
 
     def ways(self, problem: StageProblem) -> _Ways:
         """All ways of a problem's halves, the same ones if they were asked for just before."""

@@ -24,7 +24,9 @@ class Layout(NamedTuple):
     """The layers of which experts' exchanges of tokens are windows."""
 
     def waits(self, passing: Pass, layer: int, section: Section) -> int:
-        """How many waits a half has in one pass."""
+        """How many waits a half has in one pass. Those in a captured graph are nobody's to use."""
+        if section.captured:
+            return 0
         if section.exchanges:
             return len(section.exchanges_of[passing]) if layer in self.exchanging else 0
         return len(section.collectives(passing, self.sequence_parallel)) if self.collectives else 0

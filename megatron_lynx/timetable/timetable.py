@@ -245,7 +245,7 @@ def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> No
     for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
         half = mlp if mlp.leaves_under_way else attention
         item = half.leaves_under_way
-        if item is None or above.section.opaque or not layout.waits("fwd", half.layer, half.section):
+        if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
             continue
         before, late = put.first.pop(mlp.key, ()), put.late[mlp.key]
         if half is mlp:

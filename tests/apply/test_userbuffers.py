@@ -17,6 +17,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import pools_with
 from ..transparency.checkpoints import checkpointed
 from ..transparency.offloaded import offloading
@@ -77,6 +78,14 @@ def test_experts_may_be_checkpoints(pool_of):
     checked(pool_of, job, [checkpointed(kept, "mlp"), checkpointed(uniform_plan(job, NORMS[:1], windows=False), "mlp")])
 
 
+@pytest.mark.parametrize("layout", ["TP2xPP2xVPP2+SP", *long("TP2+SP", "TP2xPP2+SP")])
+def test_checkpoints_fill_userbuffers_again_as_stocks_do(pool_of, layout):
+    """Where backward enters the half, between two linears, each of which leaves nothing in a buffer."""
+    job = job_with("llama", layers=4, **LAYOUTS[layout])
+    kept = uniform_plan(job, "none")
+    checked(pool_of, job, [checkpointed(kept, one) for one in ("layer", "halves", "attention", "mlp", {"layers": 2})])
+
+
 def test_what_owns_a_userbuffer_runs_once(pool_of):
     """Each buffer sees as many exchanges as in stock, and there are some."""
     job = job_with(tensor=2)
@@ -86,6 +95,15 @@ def test_what_owns_a_userbuffer_runs_once(pool_of):
             *("qkv_fprop", "qkv_dgrad", "qkv_wgrad", "proj_fprop", "proj_dgrad"),
             *("fc1_fprop", "fc1_dgrad", "fc1_wgrad", "fc2_fprop", "fc2_dgrad"),
         }
+
+
+def test_a_checkpoint_exchanges_again_what_a_forward_does(pool_of):
+    """But for the last linear, whose output nobody needs."""
+    job = job_with(tensor=2)
+    plan = checkpointed(uniform_plan(job, "none"), "layer")
+    for stock, planned in pool_of(2).run(te_on_ranks.exchanges_of, job, plan):
+        again = {name: planned[name] - count for name, count in stock.items() if planned[name] != count}
+        assert again == {name: stock[name] for name in ("qkv_fprop", "proj_fprop", "fc1_fprop")}
 
 
 def on_and_off(training, undo) -> None:

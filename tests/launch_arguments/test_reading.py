@@ -173,7 +173,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
         ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
-        ("--fp4-format e2m1", "FP4"),
         (
             "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
             "--fp8-param-gather: found given, needed --reuse-grad-buf-for-mxfp8-param-ag beside it",
@@ -181,6 +180,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "found nothing, needed two sizes whose product is"),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes [2 2]",
+            "found [2, needed a whole",
+        ),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),

@@ -34,6 +34,7 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
+from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
@@ -90,10 +91,9 @@ def plans(
 
 def plans_for(job: Job, *, whole: bool = False, defers: bool = False, checkpoints: bool = False) -> st.SearchStrategy[Plan]:
     """Plans that a run of this job takes."""
-    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if hasattr(job.model, name)}
     shared = job.model.experts is not None and job.model.experts.shared_ffn > 0
     return plans(
-        model=ModelFacts(**{**facts, "fp8": job.model.fp8_recipe, "shared_experts": shared}),
+        model=model_facts(job).model_copy(update={"shared_experts": shared}),
         parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         partition=job.partition,

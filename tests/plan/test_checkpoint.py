@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from io import StringIO
 from typing import Any
 
@@ -62,24 +61,17 @@ def test_what_does_not_go_together_is_refused(given, problem):
         rule(**{"checkpoint": "layer", **given})
 
 
-def test_userbuffers_are_refused_by_name():
+def test_beside_userbuffers_too():
     plan = plan_for(tiny_job("llama", tensor=2, sequence_parallel=True, implementation="transformer_engine"), lambda layer: ())
-    raw = checkpointed(plan, "layer").model_dump(mode="json")
+    raw = checkpointed(plan, {"layers": 2}).model_dump(mode="json")
     raw["parallel"]["userbuffers"] = True
-    with pytest.raises(ValueError, match=r"checkpoint is layer, but with parallel\.userbuffers"):
-        Plan.model_validate(raw)
+    assert all(rule.checkpoint for stage in Plan.model_validate(raw).stages for rule in stage.rules)
 
 
-def test_experts_own_no_userbuffers():
-    """Shared ones do."""
-    mixture = {"count": 4, "per_token": 2, "ffn": 32}
-    layout = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1, "expert": 2}
-    for shared, refused in ((0, False), (32, True)):
-        job = tiny_job(**layout, implementation="transformer_engine", bias=False, experts={**mixture, "shared_ffn": shared})
-        raw = checkpointed(plan_for(job, lambda layer: ()), "mlp").model_dump(mode="json")
-        raw["parallel"]["userbuffers"] = True
-        with pytest.raises(ValueError, match="checkpoint is mlp, but with") if refused else nullcontext():
-            Plan.model_validate(raw)
+def test_only_whole_groups_can_have_rules_of_their_own():
+    own = rule({"layers": 2}).model_copy(update={"layers": LayerRange(first=3, last=7)})
+    assert [(part.first, part.last) for part in own.parts] == [(3, 4), (5, 6), (7, 7)]
+    assert [part.first for part in rule("layer").parts] == [1, 2, 3, 4]
 
 
 def test_groups_are_counted_from_the_first_layer_of_a_rule():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.when_not import on_devices_of
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
@@ -20,7 +21,9 @@ from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import against_windows, decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock import FULL, priced
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import GIB
 
 from ..config.jobs import catalogued_job
 
@@ -146,3 +149,13 @@ def test_no_weight_gradient_is_deferred() -> None:
     decision = decide(large_job(), analytic_profile(large_job()))
     assert not any(stage.defers for stage in decision.plan.stages)
     assert "with userbuffers it exchanges in its GEMM" in decision.weight_gradients
+
+
+def test_where_full_recomputation_fits_a_plan_does() -> None:
+    """No layer could be a checkpoint, so launches that recompute whole layers beside userbuffers were told that no plan fits."""
+    job = large_job()
+    profile = analytic_profile(job)
+    full = priced(job, profile, FULL)
+    decision = decide(on_devices_of(job, full.most_bytes / GIB), profile)
+    assert max(stage.total for stage in decision.memory) <= full.most_bytes
+    assert decision.simulation.step_s <= full.step_s

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver import exact
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all, with_whole_microbatches
+from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.sweep import least_memory, solve
 from tests.solver.problems import budgets, catalogued_problems, every_answer, options, problems
@@ -140,27 +140,6 @@ def test_least_memory_is_the_least_of_all_layers_alike(problem):
 @given(catalogued_problems())
 def test_the_same_question_has_the_same_answer(problem):
     assert solve(problem) == solve(replace(problem))
-
-
-@random_problems
-@given(problems(max_layers=2))
-def test_whole_micro_batches_are_chosen_where_they_are_faster(problem):
-    for limited in budgets(problem):
-        answer, without = with_whole_microbatches(limited), solve(limited)
-        assert answer.exposed_s <= without.exposed_s
-        assert answer.peak_bytes <= limited.budget_bytes
-        assert (answer.whole is not None) == (answer.exposed_s < without.exposed_s)
-
-
-def test_where_a_layer_cannot_be_split_half_of_the_micro_batches_keep_it():
-    either = options([(100, 1.0)], 0.0)
-    problem = StageProblem(0, 1, either, either, Choices(either[:1]), in_flight=4)
-    whole, replaying = 220, 120
-    answer = with_whole_microbatches(replace(problem, budget_bytes=2 * whole + 2 * replaying))
-    assert answer.whole is not None
-    assert (answer.whole.count, answer.whole.of_every) == (2, 4)
-    assert answer.exposed_s == 0.5
-    assert answer.peak_bytes == 2 * whole + 2 * replaying
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-30, 1e300, float("inf"), float("nan")])

@@ -1,0 +1,184 @@
+"""Layers that keep one input together, where memory is so short that an input of each is too much.
+
+    layers of a stage     1  2  3 │ 4  5  6 │ 7  8  9  ...  n
+    what is kept          x         x         whatever the solver finds in the memory that is left for these
+
+Groups are the lowest layers: when the backward of one begins, all of it is there at once, and what was above is over. A larger
+group keeps less and is more at once, so every size is looked at, and every number of groups of it:
+
+[1] no answer with so many groups of a size holds less than the least that the other layers keep, beside what these groups keep
+    while nothing of them runs backward, and when each of them does. Most ways do not fit even so
+[2] of those that may, some are tried, from the fewest layers that keep no input to the most: the other layers are a problem of
+    their own, whose budget is what the groups leave. The fastest answer that keeps the whole budget is taken
+
+To the formula of a peak (`cost.memory`) a group is nothing new. All that its halves make again is there from the moment at which
+its last one begins, and goes half by half, so each half counts what is left then as its own:
+
+    group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
+    [A] made again        a + b + c + d   a + b + c         a + b        a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.solver.answer import Solved, Solver, layers_of
+from megatron_lynx.solver.problem import Grouped, Mixed, Option, StageProblem
+
+TRIED = 6
+"""So many ways that fit are solved, if there are as many."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """So many groups of so many layers each; the last one may be smaller."""
+
+    size: int
+    count: int
+    layers: int
+    """In all of them together."""
+    least_bytes: int
+    """No answer holds less. [1]"""
+
+    @property
+    def without_input(self) -> int:
+        return self.layers - self.count
+
+
+def fastest(problem: StageProblem, solver: Solver, least: Solved) -> Solved | None:
+    """The fastest answer with groups of layers that keeps the problem's budget; None where none does. `solver`: of the other
+    layers. `least`: the answer without groups that holds least."""
+    if problem.budget_bytes is None or not problem.inside:
+        return None
+    groups, found = _Groups(problem), list[Solved]()
+    possible = [way for way in groups.ways if way.least_bytes <= problem.budget_bytes]
+    possible.sort(key=lambda way: (way.without_input, way.size))
+    picked = [possible[at * (len(possible) - 1) // (TRIED - 1)] for at in range(TRIED)] if len(possible) > TRIED else possible
+    for way in dict.fromkeys([*picked, *sorted(possible, key=lambda way: way.least_bytes)]):
+        if found and way not in picked:
+            break
+        if (answer := groups.answer(way, solver, least)) is not None:
+            found.append(answer)
+    return min(found, key=lambda answer: (answer.longer_s, answer.peak_bytes), default=None)
+
+
+def leaner(problem: StageProblem, least: Solved) -> Solved:
+    """The answer that holds least: `least`, the one without groups, or one with some. The other layers stay as they are in it."""
+    if not problem.inside:
+        return least
+    groups = _Groups(problem)
+    ways = sorted(groups.ways, key=lambda way: way.least_bytes)[:TRIED]
+    return min([least, *(groups.below(way, least.halves) for way in ways)], key=lambda answer: answer.peak_bytes)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """All ways of one problem."""
+
+    problem: StageProblem
+
+    @cached_property
+    def most(self) -> int:
+        """How many of the lowest layers can be in groups."""
+        halves = zip(self.problem.halves, self.problem.inside, strict=False)  # `inside` may have more layers
+        able = [bool(choices.joined) and inside is not None for choices, inside in halves]
+        layers = [all(both) for both in zip(able[::2], able[1::2], strict=True)]
+        return next((at for at, one in enumerate(layers) if not one), len(layers))
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        return [way for size in range(2, self.most + 1) for way in self._of_size(size)]
+
+    def _of_size(self, size: int) -> Iterator[Way]:
+        most = 0
+        for count in range(1, ceil(self.most / size) + 1):
+            begin, layers = (count - 1) * size, min(count * size, self.most)
+            below = self._kept[layers] + count * self._input_bytes
+            most = max(most, below + self._made[layers] - self._made[begin])
+            whole = below + self._others[layers]
+            least = (self.problem.in_flight - 1) * whole + max(most, whole + self.problem.loss_bytes)
+            yield Way(size, count, layers, int(least))
+
+    @cached_property
+    def _kept(self) -> list[int]:
+        """By number of lowest layers: what they keep at least if all of them are inside a group."""
+        halves = (min(option.memory.resident for option in both) for both in self._grouped)
+        return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
+
+    @cached_property
+    def _made(self) -> list[int]:
+        """What they then make again at least, less what a half has not in hand."""
+        halves = (min(each.memory.regenerated - each.memory.less_in_hand for each in both) for both in self._grouped)
+        return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
+
+    @cached_property
+    def _others(self) -> list[float]:
+        """By number of lowest layers: what those above them keep at least."""
+        least = [float(choices.columns.resident.min()) for choices in self.problem.halves]
+        above = [0.0, *accumulate(sum(both) for both in zip(least[::-2], least[-2::-2], strict=True))]
+        return above[::-1]
+
+    @cached_property
+    def _input_bytes(self) -> int:
+        """What a group keeps beyond that."""
+        first = self._grouped[0]
+        return first.edge.memory.resident - first.inside.memory.resident
+
+    @cached_property
+    def _grouped(self) -> list[Grouped]:
+        """Of each half that can be in a group."""
+        both = zip(self.problem.halves, self.problem.inside, strict=False)
+        able = [grouped for choices, grouped in both if choices.joined and grouped is not None]
+        return able[: len(HALVES) * self.most]
+
+    def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
+        """The groups below what the solver finds for the other layers, or below these as they hold least; None where that is too
+        much."""
+        problem, budget_bytes, others = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
+        assert budget_bytes is not None
+        leanest = self.below(way, least.halves)
+        if not others:
+            return leanest if leanest.peak_bytes <= budget_bytes else None
+        kept_bytes = ceil(problem.in_flight * sum(option.memory.resident for option in self._lowest(way)))
+        left = replace(problem, layers=others, mixed=self._above(way.layers), inside=(), budget_bytes=budget_bytes - kept_bytes)
+        while True:
+            try:
+                answer = self.below(way, solver(left).halves)
+            except Infeasible:
+                return leanest if leanest.peak_bytes <= budget_bytes else None
+            if (too_much := answer.peak_bytes - budget_bytes) <= 0:
+                return answer
+            left = replace(left, budget_bytes=(left.budget_bytes or 0) - too_much)  # what others keep while a group runs backward
+
+    def below(self, way: Way, above: Sequence[Option]) -> Solved:
+        """The groups, below the last ones of these halves."""
+        others = len(HALVES) * (self.problem.layers - way.layers)
+        layers = layers_of([*self._lowest(way), *above[len(above) - others :]])
+        return Solved(layers, self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+
+    def _lowest(self, way: Way) -> Iterator[Option]:
+        for begin in range(0, way.layers, way.size):
+            yield from self._group(begin, min(begin + way.size, way.layers))
+
+    def _above(self, layers: int) -> Mixed | None:
+        mixed = self.problem.mixed
+        return None if mixed is None else Mixed(mixed.halves[len(HALVES) * layers :])
+
+    def _group(self, begin: int, end: int) -> Iterator[Option]:
+        """The halves of one group, in forward order."""
+        first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
+        for half in range(first, last + 1):
+            option = self._grouped[half][half not in (first, last)]
+            if end == begin + 1:
+                yield option
+                continue
+            memory = option.memory
+            left = replace(memory, regenerated=memory.regenerated + there, tail=memory.tail + there, ahead=(0, 0, 0, 0))
+            there += memory.regenerated
+            yield replace(option, memory=left)
