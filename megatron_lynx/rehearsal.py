@@ -41,14 +41,12 @@ from megatron_lynx.simulator.treated import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
-def rehearse(
-    plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False, job: Job | None = None
-) -> Simulation:
+def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False, job: Job | None = None) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
     `job`: the plan's. It says what each half has in hand as it runs backward (`cost.in_hand`); else that is equal.
-    Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
+    Without flushes a whole run, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
@@ -65,7 +63,6 @@ def rehearse(
             p2p_s,
             profile.interference,
             updates="deferred" if plan.defer_updates else "at once",
-            update_s=update_s,
         )
     between = profile.messages_between_passes
     apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)

@@ -168,24 +168,21 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
     return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
-def gather_once_s(
-    profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
-) -> float:
+def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
     """Seconds that are lost by gathering the input of a column-parallel linear once, for its section's replay and its backward.
 
     The gather starts behind the first backward collective of the section `behind`; the backward of that section's row-parallel
-    linear, and what precedes it, run before the replay needs the input; with `whole`, the rest of that section's, too. None: it
-    is gathered on demand, and nothing runs. In exchange the section's own backward gathers nothing, which stock Megatron hides
-    behind the dgrad GEMM as far as that goes.
+    linear, and what precedes it, run before the replay needs the input. None: it is gathered on demand, and nothing runs. In
+    exchange the section's own backward gathers nothing, which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
-    return gather_lost_and_spared_s(profile, section, behind, message_bytes, whole=whole)[0]
+    return gather_lost_and_spared_s(profile, section, behind, message_bytes)[0]
 
 
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
     """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
-    earlier one delays it: one of the two is 0."""
+    earlier one delays it: one of the two is 0. `whole`: the rest of the backward of `behind` runs before the replay, too."""
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
     longer_s = max(0.0, gather_s - (behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s

@@ -68,8 +68,8 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
         found = f"windows.{MLP.half} of {_spans(affected)} in several stretches"
         yield f"found {found}, needed one window: a replay of experts runs at once"
     for name in dict.fromkeys(_places(rule)):
-        windows = ((layer, window_at(name, layer)) for layer in rule.layers)
-        inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]
+        windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
+        inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
         if inside and not plan.exchanging:
             found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
@@ -94,10 +94,6 @@ def replays_beside_forwards(plan: PlanContents) -> bool:
         for stretch in rule.windows.stretches(half, "steady")
     )
     return any(is_forward(name) and exchange_in(plan, rule, name) for rule, name in steady)
-
-
-def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:
-    return window.half == EXPERTS.half and plan.model.has_experts(window.layer)
 
 
 def _places(rule: Rule) -> Iterator[str]:

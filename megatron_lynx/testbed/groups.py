@@ -29,8 +29,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_lynx.config.job import Job
 
+SEED = 1234
 
-def initialise(job: Job, seed: int = 1234) -> None:
+INTERFACES = ("TORCH_GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""The environment variables that name network interfaces, separated by commas, as PyTorch reads them."""
+THREADS = 2
+"""That run a group's collectives, for each device, as PyTorch has it."""
+
+
+def initialise(job: Job) -> None:
     """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
 
     May be called again in the same process, for another job of as many ranks.
@@ -53,7 +60,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
     _forget_what_routers_logged()
-    seed_random_numbers(seed)
+    seed_random_numbers(SEED)
 
 
 def join_alone(ranks: int) -> None:
@@ -120,12 +127,6 @@ def seed_random_numbers(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-INTERFACES = ("TORCH_GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""The environment variables that name network interfaces, separated by commas, as PyTorch reads them."""
-THREADS = 2
-"""That run a group's collectives, for each device, as PyTorch has it."""
 
 
 def share_one_device() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -59,7 +59,7 @@ class TrainingState:
         self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
         self._scales = Fp8Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
-        self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
+        self._validated = [(machine, _copies(vars(machine))) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
         """Put everything back. This can be repeated."""
@@ -73,7 +73,7 @@ class TrainingState:
             losses.update(_copied(sums))
         for machine, fields in self._validated:
             vars(machine).clear()
-            vars(machine).update({name: copy.copy(value) for name, value in fields.items()})
+            vars(machine).update(_copies(fields))
         self._random.restore(self._drawn)
 
 
@@ -107,8 +107,8 @@ def _has_extra_state(module: Module) -> bool:
     return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
-def _shallow(owner: Any) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in vars(owner).items()}
+def _copies(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in fields.items()}
 
 
 def _copied(value: Any) -> Any:

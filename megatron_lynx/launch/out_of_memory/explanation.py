@@ -64,7 +64,10 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
         yield Problem(where, str(error).partition("\n")[0], "")
     else:
         found = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
-        yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", _needed(at_most))
+        needed = "no more than was planned"
+        if at_most is not None:
+            needed = f"at most {format_bytes(at_most[0])} at this moment, as planned"
+        yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", needed)
     yield Problem("planned", _planned(predicted, at_most), "")
     yield from _load(error, rank)
     if allocator is not None:
@@ -82,10 +85,6 @@ def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
         found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
         todo = "make a plan for such a load (model.experts.load)"
         yield Problem("experts", found, f"{planned:.2f}, for which the plan was made", todo)
-
-
-def _needed(at_most: tuple[int, str] | None) -> str:
-    return "no more than was planned" if at_most is None else f"at most {format_bytes(at_most[0])} at this moment, as planned"
 
 
 def _planned(predicted: Predicted, at_most: tuple[int, str] | None) -> str:
