@@ -155,6 +155,9 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
         late = without_early_exchanges(job, decision.job, profile, known)
         filled = filled if _faster(filled.simulation, late) else late
+    if any(rule.ahead for entry in filled.plan.stages for rule in entry.rules):  # weight gradients may then find shorter waits
+        on_demand = _without_ahead(job, decision.job, profile, known)
+        filled = filled if _faster(filled.simulation, on_demand) else on_demand
     finished = _with_loads(filled, profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
@@ -175,6 +178,12 @@ def _as_of(job: Job, found: Decision) -> Decision:
 def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
     """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
     decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
+    return _with_both_fillers(job, decision, stages, profile, known)
+
+
+def _without_ahead(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
+    """The decision for a job whose partition is known in which checkpoints begin nothing ahead."""
+    decision, stages = _fitting(job, Stages(parted, profile, ahead=False))
     return _with_both_fillers(job, decision, stages, profile, known)
 
 

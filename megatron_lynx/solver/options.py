@@ -133,6 +133,8 @@ class StageProblems:
     profile: Profile
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
+    ahead: bool = True
+    """Whether what checkpoints communicate may begin ahead."""
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """The problem of one stage.
@@ -309,7 +311,7 @@ class StageProblems:
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
         """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
         first = kind.half == HALVES[0]
-        if (first and not late.joined) or (kind.last and not first) or self.job.userbuffers:
+        if (first and not late.joined) or (kind.last and not first) or self.job.userbuffers or not self.ahead:
             return late
         sections = (kind.section, other) if first else (other, kind.section)
         layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
