@@ -66,7 +66,7 @@ MAY_IMPORT = {
     **{face: {"plan", "runtime", "apply", *KINDS_RUNNING} for face in KINDS_RUNNING},
     "cost": {"config", "profiler"},
     "simulator": {"schedule", "timetable", "cost"},
-    "solver": {"config", "schedule", "profiler", "cost"},
+    "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
