@@ -234,7 +234,8 @@ def with_overlap(job: Job) -> Iterator[Asked]:
     """The same job beside overlapped exchanges, with its profile, where Megatron takes them."""
     if any(family[-1].overlap for family in families(job)):
         experts = job.model.experts.model_copy(update={"overlapped": True})  # type: ignore[union-attr]
-        flagged = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+        offloading = {"offload_ratio": "auto"} if job.parallel.pipeline == 1 else {}
+        flagged = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts}), **offloading})
         yield flagged, analytic_profile(flagged)
 
 

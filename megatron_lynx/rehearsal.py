@@ -34,7 +34,7 @@ from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
-from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, paired
+from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, most_beside, paired
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Halves, Leaving, Treated
@@ -70,7 +70,15 @@ def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False,
         return apart
     pairs = [paired(list(_in_nodes(plan, stage, passes, prices)), profile.interference) for stage, passes in enumerate(chunks)]
     together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)
-    return SideBySide(together.executed, together.copied, apart)
+    more_bytes = tuple(most_beside(each, _most_of_a_layer(plan, stage, profile)) for stage, each in enumerate(chunks))
+    return SideBySide(together.executed, together.copied, apart, more_bytes)
+
+
+def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
+    """What one layer of a stage holds at most where it keeps everything."""
+    kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
+    halves = [[profile.of(section) for section in kind] for kind in kinds]
+    return max(sum(half.input_bytes + sum(each.bytes for each in half.tensors) for half in both) for both in halves)
 
 
 def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Prices) -> Iterator[PairedChunk]:
@@ -89,7 +97,9 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
         ends = _ends(plan, entry, prices)
         ends_s = sum(end.forward_s for end in ends if end), sum(end.backward_s for end in ends if end)
         again_s = sum(half.again_s for half in halves)
-        yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s)
+        copy = own.copy if own.at_once is not None else None
+        copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # nothing of the last half leaves
+        yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
 
 
 def schedule_of(plan: Plan, more: int = 0) -> Schedule:
@@ -192,9 +202,10 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
     """How much of each half can go to the host, in forward order: not what the chunk was given, which Megatron holds until its
-    forward is over, what experts keep only where the plan says so, and nothing of a checkpoint."""
+    forward is over, nor what any node of the combined schedule was given; what experts keep only where the plan says so, and
+    nothing of a checkpoint."""
     received_bytes = profile.attention.input_bytes
-    received = received_bytes >= smallest_bytes
+    received, in_nodes = received_bytes >= smallest_bytes, plan.model.moe_overlapped
     for number, (layer, section) in enumerate(_sections(plan, stage)):
         rule = stage.rule_for(layer)
         unasked = section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts))
@@ -203,7 +214,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             continue
         costs = profile.of(section)
         replay = replay_of(section, costs.tensors, rule.replays(section.half))
-        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+        given = received and not section.apart and (number == 0 or in_nodes)
+        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if given else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:

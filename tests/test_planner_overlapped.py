@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.simulator.side_by_side import SideBySide
+from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
+from megatron_lynx.simulator.side_by_side import SideBySide, most_beside
+from megatron_lynx.simulator.timeline import Span
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
@@ -80,7 +83,7 @@ def test_what_is_held_at_a_time_is_that_of_passes_one_after_the_other() -> None:
 
 
 def test_what_waits_long_goes_to_the_host() -> None:
-    """A stage with chunks has micro-batches in flight whose backward is far away; with one there are none."""
+    """A stage with chunks has micro-batches in flight whose backward is far away."""
     chunks = {"pipeline": 2, "expert": 8, "layers_per_chunk": 12}
     with pytest.raises(Infeasible):
         decided(47, parallel=chunks)
@@ -89,8 +92,42 @@ def test_what_waits_long_goes_to_the_host() -> None:
     sent = [entry.offload for entry in found.plan.stages if entry.offload is not None]
     assert sent
     assert {each.beside_messages for each in sent} == {"allow"}
-    alone = decided(58, offload_ratio="auto")
-    assert not any(entry.offload for entry in alone.plan.stages)
+
+
+def test_on_one_stage_it_goes_half_by_half() -> None:
+    """Beside the other micro-batch, in both directions: so the step stays that of the flag with everything kept, as stock's does,
+    where recomputations make it longer; and less fits than with these."""
+    kept, recomputed, sent = decided(70), decided(58), decided(58, offload_ratio="auto")
+    assert kept.simulation.step_s <= sent.simulation.step_s < recomputed.simulation.step_s
+    (stage,) = sent.plan.stages
+    assert stage.offload is not None
+    assert stage.offload.pace_bytes is not None
+    assert sent.stages[0].host_sets == (2,)
+    assert sent.simulation.exposed_copy_s(0) == 0
+    assert max(each.total for each in sent.memory) <= 58 * GIB
+
+
+def test_copies_that_are_longer_than_a_pair_are_waited_for() -> None:
+    job = job_of(58, offload_ratio=1.0)
+    profile = analytic_profile(job)
+    slow = [link.model_copy(update={"seconds": 20 * link.seconds}) if link.kind == "host" else link for link in profile.links]
+    near, far = (decide(job, each) for each in (profile, profile.model_copy(update={"links": tuple(slow)})))
+    assert far.simulation.exposed_copy_s(0) > near.simulation.exposed_copy_s(0)
+    assert far.simulation.step_s > near.simulation.step_s
+
+
+def test_both_passes_of_a_pair_have_copies_on_their_way() -> None:
+    """Four layers, the first of which holds 8 and the others 2 each: 23 in a pair, of which one pass alone holds 14."""
+    held = [4, 4, 4 - 3, 4 - 3, 4 - 3, 4 - 3, 4 - 3, 4 - 3]
+    spans = [tuple(Span(kind, at, at + 1.0) for at in range(8)) for kind in ("forward", "backward")]
+    forward = TimedPass(8.0, memory=tuple((at + 1.0, size) for at, size in enumerate(held)), spans=spans[0])
+    backward = TimedPass(8.0, memory=tuple((at + 1.0, -size) for at, size in enumerate(reversed(held))), spans=spans[1])
+    passes = ChunkPasses({"steady": forward}, {"steady": backward})
+    chunk = replace(passes, at_once=passes)
+    assert most_beside([passes], 0) == 0, "nothing goes half by half"
+    made, left = [8, 10, 12, 14], [14, 13, 11, 9]
+    assert most_beside([chunk], 0) == max(map(sum, zip(made, left, strict=True))) - 14 == 9
+    assert most_beside([chunk], 8) == 1
 
 
 def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:

@@ -123,6 +123,7 @@ def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int 
     @lru_cache(maxsize=8)
     def order(microbatches: int) -> StageOrder:
         passes = passes_of(pipeline, stage, microbatches, chunks, group_size, more)
-        return StageOrder([ScheduledPass(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes])  # type: ignore[arg-type]
+        own = [ScheduledPass(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes]  # type: ignore[arg-type]
+        return StageOrder(own, in_turns=more > 0 and chunks == 1)
 
     return order

@@ -35,9 +35,9 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
     for entry in plan.chunks_of(run.stage):
         if entry.offload is None:
             continue
-        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk]
-        at_once = any(step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk)
-        pace_bytes = entry.offload.pace_bytes if at_once else None
+        at_once = {step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk}
+        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk] if False in at_once else 0
+        pace_bytes = entry.offload.pace_bytes if True in at_once else None
         if not sets and pace_bytes is None:
             continue
         policies[entry.chunk] = OffloadPolicy(
@@ -48,6 +48,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
             ragged=entry.offload.experts,
             avoids_messages=entry.offload.beside_messages == "avoid",
             pace_bytes=pace_bytes,
+            paced_sets=0 if pace_bytes is None else 1 + step.in_turns,
             layers=(entry.layers.first, len(entry.layers)),
         )
     if not policies or limit is None:

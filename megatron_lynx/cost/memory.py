@@ -150,9 +150,12 @@ def _wrapped(section: Section, tensor: SavedTensor) -> bool:
 
 
 def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
-    """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
-    stays = (tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor))
-    blocks = [profile.input_bytes, *(tensor.bytes for tensor in stays)]
+    """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share. Of
+    one that is a node what the node itself saves."""
+    stays = [tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor)]
+    if section.apart:
+        stays = [tensor for tensor in stays if {tensor.made_by, tensor.saved_by[0]}.isdisjoint(section.apart)]
+    blocks = [*([] if section.apart else [profile.input_bytes]), *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)
 
 

@@ -41,8 +41,8 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         for name in ("weight_gradients", "whole"):
             if getattr(entry, name) is not None:
                 yield f"{plan.place_of(entry)}.{name} is given, needed none {BESIDE}"
-        if entry.offload is not None and entry.offload.pace_bytes is not None:
-            why = "no micro-batch's own backward follows its forward at once"
+        if layout.pipeline > 1 and entry.offload is not None and entry.offload.pace_bytes is not None:
+            why = "with several stages most micro-batches wait for their backward"
             yield f"{plan.place_of(entry)}.offload.pace_bytes is given, needed none {BESIDE}: {why}"
 
 

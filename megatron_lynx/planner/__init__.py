@@ -14,7 +14,7 @@ left_open.py     what a job leaves open beside its layers: the share of its opti
 
 from megatron_lynx.anatomy import REPLAYABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.decision import Decision, decide, fitting, least_memory, make_plan
+from megatron_lynx.planner.decision import Decision, begun_early, decide, fitting, least_memory, make_plan
 from megatron_lynx.planner.partitioning import partitioned_as
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.planner.userbuffers import AgainstWindows, against_windows
@@ -24,6 +24,7 @@ __all__ = [
     "AgainstWindows",
     "Decision",
     "against_windows",
+    "begun_early",
     "check_plannable",
     "check_profile",
     "decide",

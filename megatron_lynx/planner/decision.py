@@ -5,7 +5,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── once more with layers that differ, if that is much faster ─────┤
                                                        ├── with weight gradients in what waits are left (`filling`) ──────┤
                                                        ├── all of it with less for the layers, where these lack memory ───┤
-                                                       └── all of it without replays while tokens travel in forwards ─────┘
+                                                       └── all of it without what begins early: memory, and waits ────────┘
     what is finished is counted once more, at every moment, against the budget (`budget_kept`)
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -33,6 +34,7 @@ from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.side_by_side import SideBySide
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
 from megatron_lynx.solver.stages import Stages
@@ -44,6 +46,10 @@ was found is taken if it is faster at all: else more memory could make a step lo
 
 WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
+
+Early = Literal["early_exchanges", "ahead"]
+EARLY: tuple[Early, ...] = get_args(Early)
+"""Fields of `Stages`: replays while tokens travel in forwards; what checkpoints communicate, ahead."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -152,12 +158,11 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     known = Known()
     filled = _with_both_fillers(job, decision, stages, profile, known)
-    if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
-        late = without_early_exchanges(job, decision.job, profile, known)
-        filled = filled if _faster(filled.simulation, late) else late
-    if any(rule.ahead for entry in filled.plan.stages for rule in entry.rules):  # weight gradients may then find shorter waits
-        on_demand = _without_ahead(job, decision.job, profile, known)
-        filled = filled if _faster(filled.simulation, on_demand) else on_demand
+    deferring = why_none_deferred(job) is None  # else the solver has weighed what is asked once more
+    for early in EARLY if deferring else ():
+        if early in begun_early(filled.plan):
+            later = without(early, job, decision.job, profile, known)
+            filled = filled if _faster(filled.simulation, later) else later
     finished = _with_loads(filled, profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
@@ -175,15 +180,15 @@ def _as_of(job: Job, found: Decision) -> Decision:
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
-def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
-    """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
-    decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
-    return _with_both_fillers(job, decision, stages, profile, known)
+def begun_early(plan: Plan) -> tuple[Early, ...]:
+    """What of a plan may be memory, or waits, that weight gradients would use better."""
+    ahead = any(rule.ahead for entry in plan.stages for rule in entry.rules)
+    return tuple(early for early, used in zip(EARLY, (replays_beside_forwards(plan), ahead), strict=True) if used)
 
 
-def _without_ahead(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
-    """The decision for a job whose partition is known in which checkpoints begin nothing ahead."""
-    decision, stages = _fitting(job, Stages(parted, profile, ahead=False))
+def without(early: Early, job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
+    """The decision for a job whose partition is known that has nothing of this kind."""
+    decision, stages = _fitting(job, replace(Stages(parted, profile), **{early: False}))  # type: ignore[arg-type]
     return _with_both_fillers(job, decision, stages, profile, known)
 
 
@@ -259,7 +264,8 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
     """The decision for a job whose partition is known, and what has solved its stages.
 
     Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
-    and all stages are solved again.
+    and all stages are solved again; where a forward and a backward run in turns, once with so much less, as both have copies on
+    their way.
     """
     parted, profile = stages.job, stages.profile
     while True:
@@ -274,7 +280,10 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
             return Decision(parted, answers, rehearsed, simulation, host), stages
-        stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
+        if isinstance(simulation, SideBySide) and stages.copied_bytes < max(simulation.more_bytes):
+            stages = replace(stages, copied_bytes=max(simulation.more_bytes), before=stages.worked)
+        else:
+            stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:

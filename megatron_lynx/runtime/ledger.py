@@ -181,7 +181,7 @@ class Ledger:
         return self.running is not None and self._order.completes_gradients(self.running.virtual)
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
-        """Whether nothing comes between its forward and its backward."""
+        """Whether its backward begins when its forward is over."""
         return self._order.at_once(micro_batch.virtual)
 
     def coming(self, ahead: int) -> MicroBatch | None:

@@ -38,13 +38,22 @@ class ScheduledPass(NamedTuple):
 class StageOrder:
     """All passes that a stage runs in one step, in order."""
 
-    def __init__(self, passes: Sequence[ScheduledPass], completing: Container[VirtualMicroBatch] | None = None) -> None:
-        """`completing`: backwards right behind which gradients may be read; by default the last one of each chunk."""
-        self.all = tuple(passes)
+    def __init__(
+        self,
+        passes: Sequence[ScheduledPass],
+        completing: Container[VirtualMicroBatch] | None = None,
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        """`completing`: backwards right behind which gradients may be read; by default the last one of each chunk. `in_turns`:
+        of one chunk, whose backwards run beside the next micro-batch's forward, layer by layer: each begins when its own forward
+        is over."""
+        self.all, self.in_turns = tuple(passes), in_turns
         self._backwards = tuple(one for one in passes if one.kind == "B")
         self._completing = {one.chunk: one.virtual for one in self._backwards}.values() if completing is None else completing
         forward_first = [(one, after) for one, after in pairwise(passes) if (one.kind, after.kind) == ("F", "B")]
-        self._at_once = {one.virtual for one, after in forward_first if one.virtual == after.virtual}
+        at_once = passes if in_turns else [one for one, after in forward_first if one.virtual == after.virtual]
+        self._at_once = {one.virtual for one in at_once}
         self._behind = {
             one.virtual: after.virtual for one, after in forward_first if one.phase == "steady" and one.virtual != after.virtual
         }
@@ -54,7 +63,7 @@ class StageOrder:
         return self._behind.get(forward)
 
     def at_once(self, micro_batch: VirtualMicroBatch) -> bool:
-        """Whether a forward's own backward is the next pass."""
+        """Whether a forward's own backward begins when that is over."""
         return micro_batch in self._at_once
 
     def completes_gradients(self, micro_batch: VirtualMicroBatch) -> bool:

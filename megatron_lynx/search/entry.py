@@ -12,7 +12,7 @@ A plan is made as late as possible: one of all stages costs as much as a hundred
 [2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
 [3] all stages
 [4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`). Where
-    it replays while tokens travel in forwards, one without that is rehearsed, too, as the planner does
+    it replays while tokens travel in forwards, or begins anything ahead, one without that is rehearsed, too, as the planner does
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import fitting, least_memory
+from megatron_lynx.planner import begun_early, fitting, least_memory
 from megatron_lynx.planner.writing import memory_in, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -147,12 +146,12 @@ class AllStages(Entry):
         return found.memory_bytes > self.job.memory_budget_bytes, found.pipeline_s
 
     def _rehearsed(self) -> Iterator[_Rehearsed]:
-        """The plan, and where the planner would ask for it the one that replays nothing while tokens travel in forwards."""
+        """The plan, and where the planner would ask for it one without what begins early in it."""
         profile = self.cost.profile
         plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
         yield _rehearsed(self.job, profile, plan, self.answers)
-        if replays_beside_forwards(plan):
-            late = replace(self.stages, early_exchanges=False)
+        for early in begun_early(plan):
+            late = replace(self.stages, **{early: False})  # type: ignore[arg-type]
             with suppress(Infeasible):
                 answers = [late.answer(stage) for stage in range(self.job.parallel.pipeline)]
                 plan = written(self.job, answers, job=self.job.digest, profile=profile.digest)

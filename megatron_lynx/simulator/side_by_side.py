@@ -4,13 +4,15 @@
     together    F0 [F1 with B0] [F2 with B1] ... B seconds: of each pair (`cost.combined`)
 
 In a pair the forward is as long as both, and the backward behind it takes no time: what either hands on is there when both are
-over.
+over. What goes to the host half by half goes both ways meanwhile; copies that are longer than a pair are waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, Nodes, paired_s
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
@@ -20,15 +22,22 @@ from megatron_lynx.simulator.timeline import MemoryCurve, Span
 
 @dataclass(frozen=True)
 class SideBySide(Simulation):
-    """Seconds are those of pairs, bytes those of the same passes one after the other."""
+    """Seconds are those of pairs, bytes those of the same passes one after the other, and `more_bytes` on each stage."""
 
     apart: Simulation
+    more_bytes: tuple[int, ...] = ()
+    """What is on its way to the host and back in both passes of a pair, beyond what one of them and a layer hold."""
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
         return self.apart.executed[stage]
 
+    def copies(self, stage: int) -> bool:
+        return super().copies(stage) or self.apart.copies(stage)
+
     def memory(self, stage: int) -> MemoryCurve:
-        return self.apart.memory(stage)
+        alone = self.apart.memory(stage)
+        more = self.more_bytes[stage] if self.more_bytes else 0
+        return MemoryCurve(alone.times_s, tuple(size + more for size in alone.bytes)) if more else alone
 
     def regenerated(self, stage: int) -> MemoryCurve:
         return self.apart.regenerated(stage)
@@ -46,6 +55,28 @@ class PairedChunk:
     """The same nodes where nothing does."""
     ends_s: tuple[float, float]
     """What runs before the model's first and behind its last layer, forward and backward, where it has them."""
+    copy_s: float = 0.0
+    """For how long a pair of it is under way at least, because of what goes to the host in it, or comes back."""
+
+
+def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
+    """How much more a pair of a chunk that goes half by half holds at most than its passes one after the other, and a layer."""
+    if len(chunks) > 1 or (own := chunks[0].at_once) is None:
+        return 0
+    forward, backward = own.forward["steady"], own.backward["steady"]
+    kept_bytes = sum(change for _, change in forward.memory)
+    made, left = list(_by_layer(forward)), [kept_bytes + size for size in _by_layer(backward)]
+    together_bytes = max(map(sum, zip(made, left, strict=True)), default=0)
+    return max(0, together_bytes - max(*made, *left, 0) - layer_bytes)
+
+
+def _by_layer(one: TimedPass) -> Iterator[int]:
+    """The most that a pass has taken since it began, while each of its layers runs."""
+    times_s = [0.0, *(at_s for at_s, _ in one.memory)]
+    taken = [0, *accumulate(change for _, change in one.memory)]
+    halves = sorted((span.start_s, span.end_s) for span in one.spans if span.kind in ("forward", "backward"))
+    for begin_s, end_s in pairwise([0.0, *(end_s for _, end_s in halves[1:-1:2]), one.seconds]):
+        yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
 
 
 def paired(chunks: Sequence[PairedChunk], interference: float, beside: Beside = UNDISTURBED) -> list[ChunkPasses]:
@@ -64,8 +95,11 @@ def _paired(chunk: PairedChunk, chunks: Sequence[PairedChunk], beside: Beside) -
     exposed_s = min(max(exposed_s, 0.0), again_s)
     host_s = chunk.passes.forward["steady"].host_s + sum(other.passes.backward["steady"].host_s for other in chunks) / len(chunks)
     spans = (Span("forward", 0.0, seconds),)
-    forward = TimedPass(seconds, again_s - exposed_s, exposed_s, spans=spans).issued_in(host_s)
+    waited_s = max(0.0, chunk.copy_s - seconds)
+    passed = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
+    forward = passed.issued_in(host_s)
     own = {phase: (chunk.passes.forward[phase], chunk.passes.backward[phase]) for phase in PHASES}
     own["steady"] = forward, TimedPass()
     forwards, backwards = ({phase: both[way] for phase, both in own.items()} for way in (0, 1))
-    return replace(chunk.passes, forward=forwards, backward=backwards, hiding={})
+    copy = chunk.passes.copy if chunk.passes.at_once is None else None
+    return replace(chunk.passes, forward=forwards, backward=backwards, hiding={}, copy=copy, at_once=None)

@@ -21,10 +21,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import HALVES, LayerKind
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds, nodes_of, paired_s
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
@@ -97,9 +99,8 @@ SLACK = 0.95
 
 
 def goes_within(job: Job, stage: int) -> bool:
-    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so. Beside
-    overlapped exchanges of experts another one's does, layer by layer."""
-    return job.chunks == 1 and not job.model.moe_overlapped and job.schedule == "flush" and stage == job.parallel.pipeline - 1
+    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so."""
+    return job.chunks == 1 and job.schedule == "flush" and stage == job.parallel.pipeline - 1
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class Leaver:
         """What can leave of each half but the last."""
         (chunk,) = chunks
         first, *others = [half.memory.movable for half in chunk.halves] or [0]
-        return [max(0, first - LayerShape.of(self.job).input_bytes), *others[:-1]] if others else []
+        held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
+        return [max(0, first - held), *others[:-1]] if others else []
 
     def _pace_bytes(self, size_bytes: int) -> int:
         copy_s = self.profile.link_s("host", size_bytes)
@@ -174,9 +176,18 @@ class Leaver:
     def _halves(self) -> int:
         return len(HALVES) * max(1, self.job.layers_on(self.stage))
 
-    @property
+    @cached_property
     def _layers_s(self) -> tuple[float, float]:
-        """Forward and backward of the stage's layers, nothing replayed."""
+        """Forward and backward of the stage's layers, nothing replayed. Each is as long as both where they run in turns."""
+        if self.job.model.moe_overlapped:
+            kinds = map(self.job.model.sections, self.job.layers_of(self.stage))
+            nodes = [nodes_of(self.profile, _plain(self.profile, kind), kind) for kind in kinds]
+            return (both_s := paired_s(nodes, nodes)), both_s
         halves, counts = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes), self.job.halves_on(self.stage)
         forward_s = sum(counts[section] * each.forward_s for section, each in halves.items())
         return forward_s, sum(counts[section] * each.backward_s for section, each in halves.items())
+
+
+def _plain(profile: Profile, kind: LayerKind) -> LayerSeconds:
+    """A layer in which nothing runs again."""
+    return tuple(HalfSeconds(half.forward_s, half.backward_s) for half in map(profile.of, kind))

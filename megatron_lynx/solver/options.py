@@ -430,5 +430,9 @@ class StageProblems:
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
             price = priced(self.profile, section, items, None, self._less_in_hand.get(section.half, 0))
-            price = replace(price, memory=replace(price.memory, movable=0)) if stays else price
+            if stays:
+                price = replace(price, memory=replace(price.memory, movable=0))
+            elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds what a node is given
+                own = price.memory.movable - self.profile.of(section).input_bytes
+                price = replace(price, memory=replace(price.memory, movable=max(0, own)))
             yield items, price, half_host_s(self.profile, section, items)

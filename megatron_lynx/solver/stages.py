@@ -60,6 +60,8 @@ class Stages:
     """Pairs of a stage and a share of which it is not to offload."""
     spared_bytes: int = 0
     """What every stage's layers leave of their budget to weight gradients that wait."""
+    copied_bytes: int = 0
+    """What two passes that run in turns have on their way to the host and back, which is counted in no layer."""
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
     ahead: bool = True
@@ -122,7 +124,7 @@ class Stages:
 
     def _budget_bytes(self, stage: int) -> int | None:
         budget_bytes = layers_budget_bytes(self.job, stage)
-        return None if budget_bytes is None else budget_bytes - self.spared_bytes
+        return None if budget_bytes is None else budget_bytes - self.spared_bytes - self.copied_bytes
 
     def _ratios(self, stage: int) -> list[float]:
         asked = self.job.offload_ratio
@@ -184,7 +186,7 @@ class Stages:
         size_bytes = 0 if within is None else within.bytes
         exposed_s = self.job.microbatches * leaver.exposed_s(size_bytes, answer.longer_s)
         host = leaver.host_s(chunks, size_bytes)
-        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(1,))
+        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(2 if self.job.model.moe_overlapped else 1,))
 
     def _kept_bytes(self, stage: int) -> int:
         """What the stage keeps of one micro-batch if it replays nothing."""

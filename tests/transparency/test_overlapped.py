@@ -3,19 +3,29 @@ forward and a backward in turns, node by node. What is stock's there is compared
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.prices import Prices
+from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile, Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.rehearsal import passes_of_chunks
+from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
+from tests.profiler.made_up import made_up_profile
 from tests.te_releases import folder_of, pools_with, python_path
 from tests.transparency.checkpoints import checkpointed
+from tests.transparency.offload_trials import bytes_at_halves
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
@@ -65,15 +75,77 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
     compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))
 
 
-@pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", *long("EP2", "TP2xPP2xVPP2, EP2")])
+@pytest.mark.parametrize("layout", ["EP2", "PP2xVPP2, EP2", *long("TP2xEP2, sequence parallel", "TP2xPP2xVPP2, EP2")])
 def test_what_is_kept_may_go_to_the_host(pool_of: Pools, layout: str) -> None:
-    """With what experts keep and without; every copy is late, and what nobody may read any more is overwritten."""
+    """With what experts keep and without; every copy is late, and what nobody may read any more is overwritten. On one stage half
+    by half, beside the forward of the next micro-batch, which goes out meanwhile."""
     job = job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32})
-    kept, everything, _ = candidates_for(job)
-    candidates = [offloading(kept, 8_000), offloading(kept, 1 << 20, experts=True), offloading(everything, 1 << 20, experts=True)]
+    kept, everything, inputs = candidates_for(job)
+    slow, fast = (None, None) if job.chunks > 1 else (1_000, 1 << 20)
+    candidates = [
+        offloading(kept, 8_000, pace=slow),
+        offloading(kept, 1 << 20, experts=True, pace=fast),
+        offloading(everything, 1 << 20, experts=True, pace=slow),
+        offloading(inputs, 1 << 20, experts=True, pace=fast),
+    ]
     for outcomes in checked(pool_of, job, candidates, trial_of(tampered=True)):
         last = [outcome.planned.counts[-1] for outcome in outcomes]
         assert all(0 < counts.offloaded_bytes == counts.reloaded_bytes for counts in last)
+
+
+def test_device_bytes_half_by_half_are_what_the_planner_says(pool_of: Pools) -> None:
+    """Of both passes of a pair, before each half's forward and backward. Every expert gets every token; beside what a plan counts
+    small tensors leave, and some stay."""
+    job = job_of("EP2", experts={"layers": "all", "per_token": 4}, microbatches=3)
+    profile, kept, size = profile_of(job), plan_for(job, lambda layer: ()), 1 << 20
+    smallest = profile.attention.input_bytes // 4
+    fast, slow = (offloading(kept, size, smallest=smallest, pace=pace, experts=True) for pace in (size, 2_000))
+    plans = [offloading(kept, 1, smallest=10**9, pace=1, experts=True), fast, slow]
+    for stayed, *found in pool_of(job.gpus).run(bytes_at_halves, job, plans):
+        for plan, own in zip(plans[1:], found, strict=True):
+            gone, said = [before - now for before, now in zip(stayed, own, strict=True)], gone_in_pairs(plan, profile)
+            assert max(abs(one - other) for one, other in zip(gone, said, strict=True)) <= 0.08 * max(said), (gone, said)
+
+
+def profile_of(job: Job) -> Profile:
+    """Nobody measured it; bytes are those of shapes."""
+    shape, section = LayerShape.of(job), job.model.kind_sections(experts=True)[1]
+    item = ItemProfile(forward_s=1e-6, backward_s=1e-6, saved_bytes=0, output_bytes=0, flops=0)
+    items = dict.fromkeys(section.names, item)
+    experts = ExpertHalf(input_bytes=shape.input_bytes, items=items, tensors=expert_tensors(shape))
+    return made_up_profile(job, experts=experts)
+
+
+def gone_in_pairs(plan: Plan, profile: Profile) -> list[int]:
+    """What is on the host of one forward alone, of each pair and of one backward alone, in the order of Megatron's nodes."""
+    (chunk,) = passes_of_chunks(plan, plan.stages, Prices(profile, {}))
+    assert chunk.at_once is not None
+    made, back = (
+        [kept - now for kept, now in zip(at_halves(each["steady"]), at_halves(other["steady"]), strict=True)]
+        for each, other in ((chunk.forward, chunk.at_once.forward), (chunk.backward, chunk.at_once.backward))
+    )
+    everything = -back[-1]
+    made, left = [*made, everything], [everything, *(everything + size for size in back)]
+    pair = [
+        gone
+        for at in range(0, len(back), 2)
+        for gone in (made[at] + left[at], made[at + 1] + left[at + 1], made[at + 1] + left[at + 1], made[at + 2] + left[at + 2])
+    ]
+    return [*made[:-1], *pair * (plan.batch.microbatches - 1), *left[1:]]
+
+
+def at_halves(one: TimedPass) -> list[int]:
+    """What a pass has taken when each of its halves begins."""
+    times_s, taken = [at_s for at_s, _ in one.memory], [0, *accumulate(change for _, change in one.memory)]
+    begins_s = sorted(span.start_s for span in one.spans if span.kind in ("forward", "backward"))
+    return [taken[bisect_right(times_s, begin_s)] for begin_s in begins_s]
+
+
+def test_without_a_pace_nothing_of_one_stage_goes_to_the_host(pool_of: Pools) -> None:
+    """It would come back at once: the backward of each micro-batch begins when its forward is over."""
+    plan = offloading(plan_for(job_of("EP2"), lambda layer: ()), 1 << 20, experts=True)
+    for outcomes in checked(pool_of, job_of("EP2"), [plan], trial_of(steps=1)):
+        assert outcomes[0].planned.counts[-1].offloaded_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +180,8 @@ def test_plans_for_the_other_schedule_are_refused(pool_of: Pools) -> None:
             checked(pool_of, job if planned is usual else usual, [plan])
 
 
-def test_no_micro_batch_goes_half_by_half() -> None:
-    plan = plan_for(job_of("EP2"), lambda layer: (), windows=False)
+def test_in_a_pipeline_no_micro_batch_goes_half_by_half() -> None:
+    plan = plan_for(job_of("PP2xVPP2, EP2"), lambda layer: (), windows=False)
     with pytest.raises(ValueError, match=r"offload.pace_bytes is given, needed none"):
         offloading(plan, 8_000, pace=1_000)
 

@@ -50,6 +50,9 @@ class OffloadPolicy:
     pace_bytes: int | None = None
     """How many bytes are copied beside one half's forward, where a micro-batch goes whose own backward follows at once; None: it
     stays."""
+    paced_sets: int = 0
+    """Micro-batches that go so and are on the host at once: one, or two where the next one's forward runs in turns with its
+    backward."""
     layers: tuple[int, int] = (1, 0)
     """The chunk's first layer, and how many it has."""
 
@@ -287,7 +290,9 @@ class OffloadGroup:
         if storage.nbytes() < (self.policy.smallest_tensor_bytes or 1) and not any_size:
             return None
         address = storage.data_ptr()
-        return None if address in self.lasting or address in self._staying else storage
+        held = self._staying.get(address)
+        stays = held is not None and storage_of(held) == address  # what a node was given Megatron may have let go since
+        return None if stays or address in self.lasting else storage
 
 
 class Sent(NamedTuple):

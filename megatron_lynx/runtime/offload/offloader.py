@@ -67,7 +67,7 @@ class Offloader:
         where: str = "stage 0",
         lasting: Callable[[int], Iterable[Tensor]] = lambda chunk: (),
     ) -> None:
-        needed_bytes = sum(policy.bytes * (policy.sets + (policy.pace_bytes is not None)) for policy in policies.values())
+        needed_bytes = sum(policy.bytes * (policy.sets + policy.paced_sets) for policy in policies.values())
         if needed_bytes > limit.most_bytes:
             raise too_little(where, needed_bytes, limit)
         self.trace = Trace(device)
@@ -106,7 +106,7 @@ class Offloader:
         wanted = {
             (chunk, paced): (sets, bytes_ahead(policy.bytes, policy.smallest_tensor_bytes))
             for chunk, policy in self._policies.items()
-            for paced, sets in ((False, policy.sets), (True, int(policy.pace_bytes is not None)))
+            for paced, sets in ((False, policy.sets), (True, policy.paced_sets))
             if sets and not policy.ragged
         }
         if sum(sets * size for sets, size in wanted.values()) > self._limit.most_bytes:
@@ -218,7 +218,7 @@ class Offloader:
     def _pool(self, chunk: int, half: int = 0) -> HostPool:
         if (chunk, half) not in self._pools:
             policy, where = self._policies[chunk], self._where[chunk]
-            sets, ahead = 1 if half else policy.sets, self._ahead.get((chunk, half > 0))
+            sets, ahead = policy.paced_sets if half else policy.sets, self._ahead.get((chunk, half > 0))
             self._pools[chunk, half] = HostPool(where, self._device, self._limit, sets, ragged=policy.ragged, ahead=ahead)
         return self._pools[chunk, half]
 
