@@ -307,3 +307,15 @@ def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
         Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit=HostLimit(1200))
     assert "1200 bytes" in refused.value.problems[0].found
     assert "1300 bytes" in refused.value.problems[0].needed
+
+
+def test_an_address_is_held_by_others_only_while_it_is() -> None:
+    """A story: beside overlapped exchanges of experts Megatron frees what a node was given. Another tensor of the same forward lies
+    there soon, and stayed on the device as if somebody held it."""
+    with offloader(10**7) as made:
+        group, later = made.open(0, 0), torch.zeros(1 << 20)
+        given = later.detach()
+        group.leave([given])
+        assert not group.may_go(later)
+        given.set_()  # type: ignore[call-overload]
+        assert group.may_go(later)

@@ -9,7 +9,8 @@
  [4] the last half stays, and so does what is made when the plan's bytes are reached: what is needed first stays
  [5] a node asks its handle, as for whatever was offloaded
 
-All of it lies between the beginning of a forward and the end of the backward behind it, so no message meets a copy.
+All of it lies between the beginning of a forward and the end of the backward behind it, so no message meets a copy. On one stage
+whose exchanges of experts are overlapped the next micro-batch's forward runs in turns with this backward, and sends meanwhile.
 """
 
 from __future__ import annotations
