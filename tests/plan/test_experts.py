@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from megatron_lynx.anatomy import DENSE, EXPERTS
-from megatron_lynx.plan import Plan, dump_plan
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.plan import Plan, dump_plan, load_plan
 from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
 from tests.plan.strategies import plans
 from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
@@ -113,3 +115,11 @@ def test_drawn_plans_name_what_layers_have(plan: Plan) -> None:
     replayed = {layer: stage.rule_for(layer).replays("mlp") for stage in plan.stages for layer in stage.layers}
     assert all({*replayed[layer]} <= {*EXPERTS.replayable} for layer in (2, 4, 5))
     assert Plan.model_validate(plan.model_dump()) == plan
+
+
+@pytest.mark.parametrize("path", sorted((bundled_configs() / "plans").glob("*.yaml")), ids=lambda path: path.stem)
+def test_ready_plans_hold_twice_the_load_or_fall_back(path: Path) -> None:
+    plan = load_plan(path)
+    for entry in plan.stages if plan.model.moe_layers else ():
+        assert entry.predicted.moe_load is not None
+        assert entry.experts_hold == (entry.predicted.moe_load or None), "0: twice the load fits"

@@ -310,8 +310,8 @@ def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
 
 
 def test_an_address_is_held_by_others_only_while_it_is() -> None:
-    """A story: beside overlapped exchanges of experts Megatron frees what a node was given. Another tensor of the same forward lies
-    there soon, and stayed on the device as if somebody held it."""
+    """A story: beside overlapped exchanges of experts Megatron frees what a node was given. Another tensor lies there soon, and
+    stayed on the device as if somebody held it."""
     with offloader(10**7) as made:
         group, later = made.open(0, 0), torch.zeros(1 << 20)
         given = later.detach()

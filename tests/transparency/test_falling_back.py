@@ -21,6 +21,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.plan.strategies import drawn
+from tests.te_releases import folder_of, python_path
 from tests.transparency.load_trials import held_in_backward
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_experts import STATEFUL, exchanging, job_of
@@ -129,3 +130,12 @@ def test_what_is_held_is_bounded(pool_of: Pools) -> None:
     kept_instead = parts["input"] + parts["router"] + 2 * torch.get_rng_state().nbytes
     for less in (all_kept - one_less, one_less - two_less):
         assert rows - kept_instead <= less <= rows
+
+
+@pytest.mark.parametrize("release", long("0.17", "0.18", "0.19"))
+def test_other_releases(release: str) -> None:
+    job = job_of("EP2")
+    plans = [holding(plan, 1.0) for plan in candidates_of(job)]
+    with RankPool(2, env={"PYTHONPATH": python_path(folder_of("MEGATRON_CORE", release, "megatron/core"))}) as pool:
+        for outcomes in fallen(lambda ranks: pool, job, plans, steps=2, canaries=True):
+            assert all(sum(each.fell_back for each in outcome.planned.counts) > 0 for outcome in outcomes)
