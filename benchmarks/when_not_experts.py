@@ -10,7 +10,8 @@ cost least: `layernorm` and `moe_act`, `shared_experts` where there are any, `ml
     overlapped      the best of these beside overlapped exchanges, where Megatron takes them (one stage, or several chunks): if
                     nothing slows down, as ours is simulated, and slowed down as it was measured elsewhere
     ours            the fastest plan within these bytes, which offloads nothing
-    ours beside     the fastest plan within these bytes beside overlapped exchanges, where Megatron takes them
+    ours beside     the fastest plan within these bytes beside overlapped exchanges, where Megatron takes them; on one stage it
+                    may offload, as stock does
     gain            of the faster of our two over the faster of stock's two
     as fast         the least bytes with which one of ours is no slower than the faster of stock's two
 """
