@@ -119,7 +119,7 @@ def test_copies_that_are_longer_than_a_pair_are_waited_for() -> None:
 def test_both_passes_of_a_pair_have_copies_on_their_way() -> None:
     """Four layers, the first of which holds 8 and the others 2 each: 23 in a pair, of which one pass alone holds 14."""
     held = [4, 4, 4 - 3, 4 - 3, 4 - 3, 4 - 3, 4 - 3, 4 - 3]
-    spans = [tuple(Span(kind, at, at + 1.0) for at in range(8)) for kind in ("forward", "backward")]
+    spans = [tuple(Span(kind, at, at + 1.0, at // 2) for at in range(8)) for kind in ("forward", "backward")]
     forward = TimedPass(8.0, memory=tuple((at + 1.0, size) for at, size in enumerate(held)), spans=spans[0])
     backward = TimedPass(8.0, memory=tuple((at + 1.0, -size) for at, size in enumerate(reversed(held))), spans=spans[1])
     passes = ChunkPasses({"steady": forward}, {"steady": backward})

@@ -74,8 +74,9 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
     """The most that a pass has taken since it began, while each of its layers runs."""
     times_s = [0.0, *(at_s for at_s, _ in one.memory)]
     taken = [0, *accumulate(change for _, change in one.memory)]
-    halves = sorted((span.start_s, span.end_s) for span in one.spans if span.kind in ("forward", "backward"))
-    for begin_s, end_s in pairwise([0.0, *(end_s for _, end_s in halves[1:-1:2]), one.seconds]):
+    halves = [span for span in one.spans if span.kind in ("forward", "backward")]
+    ends_s = sorted({span.layer: span.end_s for span in sorted(halves, key=lambda span: span.end_s)}.values())
+    for begin_s, end_s in pairwise([0.0, *ends_s[:-1], one.seconds]):
         yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
 
 
