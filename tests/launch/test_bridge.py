@@ -161,6 +161,7 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "two chunks on each stage": (2, CHUNKS, {"pipeline": 2, "layers_per_chunk": 1, **OF_TE}),
     "sequences cut among ranks": (2, CUT, {"context": 2, "context_exchange": "all_gather"}),
     "experts": (2, EXPERTS, {**WITH_EXPERTS, "microbatches": 2}),
+    "a hybrid stack that is a GPT": (2, ["hybrid", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
     "FP8": (1, ["model.fp8='hybrid'", "model.fp8_recipe='tensorwise'"], {"fp8": {"recipe": "tensorwise"}, **OF_TE}),
 }
 """Ranks, words of the script, and what makes the same job."""
