@@ -140,7 +140,15 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
     if _vocabulary(container) is None:  # that it is missing is said above
         flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
         values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
-    return Given(values, (release,), table), problems
+    return Given(values, (release,), table, packed=_packed_by(container)), problems
+
+
+PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
+"""Settings of data sets whose sequences are packed: of 0.6, and of 0.5."""
+
+
+def _packed_by(container: Container) -> str:
+    return next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
 
 
 def plain(value: Any) -> Any:

@@ -224,6 +224,18 @@ def test_graphs_are_those_that_bridge_says_by_either_name(tmp_path: Path) -> Non
         assert "transformer_engine with f" not in said
 
 
+@pytest.mark.parametrize("setting", ["enable_in_batch_packing", "packed_sequence_specs"])
+def test_a_packed_data_set_is_told(setting: str, tmp_path: Path) -> None:
+    """Its plan says what attention takes, and keeps what turns queries and keys where that asks the host for lengths."""
+    dataset = {"seq_length": 2048, setting: {"packed_sequence_size": 2048} if setting.endswith("specs") else True}
+    model = {**MODEL, "apply_rope_fusion": False}
+    (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model, "dataset": dataset}))
+    reading = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8)
+    assert {fact.place: fact.origin for fact in reading.facts}["batch.packed"] == f"cfg.dataset.{setting}"
+    assert job_of(reading, "h100-80g").rotary_asks_host
+    assert not job_of(read(tmp_path), "h100-80g").batch.is_packed
+
+
 def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
     model = {**MODEL, "_target_": "megatron.bridge.models.t5_provider.T5ModelProvider", "vision_config": {"depth": 2}}
     (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
