@@ -323,7 +323,7 @@ def _failed(where: str, module: str, error: BaseException) -> Problem:
     found = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
     written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
     needed = "what can be imported here, with Megatron-Bridge and all that it needs"
-    missing = next((one.name for one in _chain(error) if isinstance(one, ModuleNotFoundError) and one.name), None)
+    missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
     if missing is not None and not f"{module}.".startswith(f"{missing}."):
         package = missing.partition(".")[0]
         return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
@@ -340,13 +340,13 @@ def _asked_a_hub(error: BaseException) -> bool:
     return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error))
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those behind it: libraries wrap what went wrong."""
+def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
+    """An error and those behind it: libraries wrap what went wrong. `stated`: only what is said to be a cause."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in chain:
         chain.append(one)
-        one = one.__cause__ or one.__context__
+        one = one.__cause__ or (None if stated else one.__context__)
     return chain
 
 
