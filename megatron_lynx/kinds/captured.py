@@ -14,7 +14,7 @@ did, between dispatch and combine: the same as where exchanges are overlapped (`
 No plan is beside other captures:
 
     transformer_engine, without modules    whole layers
-    local                                  layers of a GPT model whole, whatever modules are named
+    local                                  layers of a GPT model whole, or nothing of them
     full_iteration                         forward and backward of whole steps
 
 Why `local` captures layers whole: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager for a layer if no module is
