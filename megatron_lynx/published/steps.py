@@ -87,14 +87,14 @@ def table_1_job(run: Run) -> Job:
 def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | None = None) -> Job:
     """`config`: what all its runs share. `fp8`: how its linears compute in FP8."""
     names = ("layers", "hidden", "ffn", "heads", "kv_groups", "vocab", "seq")
-    like = {"activation": "swiglu", "norm": "rmsnorm", "bias": False, "implementation": "transformer_engine", "fp8": fp8}
+    like: dict[str, Any] = {"norm": "rmsnorm", "bias": False, "implementation": "transformer_engine", "fp8": fp8}
     sliced = config["tp"] > 1
     layout = {"tensor": config["tp"], "sequence_parallel": sliced, "context": config["cp"], "pipeline": config["pp"]}
     if "vp" in config:
         layout["layers_per_chunk"] = config["layers"] // config["pp"] // config["vp"]
     overlap = {"gradients": config["overlap_grad_reduce"], "parameters": config["overlap_param_gather"], "userbuffers": sliced}
     return described_job(
-        Model(**{name: config[name] for name in names}, **like, cross_entropy="native"),
+        Model(**{name: config[name] for name in names}, **like, activation="swiglu", cross_entropy="native"),
         "h100-80g",
         gpus=run["gpus"],
         parallel={**layout, "distributed_optimizer": config["do"]},
