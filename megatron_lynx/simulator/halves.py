@@ -210,6 +210,8 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
+        if coming is not None:
+            coming.ahead(walk, [walk.halves[replay.half] for replay in planned.first])
         for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ())):
             walk.on_demand(replay)
         start_s = walk.clock_s

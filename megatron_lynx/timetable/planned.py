@@ -80,11 +80,12 @@ class PlannedHalf:
 
     @property
     def ahead(self) -> int:
-        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1. What lies in a
-        forward or in the receive of a gradient does not count: nothing of that comes between a forward and its own backward."""
+        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and 2 where the half
+        behind it begins with what it returns. What lies in a forward or in the receive of a gradient does not count: nothing of
+        that comes between a forward and its own backward."""
         place = _place_in_stage(self.key)
         served = (at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd")
-        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1)
+        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.feeds)
 
     def _windows(self) -> Iterator[Window | None]:
         """Every window in which something of its replay runs, or behind which its input is gathered."""
