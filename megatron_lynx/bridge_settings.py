@@ -10,6 +10,7 @@ Both the planner, which reads a container, and a launch, which speaks of one, go
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,3 +112,12 @@ def in_settings(text: str, has: Callable[[str, str], bool]) -> str:
 
     text = _CONFIG.sub(r"cfg.model.\1", _FLAG.sub(setting, text))
     return text.replace("drop cfg.", "unset cfg.").replace("launch with cfg.", "train with cfg.")
+
+
+def as_setting(flag: str, has: Callable[[str, str], bool]) -> str:
+    """A flag with its value, as a shell reads them, as an assignment: `cfg.train.micro_batch_size=2`."""
+    name, *values = shlex.split(flag)
+    said = in_settings(name, has)
+    if said == name or "=" in said:
+        return flag if said == name else said
+    return f"{said}={shlex.quote(' '.join(values)) if values else True}"

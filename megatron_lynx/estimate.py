@@ -161,7 +161,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
         shortages=missing,
         step=None if costs is None else _step(job, costs, ratio),
         host=None if costs is None else host_report(job, costs),
-        step_at_best=None if costs is None else _step_at_best(job, costs, ratio),
+        step_at_best=_step(job, hiding_all(costs), ratio) if job.userbuffers and costs is not None else None,
         on_host=_on_host(job, costs),
     )
 
@@ -173,7 +173,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
     price, hiding = priced(job, costs, setting, MEASURED), costs
     if job.userbuffers:
-        hiding = hiding.model_copy(update={"hiding": "userbuffers"})
+        hiding = hiding_all(costs)
     ranged = setting.overlap or job.userbuffers
     return Estimate(
         job=job,
@@ -185,6 +185,11 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         host=host_report(job, costs),
         step_at_best=_of_price(job, costs, priced(job, hiding, setting)) if ranged else None,
     )
+
+
+def hiding_all(costs: Profile) -> Profile:
+    """As if userbuffers hid all that GEMMs can hide."""
+    return costs.model_copy(update={"hiding": "userbuffers"})
 
 
 def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
@@ -215,10 +220,6 @@ def host_report(job: Job, profile: Profile) -> HostReport:
         if host.beyond(device.forward_s, device.backward_s):
             loads.append(HostLoad(stage, job.microbatches * host.both_s, job.microbatches * device.both_s))
     return HostReport.of(profile, loads)
-
-
-def _step_at_best(job: Job, costs: Profile, ratio: float) -> StepSeconds | None:
-    return _step(job, costs.model_copy(update={"hiding": "userbuffers"}), ratio) if job.userbuffers else None
 
 
 def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:

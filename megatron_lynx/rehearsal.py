@@ -41,20 +41,18 @@ from megatron_lynx.simulator.treated import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
-def rehearse(
-    plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False, job: Job | None = None
-) -> Simulation:
+def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False, job: Job | None = None) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
     `job`: the plan's. It says what each half has in hand as it runs backward (`cost.in_hand`); else that is equal.
-    Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
+    Without flushes a whole run, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
     prices = Prices(profile, {} if job is None else less_in_hand_bytes(job))
     chunks = [
-        _passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
+        passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
         for stage in range(plan.parallel.pipeline)
     ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
@@ -65,7 +63,6 @@ def rehearse(
             p2p_s,
             profile.interference,
             updates="deferred" if plan.defer_updates else "at once",
-            update_s=update_s,
         )
     between = profile.messages_between_passes
     apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
@@ -112,13 +109,7 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
-def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_backward: bool = False) -> ChunkPasses:
-    """What one micro-batch costs on one stage, or on one chunk of it. `reduced_in_backward`: as in `rehearse`."""
-    entries, prices = plan.chunks_of(stage.stage), Prices(profile)
-    return _passes_of_chunks(plan, entries, prices, reduced_in_backward=reduced_in_backward)[entries.index(stage)]
-
-
-def _passes_of_chunks(
+def passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
     """What one micro-batch costs on each chunk of one stage."""
@@ -207,7 +198,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     for number, (layer, section) in enumerate(_sections(plan, stage)):
         rule, was_fed = stage.rule_for(layer), fed
         fed = rule.checkpoints(section.half) and rule.feeds(layer, section.half)
-        if section.opaque or (section.exchanges and (stage.offload is None or not stage.offload.experts)):
+        if section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts)):
             yield 0
             continue
         costs = profile.of(section)
@@ -272,6 +263,7 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
             price.memory,
             replay_s=price.replay_s,
             communicates_s=price.communicates_s,
+            begun=price.begun,
             stops=price.stops,
             gathers_s=_gathers_s(half, prices),
             host=prices.host(half.section, half.replay, offloads=stage.offload is not None, deferred=len(half.deferred)),
@@ -283,7 +275,7 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
     """Halves in forward order, each with what it is as a checkpoint, if it is one."""
     fed = False
     for half in planned:
-        yield half, Checkpoint(half.feeds, fed) if half.checkpoint else None
+        yield half, Checkpoint(half.feeds, fed, half.ahead_to) if half.checkpoint else None
         fed = half.feeds
 
 

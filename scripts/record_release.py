@@ -63,7 +63,7 @@ def core_draft() -> str:
 
 def te_draft() -> str:
     """What differs in the Transformer Engine that can be imported."""
-    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "fp8": ()})
+    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "fp8": (), "grouped": (), "fp4": ()})
 
 
 def double_buffered_draft() -> str:

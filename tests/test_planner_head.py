@@ -28,16 +28,17 @@ def eight_billion(**changes):
 
 
 def test_where_logits_have_no_room_pieces_of_the_head_have():
-    whole = eight_billion()
+    short_of = {"budget.memory_gib": 64}  # with half a GiB more layers that share inputs leave the logits room
+    whole = eight_billion(**short_of)
     with pytest.raises(Infeasible) as short:
         make_plan(whole, analytic_profile(whole))
     assert str(short.value.problems[-1]).startswith("inexact change that fits: head.pieces: 8")
-    job = eight_billion(**{"head.pieces": "auto"})
+    job = eight_billion(**short_of, **{"head.pieces": "auto"})
     decision = decide(job, analytic_profile(job))
     assert decision.plan.head.pieces == decision.job.head_pieces == 8
     (memory,) = decision.memory
     assert memory.total <= job.memory_budget_bytes
-    more = decide(eight_billion(**{"head.pieces": 32}), analytic_profile(job))
+    more = decide(eight_billion(**short_of, **{"head.pieces": 32}), analytic_profile(job))
     assert more.simulation.step_s >= decision.simulation.step_s, "the fewest that help: further ones only take time"
 
 

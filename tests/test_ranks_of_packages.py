@@ -17,6 +17,7 @@ PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {
     "anatomy",
+    "kinds.captured",
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",
@@ -35,6 +36,7 @@ FOUNDATION = {
     "pace",
     "silence",
     "torch_release",
+    "two_versions",
     "validation",
     "whole_file",
     "writable",
@@ -64,7 +66,7 @@ MAY_IMPORT = {
     **{face: {"plan", "runtime", "apply", *KINDS_RUNNING} for face in KINDS_RUNNING},
     "cost": {"config", "profiler"},
     "simulator": {"schedule", "timetable", "cost"},
-    "solver": {"config", "schedule", "profiler", "cost"},
+    "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},

@@ -16,7 +16,7 @@ from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import rehearse, stage_passes_of, treated_halves
+from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
@@ -66,7 +66,9 @@ def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
     profile = made_up_profile(job, link_s)
     plan, message = make_plan(job, profile), LayerShape(job.model, job.parallel, job.batch.micro).gathered_bytes
     for stage in plan.stages:
-        passes, expected = stage_passes_of(plan, stage, profile), stage_seconds(job, profile, stage.stage, message)
+        entries = plan.chunks_of(stage.stage)
+        passes = passes_of_chunks(plan, entries, Prices(profile))[entries.index(stage)]
+        expected = stage_seconds(job, profile, stage.stage, message)
         for phase in ("warmup", "steady", "cooldown"):
             assert passes.forward[phase].seconds == pytest.approx(expected.forward_s)
             assert passes.backward[phase].seconds == pytest.approx(expected.backward_s)

@@ -24,7 +24,7 @@ from megatron_lynx.testbed.gradients import unwrapped
 from megatron_lynx.testbed.groups import seed_random_numbers
 from megatron_lynx.testbed.stand_in import replace
 from megatron_lynx.testbed.step import ForwardStep, forward_step, run_schedule
-from megatron_lynx.testbed.stock_offload import forget_offloaded, without_its_table
+from megatron_lynx.testbed.subject import forget_offloaded, without_its_table
 from megatron_lynx.testbed.tiny_models import build_model
 from megatron_lynx.testbed.training import Training
 

@@ -74,7 +74,7 @@ class Answer:
 
     def changed(self, neighbour: Neighbour) -> str:
         """The flags of the launch that a neighbour changes."""
-        return flags.in_words(flags.changes(self.job, neighbour.job, neighbour.plan, self.reading))
+        return flags.in_words(flags.changes(self.job, neighbour.job, neighbour.plan, self.reading), self.reading)
 
     def command(self, neighbour: Neighbour) -> str | None:
         """A neighbour's launch line; None for a job without a launch."""
@@ -104,6 +104,8 @@ def answered(
         return _without_plan(job, costs, reading, launch, found, near, error)
     except ConfigError as error:
         return Answer(job, reading, launch, error=error, refused=error.problems)
+    if reading is not None:
+        launch = launch.kept_beside(reading.with_graphs_of(made.plan.model.captured).today)
     plan = row_of(made, costs, "plan")
     within = _within_today(job, costs, launch, plan)
     on_host = OnHost.of(made.job, costs.host_adam, priced=True)
@@ -120,7 +122,7 @@ def _without_plan(
     error: Infeasible,
 ) -> Answer:
     within = _within_today(job, costs, launch, None)
-    fitting = tuple(would_fit(job, costs))
+    fitting = tuple(would_fit(job, costs, reading))
     return Answer(job, reading, launch, None, within, near, asked_near, error, fitting)
 
 
@@ -144,11 +146,11 @@ TIMES_AS_MANY = (2, 4, 8)
 OF_THE_HOST = ("offload_ratio",)
 
 
-def would_fit(job: Job, costs: Profile) -> Iterator[str]:
-    """A sentence for each."""
+def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Iterator[str]:
+    """A sentence for each. `reading`: in the words of its launch."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
         yield "activations on the host: --offload-ratio auto"
-    if (freed := _optimizer(job, costs)) is not None:
+    if (freed := _optimizer(job, costs, reading)) is not None:
         yield freed
     if job.cluster.matmul is None:
         return
@@ -157,7 +159,7 @@ def would_fit(job: Job, costs: Profile) -> Iterator[str]:
     yield from _more_gpus(job)
 
 
-def _optimizer(job: Job, costs: Profile) -> str | None:
+def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> str | None:
     """The least quarter of the optimizer's state with which a plan fits when that is on the host. Megatron steps a part of the
     parameters there only with a precision-aware optimizer, which has to be distributed."""
     if job.optimizer.offload != 0:
@@ -166,10 +168,10 @@ def _optimizer(job: Job, costs: Profile) -> str | None:
     for share in QUARTERS[1:]:
         asked = with_changes(job, [*aware, ("optimizer.offload", share)])
         if asked is not None and plannable(asked, costs):
-            words = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
             on_host = OnHost.of(asked, costs.host_adam, priced=costs.host_adam is not None)
             assert on_host is not None, "a share of the optimizer is there"
-            return f"{on_host.in_words}: {words} {share:g}"
+            words = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:g}"]
+            return f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
     return None
 
 

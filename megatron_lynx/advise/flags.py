@@ -52,9 +52,10 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
     return (*found, *(_placing(made, reading) if _places(before, after) else ()))
 
 
-def in_words(found: Changes) -> str:
-    """As a shell reads them."""
-    return " ".join(word for flag, values in found for word in (flag, *map(shlex.quote, values)))
+def in_words(found: Changes, reading: Reading | None = None) -> str:
+    """As a shell reads them; of a container of Megatron-Bridge's its settings."""
+    flags = [shlex.join([flag, *values]) for flag, values in found]
+    return " ".join(flags) if reading is None else reading.said(flags)
 
 
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
@@ -64,6 +65,9 @@ def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) ->
         setting["--global-batch-size"] = (str(after.batch.global_),)
     counted = () if _counts_ends(made, reading) else COUNTED
     without = (*PLACING, *counted) if _places(before, after) else ()
+    reading = reading.with_graphs_of(made.model.captured)
+    if reading.container is not None:
+        return reading.under_plan(plan, [shlex.join([flag, *values]) for flag, values in setting.items()], without=without)
     return reading.changed(setting, without).under_plan(plan, [])
 
 
@@ -74,15 +78,18 @@ def _places(before: Job, after: Job) -> bool:
 
 
 def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[str, ...]]]:
+    counted = reading is not None and reading.container is not None
     if _counts_ends(made, reading):
-        if made.parallel.chunks > 1:
+        if made.parallel.chunks > 1 and counted:
+            yield "--num-virtual-stages-per-pipeline-rank", (str(made.parallel.chunks),)
+        elif made.parallel.chunks > 1:
             yield "--num-layers-per-virtual-pipeline-stage", (str(len(made.stages[1].layers)),)
         return
     if reading is not None and is_hybrid(reading.given):
         virtual_stages = sorted(made.stages, key=lambda stage: min(stage.layers, default=0))
         yield PATTERN_FLAG, (pattern_of(stack_of(reading.given), [len(stage.layers) for stage in virtual_stages]),)
         return
-    for text in layer_flags(made):
+    for text in layer_flags(made, chunks_counted=counted):
         flag, *values = shlex.split(text)
         yield flag, tuple(values)
 

@@ -103,8 +103,10 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield "today's seconds: if overlapped exchanges and computing slow each other down not at all, to as much as on H100s"
     if launch.graphs:
         yield "today's graphs: as if the host took no time for anything; what they hold in memory themselves is not counted"
+        yield launch.graphs_in_words
     if answer.on_host is not None:
         yield answer.on_host.in_words
+    yield from _rotary(answer)
     if _may_offload(answer):
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
     if launch.flags and not answer.refused:
@@ -132,6 +134,17 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "budget_bytes": answer.job.memory_budget_bytes,
         "verdict": verdict(answer),
     }
+
+
+def _rotary(answer: Answer) -> Iterator[str]:
+    """What became of the code that turns queries and keys of packed sequences, where it asks the host."""
+    if answer.decision is None or not answer.job.rotary_asks_host:
+        return
+    fuse = "--no-rope-fusion" if answer.reading is None else answer.reading.said(["--no-rope-fusion"])
+    if answer.decision.job.rotary_asks_host:
+        yield f"rotary is kept: of packed sequences it would make the host wait in each recomputation; not so without {fuse}"
+    else:
+        yield f"rotary recomputes, as no plan fits with it kept: of packed sequences it makes the host wait, not without {fuse}"
 
 
 def _may_offload(answer: Answer) -> bool:

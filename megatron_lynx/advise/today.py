@@ -5,7 +5,7 @@ what it does today can be priced.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -40,6 +40,26 @@ class Launch:
     written: bool = True
     """Whether there is a launch; a job has none, and is held against stock without recomputation."""
 
+    alone: str = ""
+    """Why no plan is beside its graphs; empty where one may be."""
+    keeps_graphs: bool = False
+    """Whether the plan is beside its graphs."""
+
+    def kept_beside(self, today: Today) -> Launch:
+        """The same with what the plan leaves out of it."""
+        return replace(self, flags=today.flags, keeps_graphs=today.keeps_graphs)
+
+    @property
+    def graphs_in_words(self) -> str:
+        """What becomes of its graphs under a plan; empty where it has none."""
+        if not self.graphs:
+            return ""
+        if self.keeps_graphs:
+            return "graphs: the plan is beside them: what they capture is kept whole"
+        if self.alone:
+            return f"graphs: no plan is beside them: {self.alone}"
+        return "graphs: the plan is faster, or fits, without them"
+
     @property
     def least_s(self) -> float:
         """What a plan has to beat."""
@@ -72,7 +92,7 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
         return Launch(today.name, today.flags, None, unknown=unknown)
     row = _row(job, costs, today, MEASURED)
     best = _row(job, costs, today).step_s if today.setting.overlap else None
-    return Launch(today.name, today.flags, row, best, graphs=today.graphs)
+    return Launch(today.name, today.flags, row, best, graphs=today.graphs, alone=today.alone)
 
 
 def _unknown(job: Job, reading: Reading) -> str:
@@ -118,12 +138,16 @@ def gain(row: Row, before_s: float) -> float:
     return 1 - row.step_s / before_s
 
 
+STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}
+
+
 def as_stock(job: Job) -> Job:
     """The job as stock Megatron runs it: where its launch leaves the layers' places open, stages are alike."""
     parallel = job.parallel
     if parallel.partition == "auto":
         parallel = parallel.model_copy(update={"partition": None})
-    return job.model_copy(update={"policy": "none", "parallel": parallel, "schedule": "flush", "defer_updates": True})
+    model = job.model.model_copy(update={"captured": ()})  # priced by `today`
+    return job.model_copy(update={**STOCK, "parallel": parallel, "model": model})
 
 
 @dataclass(frozen=True)

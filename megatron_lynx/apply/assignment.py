@@ -15,7 +15,7 @@ from megatron_lynx.apply.site import marked_in, may_draw_in
 from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
-from megatron_lynx.runtime.policy import ChunkPolicy, DeferralPolicy, HalfPolicy
+from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, DeferralPolicy, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
 from megatron_lynx.schedule.one_stage import passes_of
@@ -47,10 +47,13 @@ def _policy(
     replayed = frozenset(planned.replay)
     if planned.checkpoint:
         replayed |= {GATHERED.name}
-    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
+    beyond = None
+    if stage.experts_hold is not None and section.on_rows and not planned.checkpoint:
+        beyond = Beyond(stage.experts_hold, section.on_rows, replayed, marked_in(section, module))
+    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and planned.gathers
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
-    offloads = stage.offload is not None and not section.opaque and (not section.in_some_layers or stage.offload.experts)
+    offloads = stage.offload is not None and not section.kept_whole and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=planned.layer,
         section=section,
@@ -65,6 +68,7 @@ def _policy(
         checkpoint=planned.checkpoint,
         feeds=planned.feeds,
         marked=marked_in(section, module) if planned.checkpoint else (),
+        beyond=beyond,
         hooks=hooks,
     )
 
@@ -88,7 +92,7 @@ def passing_over(
         marked[layer] = {}
         for half, policy in halves.items():
             serves = policy.key in timetable.busy_halves[policy.chunk]
-            busy = policy.goes_out(offloading) or policy.key in deferring or bool(policy.replay) or serves
+            busy = policy.goes_out(offloading) or policy.key in deferring or policy.may_replay or serves
             of_chunk = below is not None and below.chunk == policy.chunk
             below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
             marked[layer][half] = below

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.graphs import refused_graphs
 from megatron_lynx.apply.live_run import not_one, switched_on
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import FACES
@@ -12,8 +13,6 @@ from megatron_lynx.kinds.running import FACES
 OFF = {
     "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading: the plan decides what is offloaded",
-    "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
-    "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
     "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",
     "moe_paged_stash": "--moe-paged-stash: it packs what experts save, by hooks of its own on all layers",
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
@@ -21,7 +20,6 @@ OFF = {
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
     "hybrid_context_parallel": "--hybrid-context-parallel: among how many ranks a sequence is cut differs from one to the next",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
-    "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
     "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",
@@ -57,10 +55,7 @@ def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
     if (variant := getattr(config, "experimental_attention_variant", None)) not in (None, KEPT_WHOLE):
         todo = "drop --experimental-attention-variant: its projections are not sites"
         yield Problem("config.experimental_attention_variant", str(variant), f"none, or {KEPT_WHOLE}", todo)
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    if graphs not in (None, "none"):
-        todo = "drop --cuda-graph-impl: graphs bypass every hook"
-        yield Problem("config.cuda_graph_impl", str(graphs), "none under a plan", todo)
+    yield from refused_graphs(config)
     for face in FACES:
         yield from face.refused_settings(config)
     if te:

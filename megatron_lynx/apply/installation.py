@@ -35,7 +35,7 @@ from megatron_lynx.apply.hooks import (
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hybrid import is_hybrid
 from megatron_lynx.apply.linears import deferring_linears
-from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.live_run import LiveRun, live_run, recipe_of
 from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import host_limit_of, offloader_of
 from megatron_lynx.apply.refusals import refusals
@@ -187,7 +187,8 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
         if not all(face.always_local for face in kinds_of(run)):
             todo = "train with a later release of megatron-core"
         beside = [Problem("layers", found, "a later release", todo)]
-    return [*beside, *te.stale(), *(te.stale_with("fp8") if run.fp8 else ())]
+    has = {"fp8": run.fp8, "fp4": run.fp8 and recipe_of(run.config) == "nvfp4", "grouped": run.groups_experts}
+    return [*beside, *te.stale(), *(problem for what in has if has[what] for problem in te.stale_with(what))]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
@@ -200,7 +201,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity)  # type: ignore[arg-type]
         recorded = [
-            half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
+            half for half, policy in of_layer[number].items() if policy.may_replay or policy.goes_out(engine.offloader.chunks)
         ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)

@@ -31,7 +31,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield from others
             continue
         try:
-            sections = [section for section in sections_in(layer) if not section.in_some_layers]
+            sections = [section for section in sections_in(layer) if not (section.in_some_layers or section.captured)]
             sites = {item: module for section in sections for item, module in modules_of(section, layer).items()}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
@@ -49,7 +49,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
     """A live layer, or each of the two of a hybrid stack that are one, of another class than Megatron's, if it is looked into."""
     of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
-    known = [section.half for section in sections_in(layer) if not section.opaque]
+    known = [section.half for section in sections_in(layer) if not section.kept_whole]
     owners = {owner_of(layer, half): of_half[half] for half in known}
     for owner, needed in owners.items():
         if name_of(owner) not in needed:

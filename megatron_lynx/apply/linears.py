@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hybrid import layers_in
-from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.apply.site import modules_named
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import sections_in
@@ -143,7 +143,8 @@ def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> 
     experts for their share, if all are asked as often: whatever comes, entries that do not fit are computed at once."""
     weights = weights_of(module)
     outputs, inputs = weights[0].shape
-    element_bytes = 1 if run.fp8 else weights[0].element_size()
+    in_fp8 = 4 if recipe_of(run.config) == "nvfp4" else 8
+    bits = in_fp8 if run.fp8 else 8 * weights[0].element_size()
     tokens = plan.model.seq * plan.batch.micro
     if linear.of_experts:
         rows = (
@@ -154,4 +155,4 @@ def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> 
             * run.config.moe_router_topk
         )
         tokens = rows * len(weights) // run.config.num_moe_experts
-    return int(tokens * (inputs + outputs) * element_bytes)
+    return int(tokens * (inputs + outputs) * bits // 8)

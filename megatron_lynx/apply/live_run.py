@@ -74,8 +74,14 @@ class LiveRun:
 
     @property
     def fp8(self) -> bool:
-        """Whether linears multiply in FP8, which only Transformer Engine's can."""
-        return self.uses_te and bool(getattr(self.config, "fp8", None))
+        """Whether linears multiply in FP8 or FP4, which only Transformer Engine's can."""
+        return self.uses_te and recipe_of(self.config) is not None
+
+    @property
+    def groups_experts(self) -> bool:
+        """Whether the linears of all of a rank's experts are one of Transformer Engine's."""
+        experts = (module_at(layer, "mlp.experts.linear_fc1") for layer in self.layers.values())
+        return any(name_of(linear).startswith(TE_MODULE) for linear in experts if linear is not None)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -106,6 +112,13 @@ class LiveRun:
     def overlaps_exchanges(self) -> bool:
         """Whether messages between stages are waited for later than they are issued. Only interleaved schedules can."""
         return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
+
+
+def recipe_of(config: Any) -> str | None:
+    """By which recipe linears are asked to compute in FP8 or FP4; None: they are not."""
+    bits = next((bits for bits in ("fp8", "fp4") if getattr(config, bits, None)), None)
+    recipe = getattr(config, f"{bits}_recipe", None)
+    return None if bits is None else str(getattr(recipe, "value", recipe))
 
 
 def live_run(model: Any) -> LiveRun | list[Problem]:

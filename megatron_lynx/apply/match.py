@@ -9,12 +9,14 @@ Plan and run may both be sound, but not fit each other. Whether the run can carr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from megatron_lynx.apply.fp8_refusals import recipe_of
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hybrid import layers_in
-from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import layers_by_kind
+from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import Plan
 
 
@@ -61,13 +63,22 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "mtp": getattr(config, "mtp_num_layers", None) or 0,
         "moe_overlapped": run.combined,
-        "fp8": recipe_of(config) if config.fp8 else None,
-        "fp8_parameters": bool(config.fp8 and getattr(config, "fp8_param", False)),
+        "captured": captured_modules(config),
+        "fp8": (recipe := recipe_of(config)),
+        "fp8_parameters": bool(recipe and (getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False))),
+        **(layers_in_bf16(config) if recipe else {}),
     }
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:
             found = getattr(plan.model, name)
             yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
+
+
+def layers_in_bf16(config: Any) -> dict[str, int]:
+    """How many layers Megatron leaves in bf16 at each end of a model in FP8 (`get_fp8_context`), by a plan's key."""
+    asked = getattr(config, "first_last_layers_bf16", False)
+    numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    return {key: getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
 
 
 def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:

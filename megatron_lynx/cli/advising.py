@@ -11,6 +11,7 @@ from megatron_lynx.cli.inputs import costs_of, mention_experts
 from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_unknown
 from megatron_lynx.cli.options import (
     AsJson,
+    BridgeOption,
     ClusterOption,
     GpusOption,
     JobOrLaunch,
@@ -38,6 +39,7 @@ def advise(
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    bridge: BridgeOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -52,7 +54,7 @@ def advise(
     from megatron_lynx.advise import as_json as as_json_of
 
     changes = budget_changes(memory_gib, share, offload_ratio)
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)
     with awaited("comparing layouts"):

@@ -5,7 +5,7 @@ can be written is checked before anything takes long.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.writable import against_file, against_folder
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config.host_time import HostAdam
     from megatron_lynx.doctor import Finding
@@ -161,12 +163,19 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
         typer.echo("without flushes: gradients are one update old, which changes what is learnt from step to step")
 
 
-def show_published(rows: list[Row]) -> None:
+def _table(columns: Sequence[str], *, words: Collection[str], title: str | None = None) -> Table:
+    """An empty one. `words`: the columns that are text, and not figures."""
     from rich.table import Table
 
-    table = Table(header_style="bold")
-    for column in ("source", "row", "published", "computed", "error", "bound", "calibrates"):
-        table.add_column(column, justify="left" if column in ("source", "row", "calibrates") else "right", overflow="fold")
+    table = Table(header_style="bold", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table
+
+
+def show_published(rows: list[Row]) -> None:
+    columns = ("source", "row", "published", "computed", "error", "bound", "calibrates")
+    table = _table(columns, words=("source", "row", "calibrates"))
     for row in rows:
         unit = "%" if row.error_in == "percent" else ""
         bound = "" if row.bound is None else f"{row.bound:g}{unit}"
@@ -177,13 +186,10 @@ def show_published(rows: list[Row]) -> None:
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
     """A table of settings with and without flushes, and how old the gradients of each are."""
-    from rich.table import Table
-
     from megatron_lynx.units import format_bytes, format_seconds
 
-    table = Table(header_style="bold", title="one batch, its update included", title_justify="left")
-    for column in ("setting", "predicted", "measured", "ratio to none", "fullest device", "gradients"):
-        table.add_column(column, justify="left" if column in ("setting", "gradients") else "right", overflow="fold")
+    columns = ("setting", "predicted", "measured", "ratio to none", "fullest device", "gradients")
+    table = _table(columns, words=("setting", "gradients"), title="one batch, its update included")
     for row in rows:
         measured = "-" if row.measured_s is None else format_seconds(row.measured_s)
         figures = (format_seconds(row.predicted_s), measured, f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes))
@@ -195,13 +201,10 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
     """A table of a plan and of stock's settings, simulated, with the flags of each."""
-    from rich.table import Table
-
     from megatron_lynx.units import format_bytes, format_seconds
 
-    table = Table(header_style="bold", title="one step, without its update, simulated", title_justify="left")
-    for column in ("setting", "step", "ratio to none", "fullest device", "on the host"):
-        table.add_column(column, justify="left" if column == "setting" else "right", overflow="fold")
+    columns = ("setting", "step", "ratio to none", "fullest device", "on the host")
+    table = _table(columns, words=("setting",), title="one step, without its update, simulated")
     for row in rows:
         host = format_bytes(row.host_bytes) if row.host_bytes else "-"
         figures = (format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)
@@ -210,11 +213,8 @@ def show_simulated(rows: list[SimulatedRow]) -> None:
 
 
 def show_held(held: list[Held], summary: str) -> None:
-    from rich.table import Table
-
-    table = Table(header_style="bold")
-    for column in ("hook", "site", "release", "as recorded"):
-        table.add_column(column, overflow="fold")
+    columns = ("hook", "site", "release", "as recorded")
+    table = _table(columns, words=columns)
     for each in held:
         style = "" if each.as_recorded else "bold red"
         table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
@@ -223,11 +223,8 @@ def show_held(held: list[Held], summary: str) -> None:
 
 
 def show_findings(found: list[Finding]) -> None:
-    from rich.table import Table
-
-    table = Table(header_style="bold")
-    for column in ("", "what", "found", "costs", "to do"):
-        table.add_column(column, overflow="fold")
+    columns = ("", "what", "found", "costs", "to do")
+    table = _table(columns, words=columns)
     styles = {"defeats": "bold red", "slows": "yellow"}
     for finding in found:
         row = (finding.level, finding.topic, finding.found, finding.costs, finding.todo)
@@ -240,8 +237,8 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
     problems: list[Problem] = []
     taken = {_place(file): "a file that is read" for file in read if file is not None}
     for file in files:
-        if file is None or _is_device(file):
-            continue
+        if file is None or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
+            continue  # devices and pipes are left alone, opening one may have an effect
         if (place := _place(file)) in taken:
             problems.append(Problem(os.fspath(file), taken[place], "another place for the answer"))
         elif (found := against_file(file)) is not None:
@@ -259,8 +256,3 @@ def make_folder(folder: Path) -> None:
 
 def _place(file: Path) -> str:
     return os.path.realpath(file)
-
-
-def _is_device(file: Path) -> bool:
-    """Devices and pipes are left alone, opening one may have an effect."""
-    return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)

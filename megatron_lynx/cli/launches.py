@@ -3,7 +3,7 @@
 megatron-lynx plan jobs/demo                                       a job file, or a bundled one
 megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
 megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
-megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge's
+megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge's, whose settings are named
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def command_with(
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment
 
-    layers = layer_flags(made) if job.parallel.partition == "auto" else ()
+    counted = reading.container is not None
+    layers = layer_flags(made, chunks_counted=counted) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
+    reading = reading.with_graphs_of(made.model.captured)
     return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made), without)

@@ -74,6 +74,7 @@ def search(
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
+    bridge: BridgeOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show; each is simulated.")] = 10,
@@ -113,7 +114,7 @@ def search(
     of_policies = POLICIES if policies is None else named_in(policies)
     of_schedules = None if schedules is None else named_in(schedules)
     sizes = None if context is None else whole_numbers_in(context, "--context")
-    asked = asked_about(words, cluster, None, launch_file, strict=strict)
+    asked = asked_about(words, cluster, None, launch_file, strict=strict, bridge=bridge)
     own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else None
     job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False)
     with counted("layouts ranked") as watch:
@@ -138,7 +139,7 @@ def search(
 @app.command()
 def validate(as_json: AsJson = False) -> None:
     """Recompute published results, and print how far off each is."""
-    from megatron_lynx.published.tables import all_rows
+    from megatron_lynx.published import all_rows
 
     rows = all_rows()
     missed = [row for row in rows if row.within is False]

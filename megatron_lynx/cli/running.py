@@ -58,7 +58,6 @@ def compare(
     """
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
-    from megatron_lynx.compare.table import rows_of
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
@@ -81,7 +80,7 @@ def compare(
         comparison = run(partitioned_as(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
     written = write_comparison(comparison, output)
     if as_json:
-        show_json(rows_as_json(rows_of(comparison.measurement)))
+        show_json(rows_as_json(comparison.measurement))
     else:
         print_report(comparison.measurement, page())
         typer.echo("\n".join(f"wrote {path}" for path in written))

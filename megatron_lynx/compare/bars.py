@@ -54,20 +54,18 @@ def bars_of(spans: Iterable[Span]) -> list[Bar]:
     return [bar for span in spans for bar in _bars(span)]
 
 
+COMPUTE = {"forward": FORWARD, "backward": BACKWARD, "update": UPDATE, "copy_wait": WAITING}
+COPIES = {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}
+
+
 def _bars(span: Span) -> tuple[Bar, ...]:
-    if span.kind == "forward":
-        return (Bar("compute", FORWARD, span),)
-    if span.kind == "backward":
-        return (Bar("compute", BACKWARD, span),)
-    if span.kind == "update":
-        return (Bar("compute", UPDATE, span),)
+    if span.kind in COMPUTE:
+        return (Bar("compute", COMPUTE[span.kind], span),)
     if span.kind == "replay":
         return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
     if span.kind == "weight_gradient":
         return (Bar("compute", FLUSHED if span.flushed else FILLING, span),)
-    if span.kind in ("gather", "offload", "reload"):
-        return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
-    if span.kind == "copy_wait":
-        return (Bar("compute", WAITING, span),)
+    if span.kind in COPIES:
+        return (Bar("communication", COPIES[span.kind], span),)
     receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
     return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_lynx.compare.table import Row, as_json, rows_of, verdict
-from megatron_lynx.measure.measurement import Measurement, save_measurement
+from megatron_lynx.compare.table import as_json, verdict
+from megatron_lynx.measure.measurement import Measurement, Setting, save_measurement
 from megatron_lynx.units import format_bytes, format_seconds
 from megatron_lynx.whole_file import write_whole
 
@@ -35,12 +35,11 @@ HOW_BYTES = {
 
 def print_report(measurement: Measurement, console: Console) -> None:
     """The table, the verdict and the notes, on a terminal."""
-    rows = rows_of(measurement)
     table = Table(title=measurement.subject, title_justify="left", header_style="bold")
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*_cells(row, row is rows[0]), style="bold green" if row.ours else "")
+    for setting in measurement.settings:
+        table.add_row(*_cells(measurement, setting), style="bold green" if setting.ours else "")
     console.print(table)
     for sentence in verdicts(measurement):
         console.print(sentence, style="bold", highlight=False)
@@ -50,9 +49,8 @@ def print_report(measurement: Measurement, console: Console) -> None:
 
 def markdown(measurement: Measurement, timeline: str | None = None) -> str:
     """The report as a Markdown document. `timeline`: the path of a picture, relative to the document."""
-    rows = rows_of(measurement)
     lines = [f"# {measurement.subject}", "", _line(COLUMNS), _line(("---", *["---:"] * (len(COLUMNS) - 1)))]
-    lines += [_line(_cells(row, row is rows[0], bold="**")) for row in rows]
+    lines += [_line(_cells(measurement, setting, bold="**")) for setting in measurement.settings]
     lines += ["", *(f"**{sentence}**\n" for sentence in verdicts(measurement))]
     if timeline is not None:
         lines += [f"![One step on every rank]({timeline})", ""]
@@ -69,15 +67,14 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], ti
     folder.mkdir(parents=True, exist_ok=True)
     document, table, source = folder / "compare.md", folder / "compare.json", folder / "measurement.json"
     write_whole(document, markdown(measurement, timeline))
-    write_whole(table, json.dumps(as_json(rows_of(measurement)), indent=2) + "\n")
+    write_whole(table, json.dumps(as_json(measurement), indent=2) + "\n")
     save_measurement(measurement, source)
     return document, table, source
 
 
 def verdicts(measurement: Measurement) -> list[str]:
     """Ours against the fastest stock setting of no more bytes, by resident bytes and by peak bytes."""
-    rows = rows_of(measurement)
-    found = (verdict(rows, "activation_bytes"), verdict(rows, "peak_bytes"))
+    found = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
     return [str(each) for each in found if each is not None]
 
 
@@ -126,18 +123,19 @@ def _checked(measurement: Measurement) -> str:
     return f"The counter was checked: {counted}, {rose}."
 
 
-def _cells(row: Row, reference: bool, bold: str = "") -> tuple[str, ...]:
-    replays = f"{row.hidden_replays} / {row.on_demand_replays}" if row.hidden_replays + row.on_demand_replays else "-"
-    equal = {True: "yes", False: "NO", None: "reference" if reference else "not compared"}[row.gradients_equal]
+def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[str, ...]:
+    reference, step, exposed_s = setting is measurement.reference, setting.step, measurement.exposed_s(setting)
+    hidden, on_demand = setting.hidden_replays, setting.on_demand_replays
+    equal = {True: "yes", False: "NO", None: "reference" if reference else "not compared"}[setting.gradients_equal]
     return (
-        f"{bold}{row.setting}{bold}" if row.ours else row.setting,
-        format_seconds(row.step_s),
-        f"{format_seconds(row.step_lower_s)} - {format_seconds(row.step_upper_s)}",
-        f"{row.ratio_to_none:.3f}",
-        format_bytes(row.activation_bytes),
-        format_bytes(row.peak_bytes),
-        "-" if reference else f"{'-' if row.exposed_s < 0 else '+'}{format_seconds(abs(row.exposed_s))}",
-        replays,
+        f"{bold}{setting.name}{bold}" if setting.ours else setting.name,
+        format_seconds(step.median_s),
+        f"{format_seconds(step.lower_s)} - {format_seconds(step.upper_s)}",
+        f"{measurement.ratio_to_none(setting):.3f}",
+        format_bytes(setting.resident_bytes),
+        format_bytes(setting.peak_bytes),
+        "-" if reference else f"{'-' if exposed_s < 0 else '+'}{format_seconds(abs(exposed_s))}",
+        f"{hidden} / {on_demand}" if hidden + on_demand else "-",
         equal,
     )
 

@@ -85,9 +85,21 @@ class Fp8Units(Part):
     efficiency: float | None = Field(default=None, gt=0, le=1)
     """Achieved share of this peak on GEMMs without end. None: as in bf16."""
     recipes: tuple[Recipe, ...] = Field(min_length=1)
-    """The recipes that these GPUs take."""
+    """The recipes for FP8 that these GPUs take."""
+    fp4_tflop_per_s: float | None = Field(default=None, gt=0)
+    """Dense peak in FP4. None: these GPUs do not take nvfp4."""
     transposes: bool
     """Whether both operands are read by rows alone, so that what is read by columns has a transposed copy (Hopper)."""
+
+    @property
+    def taken(self) -> tuple[Recipe, ...]:
+        """Every recipe that these GPUs take."""
+        return self.recipes if self.fp4_tflop_per_s is None else (*self.recipes, "nvfp4")
+
+    def peak_of(self, recipe: Recipe) -> float:
+        """Dense peak of a recipe's GEMMs, in TFLOP/s."""
+        fp4 = self.fp4_tflop_per_s
+        return self.tflop_per_s if fp4 is None or recipe != "nvfp4" else fp4
 
 
 class Link(Part):

@@ -97,6 +97,8 @@ def fp8_parameter_problems(model: Model, parallel: Parallel, optimizer: Optimize
         yield "model.fp8.parameters needs parallel.distributed_optimizer: true, found false"
     if optimizer.offload and model.fp8.recipe != "delayed":
         yield f"model.fp8.parameters with optimizer.offload needs model.fp8.recipe delayed, found {model.fp8.recipe}"
+    if model.fp8.recipe == "nvfp4":
+        yield "model.fp8.parameters is true, needed false with model.fp8.recipe nvfp4: no run with weights in FP4 was tried"
 
 
 def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster) -> list[str]:
@@ -157,8 +159,8 @@ def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
     if cluster.fp8 is None:
         needed = "GPUs that have it, such as those of h100-80g, h800-80g, h200-141g"
         yield f"model.fp8 is {recipe}, but the GPUs of cluster {cluster.name} have no FP8 (cluster.fp8): needed {needed}"
-    elif recipe not in cluster.fp8.recipes:
-        known = ", ".join(cluster.fp8.recipes)
+    elif recipe not in cluster.fp8.taken:
+        known = ", ".join(cluster.fp8.taken)
         yield f"model.fp8.recipe is {recipe}, but the GPUs of cluster {cluster.name} take {known}"
 
 

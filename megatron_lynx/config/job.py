@@ -26,7 +26,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.fp8_recipes import gathers_once
+from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
@@ -80,6 +80,12 @@ class Batch(Part):
     """Sequences of one optimizer step over all replicas (B)."""
     lengths: Lengths | None = None
     """Of the sequences that are packed into one of `model.seq` tokens. None: it is a single one."""
+    packed: bool | None = None
+    """Whether sequences are packed. None: where their lengths are stated."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.lengths is not None if self.packed is None else self.packed
 
 
 Leaving = Literal["parameters", "gradients", "optimizer"]
@@ -186,6 +192,8 @@ class Job(Part):
         problems += self._head_problems()
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
         problems += fp8_parameter_problems(model, parallel, self.optimizer)
+        if model.fp8_recipe == "nvfp4" and self.userbuffers:
+            problems.append("overlap.userbuffers is true, needed false with model.fp8.recipe nvfp4: such linears have none")
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
@@ -250,7 +258,7 @@ class Job(Part):
     def reduces_amaxes(self) -> bool:
         """Whether casting what linears gather communicates in every call: each rank has a part of it, and one scale, found anew,
         is for all."""
-        return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
+        return reduces_amaxes(self.model.fp8_recipe) and self.parallel.sequence_parallel
 
     @property
     def keeps_gathered(self) -> bool:
@@ -262,6 +270,12 @@ class Job(Part):
     def userbuffers(self) -> bool:
         """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    @property
+    def rotary_asks_host(self) -> bool:
+        """Whether turning queries and keys makes the host wait for the device, to ask how long packed sequences are, each time it
+        runs. The fused kernel need not ask."""
+        return self.batch.is_packed and self.model.position == "rope" and not self.model.fuses_rotary
 
     @property
     def head_pieces(self) -> int:

@@ -5,89 +5,67 @@ A job's digest leaves it out, so that old plans know their jobs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.experts import BALANCED
 from megatron_lynx.config.overlap import Overlap
 
-LATER: dict[str, dict[str, Any]] = {
-    "model": {
-        "fp8": None,
-        "qk_norm": False,
-        "experts": None,
-        "attention_kernel": "usual",
-        "kv_channels": None,
-        "latent": None,
-        "cross_entropy": "unfused",
-        "deterministic": False,
-        "glu_offset": True,
-        "kinds": (),
-        "opaque": (),
-        "mtp": 0,
-        "activation_clamped": False,
-        "window": None,
-        "sinks": False,
-    },
-    "parallel": {
-        "expert": 1,
-        "expert_tensor": None,
-        "scattered_messages": False,
-        "context_exchange": "p2p",
-        "context_levels": None,
-    },
-    "budget": {"expandable_segments": True, "share": None, "beside": (), "leaves": ()},
-    "batch": {"lengths": None},
-    "optimizer": {"states": 2, "offload": 0.0, "overlap_copies": False},
+LATER: dict[str, tuple[str, ...]] = {
+    "model": (
+        *(
+            "fp8",
+            "qk_norm",
+            "experts",
+            "attention_kernel",
+            "kv_channels",
+            "latent",
+            "cross_entropy",
+            "deterministic",
+            "glu_offset",
+        ),
+        *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
+    ),
+    "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels"),
+    "budget": ("expandable_segments", "share", "beside", "leaves"),
+    "batch": ("lengths", "packed"),
+    "optimizer": ("states", "offload", "overlap_copies"),
 }
-"""Fields by their part."""
+"""Fields by their part. Each changes nothing where it is as its part has it by default."""
 
-
-IN_FP8: dict[str, Any] = {"parameters": False, "first_in_bf16": 0, "last_in_bf16": 0}
-"""The same of `model.fp8`."""
-
-IN_EXPERTS: dict[str, Any] = {
-    "load": BALANCED,
-    "holds": None,
-    "whole": False,
-    "filled": False,
-    "dispatcher": "alltoall",
-    "shared_gate": False,
-    "overlapped": False,
-}
-"""The same of `model.experts`."""
-
+IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16")
+IN_EXPERTS = ("load", "holds", "whole", "filled", "dispatcher", "shared_gate", "overlapped")
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
-"""Of `overlap`, where anything else of it is stated."""
+"""The same of `model.fp8`, of `model.experts`, and of `overlap` where anything else of it is stated."""
+
+
+def as_by_default(part: BaseModel, names: Iterable[str]) -> set[str]:
+    """Those of these fields that are as they are where nobody says anything."""
+    return {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
 
 
 def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
     """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
-    off: dict[str, Any] = {
-        part: dict.fromkeys((name for name, value in names.items() if getattr(parts[part], name) == value), True)
-        for part, names in LATER.items()
-    }
+    off: dict[str, Any] = {part: dict.fromkeys(as_by_default(parts[part], names), True) for part, names in LATER.items()}
     off["model"]["fusions"] = True  # what a measured profile knows better
     if (experts := getattr(parts["model"], "experts", None)) is not None:
-        off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
+        off["model"]["experts"] = as_by_default(experts, IN_EXPERTS)
     if (asked := getattr(parts["model"], "fp8", None)) is not None:
-        off["model"]["fp8"] = {name for name, value in IN_FP8.items() if getattr(asked, name) == value}
+        off["model"]["fp8"] = as_by_default(asked, IN_FP8)
     if (latent := getattr(parts["model"], "latent", None)) is not None and not latent.fused_rotary:
         off["model"]["latent"] = {"fused_rotary"}
-    if overlap == Overlap():
-        off["overlap"] = True
-    else:
-        off["overlap"] = {name for name in IN_OVERLAP if getattr(overlap, name) == getattr(Overlap(), name)}
+    off["overlap"] = True if overlap == Overlap() else as_by_default(overlap, IN_OVERLAP)
     off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
     if cluster.reserve is None:
         off["cluster"]["reserve"] = True
     if "deterministic" in off["model"]:
         off["cluster"]["ordered_attention"] = True
-    if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
-        off["cluster"]["fp8"] = {"efficiency"}
+    if fp8 and cluster.fp8 is not None:
+        off["cluster"]["fp8"] = {"efficiency"} if cluster.fp8.efficiency is None else set()
+        if asked is None or asked.recipe != "nvfp4":
+            off["cluster"]["fp8"].add("fp4_tflop_per_s")
     if cluster.matmul is not None and cluster.matmul.flash_attention_2_efficiency is None:
         off["cluster"]["matmul"] = {"flash_attention_2_efficiency"}
     return off

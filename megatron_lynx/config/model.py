@@ -14,6 +14,7 @@ from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
@@ -26,11 +27,15 @@ Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
 local layers' scores (`--no-masked-softmax-fusion`)."""
 
 
-class Fp8(Part):
-    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`."""
+LISTED = ("fusions", "kinds", "opaque", "captured")
+"""Keys of a model that are lists in a file."""
 
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: E4M3, but gradients in E5M2."""
+
+class Fp8(Part):
+    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`; or `--fp4-format`, `--fp4-recipe`."""
+
+    format: Literal["hybrid", "e4m3", "e2m1"] = "hybrid"
+    """hybrid: E4M3, but gradients in E5M2. e2m1: FP4, of recipe nvfp4."""
     recipe: Recipe = "delayed"
     parameters: bool = False
     """Whether the linears' weights themselves are held in FP8 (`--fp8-param-gather`), and gathered so by the distributed
@@ -39,6 +44,19 @@ class Fp8(Part):
     """How many layers from the first on compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
     """How many up to the last one do (`--num-layers-at-end-in-bf16`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_format(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("recipe") == "nvfp4":
+            return {"format": "e2m1", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _fp4(self) -> Fp8:
+        if (self.format == "e2m1") != (self.recipe == "nvfp4"):
+            raise ValueError(f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}")
+        return self
 
 
 class Window(Part):
@@ -128,6 +146,9 @@ class Model(Part):
     opaque: tuple[Opaque, ...] = ()
     """Halves of some layers that nobody looks into: plans keep them whole. Of one layer and half the first one that names it."""
 
+    captured: tuple[CapturedModule, ...] = ()
+    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
+
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -139,7 +160,7 @@ class Model(Part):
             return data
         return {
             **data,
-            **{name: tuple(data[name]) for name in ("fusions", "kinds", "opaque") if isinstance(data.get(name), list)},
+            **{name: tuple(data[name]) for name in LISTED if isinstance(data.get(name), list)},
         }
 
     @model_validator(mode="before")
@@ -188,7 +209,7 @@ class Model(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds)
+        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured)
 
     @property
     def halves(self) -> Mapping[Half, Section]:
@@ -198,7 +219,7 @@ class Model(Part):
     @property
     def every_section(self) -> tuple[Section, ...]:
         """Every content of a half that some layer has, the usual ones first, whether a layer has them or not."""
-        mixture = () if self.experts is None else (self.experts.section,)
+        mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
         return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
 
     @property
@@ -214,6 +235,11 @@ class Model(Part):
     def fuses(self, fusion: Fusion) -> bool:
         """Whether this fusion is on, on GPUs."""
         return self.fusions is None or fusion in self.fusions
+
+    @property
+    def fuses_rotary(self) -> bool:
+        """Whether one kernel turns queries and keys."""
+        return self.fuses("rope") if self.latent is None else self.latent.fused_rotary
 
     @property
     def fuses_activation(self) -> bool:

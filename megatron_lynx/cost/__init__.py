@@ -1,1 +1,1 @@
-"""Prices a job, a stage, a layer and a replay in seconds, bytes and FLOPs, from a profile; each formula is in one place."""
+"""Prices a job, a stage, a layer and a recomputation in seconds, bytes and FLOPs, from a profile; each formula once."""

@@ -66,6 +66,13 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
     return total_s
 
 
+def under_way_s(profile: Profile, section: Section, item: str) -> float:
+    """The part of that which this item communicates, and which may be under way while others compute."""
+    waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
+    of_item = zip(waited, seconds, strict=True)
+    return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and each.carries != "input")
+
+
 def _carries_for(section: Section, waited: Collective | Exchange) -> str:
     """The item that a wait of a forward is for: whose input is gathered, or whose output is reduced or exchanged."""
     if isinstance(waited, Collective):
@@ -107,9 +114,10 @@ def _carried_bytes(profile: Profile, section: Section, collective: Collective, m
     if collective.of:
         carried = message_bytes * planning_of(section).carried_width(profile.shape, collective) // profile.shape.hidden
         return profile.gathered_input(carried) if collective.carries == "input" else carried
-    per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
-    in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
-    return profile.gathered_input(message_bytes) if in_fp8 else message_bytes
+    if collective.carries not in ("input", "gradient"):
+        return message_bytes
+    twice = collective.carries == "gradient" and profile.shape.fp8 not in (None, *PER_TENSOR)
+    return (1 + twice) * profile.gathered_input(message_bytes)
 
 
 def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
@@ -160,31 +168,28 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
     return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
-def gather_once_s(
-    profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
-) -> float:
+def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
     """Seconds that are lost by gathering the input of a column-parallel linear once, for its section's replay and its backward.
 
     The gather starts behind the first backward collective of the section `behind`; the backward of that section's row-parallel
-    linear, and what precedes it, run before the replay needs the input; with `whole`, the rest of that section's, too. None: it
-    is gathered on demand, and nothing runs. In exchange the section's own backward gathers nothing, which stock Megatron hides
-    behind the dgrad GEMM as far as that goes.
+    linear, and what precedes it, run before the replay needs the input. None: it is gathered on demand, and nothing runs. In
+    exchange the section's own backward gathers nothing, which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
-    return gather_lost_and_spared_s(profile, section, behind, message_bytes, whole=whole)[0]
+    return gather_lost_and_spared_s(profile, section, behind, message_bytes)[0]
 
 
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
     """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
-    earlier one delays it: one of the two is 0."""
+    earlier one delays it: one of the two is 0. `whole`: the rest of the backward of `behind` runs before the replay, too."""
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
-    longer_s = max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
+    longer_s = max(0.0, gather_s - (behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
     return max(0.0, longer_s), max(0.0, -longer_s)
 
 
-def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
+def behind_gather_s(profile: Profile, section: Section, whole: bool = False) -> float:
     """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
     items = profile.of(section).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
@@ -200,5 +205,5 @@ def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
         return 0
     gathered = GATHERED * shape.gathered_bytes
     if job.model.fp8 is not None:
-        gathered = gathered * FP8_BYTES // BF16_BYTES
+        gathered = gathered * FP8_BYTES // BF16_BYTES  # FP4 has none
     return gathered + SCATTERED * shape.gathered_bytes

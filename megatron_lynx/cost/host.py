@@ -1,7 +1,8 @@
 """Host time of passes: how long Python takes to issue a half, a stage's layers, or stock Megatron's.
 
 A pass cannot be shorter, whatever its device does: a *host-bound* stage waits for Python. What is not known counts as no time:
-the ends of the model, collectives, experts, and everything where the profile knows no host time.
+the ends of the model, collectives, experts, and everything where the profile knows no host time. A captured half costs the host
+one call, which is not counted either.
 
 What there is to say of host time: whether it is known, on which CPU, and which stages wait for it.
 """
@@ -64,7 +65,7 @@ def half_host_s(
     profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
 ) -> HostSeconds:
     """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
-    if profile.host_time is None or section.in_some_layers:
+    if profile.host_time is None or section.in_some_layers or section.captured:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
     treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
@@ -110,7 +111,7 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
         return NO_HOST_TIME
     counted = job.halves_on(stage)
     usual = job.model.halves.values()
-    halves = [_of(profile, section, BY_POLICY[job.policy]) * counted[section] for section in usual]
+    halves = [_of(profile, each, BY_POLICY[job.policy]) * counted[each] for each in usual if not each.captured]
     return sum(halves, start=NO_HOST_TIME)
 
 

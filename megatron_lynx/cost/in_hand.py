@@ -49,7 +49,7 @@ def _in_layer(shape: LayerShape, sections: Sequence[Section]) -> int:
 @lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
-    return max(_alone(shape, section) for section in _walked(shape))
+    return max(alone_in_hand_bytes(shape, section) for section in _walked(shape))
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +59,7 @@ def fullest_half_bytes(shape: LayerShape) -> int:
     most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
     asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
     saved = ((section, sum(_freed(shape, section).values())) for section in asked)
-    return max(0, *(size - (most - _alone(shape, section)) for section, size in saved))
+    return max(0, *(size - (most - alone_in_hand_bytes(shape, section)) for section, size in saved))
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
@@ -72,7 +72,7 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
         return {}
     shape = LayerShape.of(job)
     most, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
-    less = {half: most - max(_alone(shape, each) for each in _walked(shape) if each.half == half) for half in HALVES}
+    less = {half: most - max(alone_in_hand_bytes(shape, each) for each in _walked(shape) if each.half == half) for half in HALVES}
     return less if shape.model.experts is None else {**less, MLP.half: most - layer}
 
 
@@ -102,7 +102,8 @@ def global_buffer_bytes(shape: LayerShape) -> int:
     return max(gathered, scores)
 
 
-def _alone(shape: LayerShape, section: Section) -> int:
+def alone_in_hand_bytes(shape: LayerShape, section: Section) -> int:
+    """The most at once in one half by itself."""
     return _most(shape, planning_of(section).backward(shape), _freed(shape, section))
 
 

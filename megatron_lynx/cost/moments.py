@@ -117,6 +117,10 @@ class Parts:
     """What making the optimizer takes beyond its state (`cost.host_optimizer`)."""
     remembered: int = 0
     """What dispatchers of tokens keep of their last call, when what its backward reads is gone: they let go of it in the next."""
+    pool: int = 0
+    """Of one chunk's micro-batch what captured graphs keep: their pool holds it when its backward is over, too."""
+    pools: int = 0
+    """The same of all chunks in flight."""
     activations: int = 0
     """What layers keep of all chunks in flight; with offloading, the share that stays."""
     activations_at_loss: int | None = None
@@ -185,13 +189,15 @@ class Parts:
         if moment == "backward":
             return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
         if moment == "embedding_backward":
-            others = {"activations": self._activations_of_others}
+            others = {"activations": self._activations_of_others + self.pool}
             return running | others | {"in_hand": self.embedding_gradient + self.remembered}
         return running | {"head": self.head // 2} if moment == "forward" else running
 
     def _between_batches(self, moment: Moment) -> dict[str, int]:
         """In reductions and updates."""
         left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
+        if self.pools:  # there is no plan beside graphs without flushes
+            left = {"activations": self.pools}
         if moment == "reduction":
             return left | {"in_hand": self.reduced + self.remembered}
         return left | {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}

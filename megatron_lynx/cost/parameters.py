@@ -35,7 +35,7 @@ from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.quantized import FP8_BYTES, weight_bytes
+from megatron_lynx.profiler.quantized import BF16_BYTES, buffer_bytes, weight_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
@@ -174,7 +174,7 @@ def passed_weights(model: Model, kind: LayerKind | None = None) -> int:
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
     """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
-    weights that are held in FP8 themselves: their bytes by columns, and scales; of layers that stay in bf16, the other byte."""
+    weights that are held in FP8 themselves: their bytes by columns, and scales; of layers that stay in bf16, the other bytes."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
@@ -183,12 +183,12 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
         layer for chunk in range(job.chunks) for layer in job.layers_of(stage, chunk)
     )
     plain = Counter(section for layer in ends for section in model.sections(layer))
-    other = FP8_BYTES * model.fp8_parameters * _in_buffer(job)
 
     def of_layer(section: Section, linear: Linear) -> int:
         copies = weight_bytes(recipe, linear.made, linear.taken, transposes=transposes, held=model.fp8_parameters)
-        cast = sections[section] - plain[section]
-        return linear.times * (cast * copies + plain[section] * other * linear.made * linear.taken)
+        cast, count = sections[section] - plain[section], linear.made * linear.taken
+        other = BF16_BYTES * count - buffer_bytes(recipe, count) if model.fp8_parameters and _in_buffer(job) else 0
+        return linear.times * (cast * copies + plain[section] * other)
 
     sections = sections_on(job, stage)
     return sum(of_layer(section, linear) for section in sections for linear in planning_of(section).linears(shape).values())
@@ -201,7 +201,8 @@ def held_in_fp8(job: Job, parameters: Parameters) -> tuple[int, int]:
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
     """Of so many numbers. `in_fp8`: how many of them are held in FP8, of which those by columns are not counted here."""
-    held = in_fp8 * TYPE_BYTES["fp8"] if _in_buffer(job) else 0
+    recipe = job.model.fp8_recipe
+    held = buffer_bytes(recipe, in_fp8) if recipe is not None and _in_buffer(job) else 0
     return (count - in_fp8) * bytes_each(job).weight + held
 
 

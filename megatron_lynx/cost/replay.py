@@ -34,6 +34,13 @@ class Checkpoint(NamedTuple):
     """Whether it runs again to its end, because the half behind it keeps no input."""
     fed: bool = False
     """Whether it keeps no input, and gets it from the half before."""
+    ahead_to: str | None = None
+    """The item to which it runs again while the layer above runs backward (`timetable.PlannedHalf`)."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a part of a layer that keeps one input."""
+        return self.feeds or self.fed
 
     def items(self, section: Section) -> tuple[str, ...]:
         """What runs again."""
@@ -62,8 +69,16 @@ class Replay:
         return sum(tensor.bytes for tensor in self.stays)
 
 
-def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str], *, whole: bool = False) -> Replay:
-    """What follows from replaying exactly these items of a section. `whole`: whether the replay runs to the half's end. [7]"""
+def replay_of(
+    section: Section,
+    tensors: Sequence[SavedTensor],
+    replay: Collection[str],
+    *,
+    whole: bool = False,
+    stops: Collection[str] | None = None,
+) -> Replay:
+    """What follows from replaying exactly these items of a section. `whole`: whether the replay runs to the half's end. [7]
+    `stops`: the items before which it may stop, if not those of the section."""
     order, code, ends = section.names, section.code, section.ends
     if any(item.role == "dispatch" and item.name in replay for item in section.items):
         ends = tuple(item for item in ends if section.of_name[item].role != "router")  # [7]
@@ -75,7 +90,7 @@ def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collecti
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
     runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
-    there = dict.fromkeys(section.stops, 0)
+    there = dict.fromkeys(section.stops if stops is None else stops, 0)
     for tensor, items in let_go:
         remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed  # [4]
         if remembered or set(tensor.saved_by) - set(items):

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import again_s, gather_once_s, kept_gathers_bytes
+from megatron_lynx.cost.communication import again_s, gather_once_s, kept_gathers_bytes, under_way_s
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import Checkpoint, replay_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
@@ -35,6 +35,18 @@ class Stop(NamedTuple):
     """What has run."""
     bytes: int
     """What is there of what it regenerates, and of what it remembers to go on. A gathered input is in it."""
+
+
+class Begun(NamedTuple):
+    """How far a checkpoint is when it has run ahead, and stops there."""
+
+    seconds: float
+    bytes: int
+    """As `Stop` has it."""
+    under_way_s: float
+    """The part of what it communicates that is under way then."""
+    again_s: float
+    """What of that runs once more when it goes on: code between sites."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,8 @@ class PricedSection:
     """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """By item before which the replay can stop: how far it is then."""
+    begun: Begun | None = None
+    """Of a checkpoint that runs ahead, and stops there."""
 
 
 def priced(
@@ -66,6 +80,8 @@ def priced(
     are. `less_in_hand_bytes`: as `cost.memory.half_memory` has it."""
     costs = profile.of(section)
     feeds = checkpoint is not None and checkpoint.feeds
+    if checkpoint is not None and checkpoint.ahead_to is not None:
+        return _ahead(profile, section, replay, checkpoint, less_in_hand_bytes)
     replayed = replay_of(section, costs.tensors, replay, whole=feeds)
     once = gathers(profile, section, replay) and checkpoint is None
     gathered_bytes = profile.gathered_input(profile.message_bytes) if once else 0
@@ -97,6 +113,35 @@ def priced(
         gathered_bytes,
         stops,
     )
+
+
+def _ahead(
+    profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
+) -> PricedSection:
+    """A checkpoint that runs as far as an item while the layer above runs backward. What a reduction makes is remembered until
+    then. Rows of tokens are not counted here: those that are sent and those that arrive are in hand at every moment
+    (`stage_memory.dispatched_bytes`)."""
+    price = priced(profile, section, replay, checkpoint._replace(ahead_to=None), less_in_hand_bytes)
+    item = checkpoint.ahead_to
+    assert item is not None
+    if item == section.residual:
+        return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
+    costs, stop = profile.of(section), item if section.exchanges else section.names[section.index(item) + 1]
+    replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
+    before = [each for each in replayed.runs if section.index(each) <= section.index(item)]
+    seconds = sum(costs.items[each].forward_s for each in before)
+    made = costs.input_bytes if checkpoint.feeds or checkpoint.fed else 0
+    code_s = sum(costs.items[each].forward_s for each in before if each in section.code)
+    begun = Begun(seconds, replayed.there_bytes[stop] + made, under_way_s(profile, section, item), code_s)
+    return dataclasses.replace(price, memory=_from_above(price.memory, begun.bytes, checkpoint), begun=begun)
+
+
+def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:
+    """With what is there of it while the attention half of the layer above runs backward: its MLP half comes behind that at
+    once, its attention half behind the MLP half, for which all of it is there."""
+    nearest, *_ = memory.ahead
+    before = (nearest, nearest, begun_bytes, begun_bytes) if checkpoint.feeds else (begun_bytes, begun_bytes, 0, 0)
+    return dataclasses.replace(memory, ahead=before)
 
 
 def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:

@@ -4,7 +4,7 @@
     rest                                   workspaces
     learned                                what a run was seen to hold beside all of these, or less than them (below 0)
     buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients;
-                                           userbuffers
+                                           userbuffers; of captured graphs masks and working memory (`graphs`)
     activations                            what layers keep, all chunks in flight; with offloading, the share that stays
     staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
     messages                               with a pipeline: what is being sent to and received from other stages
@@ -50,6 +50,7 @@ from megatron_lynx.cost.ends import (
     loss_in_hand_bytes,
     tied_gradients_bytes,
 )
+from megatron_lynx.cost.graphs import graph_buffers_bytes, pool_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import beyond_fp8_bytes, kept_bytes, layers_bytes
@@ -156,7 +157,9 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
     experts = job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
     in_place = shape.device == "cuda" and job.overlap.weight_gradients != "none"
+    chunks = chunks_in_flight(job, stage) if job.model.captured else 0
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
+    buffers += graph_buffers_bytes(job, shape, stage, chunks)
     at_beginning = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
@@ -180,6 +183,8 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         update_in_hand=states.update_in_hand,
         optimizer_made=states.optimizer_made,
         remembered=experts * remembered_bytes(shape) if experts else 0,
+        pool=(pool := pool_bytes(job, shape, stage)),
+        pools=chunks * pool,
         flushed=job.schedule == "flush" or microbatches_in_flight(job, stage) == 1,
     )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import Section
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
+from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
 
 
 class WeightGradient(NamedTuple):
@@ -38,5 +38,6 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
     """The weight gradient of one of a section's linears."""
     item = profile.of(section).items[linear]
     input_bytes, gradient_bytes = planning_of(section).operands_bytes(profile, linear)
-    by_rows_and_columns = 1 if profile.shape.fp8 is None else BF16_BYTES // FP8_BYTES
-    return WeightGradient(item.wgrad_s or item.backward_s / 2, by_rows_and_columns * input_bytes, gradient_bytes)
+    if (recipe := profile.shape.fp8) is not None:
+        input_bytes, gradient_bytes = 2 * input_bytes, 2 * cast_bytes(recipe, gradient_bytes // BF16_BYTES)
+    return WeightGradient(item.wgrad_s or item.backward_s / 2, input_bytes, gradient_bytes)

@@ -1,4 +1,4 @@
-"""Finds what on this machine, or in a launch, keeps replays from overlapping with communication, and says what to set.
+"""Finds what on this machine, or in a launch, keeps recomputation from overlapping with communication, and says what to set.
 
 software   versions, fingerprints                             machine   GPUs, NUMA, host memory
 hardware_queues   how many, and how many Megatron wants    launch    flags that take windows away (where a launch was given)

@@ -20,7 +20,6 @@ from megatron_lynx.estimate import host_report
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_seconds
 
@@ -79,16 +78,13 @@ def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]
     costs = analytic_profile(job).model_copy(update={"host_time": measured})
     yield _finding("host-bound launch", HostReport.of(costs, host_report(_as_stock(job), costs).bound))
     if asked.plan_file is not None:
-        yield _finding("host-bound plan", _of_plan(asked.plan_file, costs))
+        bound = rehearse(load_plan(asked.plan_file), costs).host_bound
+        yield _finding("host-bound plan", HostReport.of(costs, bound))
 
 
 def _as_stock(job: Job) -> Job:
     """The job without a plan. A launch that leaves the policy open recomputes nothing."""
     return job.model_copy(update={"policy": "none"}) if job.policy == "planned" else job
-
-
-def _of_plan(plan_file: str | os.PathLike[str], costs: Profile) -> HostReport:
-    return HostReport.of(costs, rehearse(load_plan(plan_file), costs).host_bound)
 
 
 def _finding(topic: str, report: HostReport) -> Finding:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.graph_facts import GRAPHS, why_alone
 from megatron_lynx.launch_arguments.table import unknown_in_words
 from megatron_lynx.launch_arguments.today import is_on
 
@@ -26,7 +27,6 @@ TODAY = {
     "enable_cuda_graph": "CUDA graphs",
     "external_cuda_graph": "CUDA graphs",
     "cuda_graph_impl": "CUDA graphs",
-    "te_rng_tracker": "random numbers of CUDA graphs",
 }
 """What a launch does today that a plan replaces, and what it is about."""
 
@@ -76,7 +76,9 @@ def _replaced(reading: Reading) -> Iterator[Finding]:
         if not is_on(reading.given, name):
             continue
         found = reading.given.origin(name)
-        if planned:
+        if name in GRAPHS and not why_alone(reading.given):
+            yield Finding(topic, "note", found, "what is captured is kept whole: the plan has to be made for this launch")
+        elif planned:
             yield Finding(topic, "defeats", found, "two deciders: the plan is refused", "drop it")
         else:
             yield Finding(topic, "note", found, "what the launch does today: `plan` prints the launch without it")

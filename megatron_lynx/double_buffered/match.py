@@ -16,9 +16,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_lynx.apply.hook import MARK
 from megatron_lynx.double_buffered import releases
-from megatron_lynx.double_buffered.unproven import DDP, DDP_WITH_DEFERRAL, MODEL, OPTIMIZER, Needed, otherwise
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.schedule import double_buffered
+from megatron_lynx.two_versions import DDP, DDP_WITH_DEFERRAL, MODEL, OPTIMIZER, Needed, otherwise
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
 """Optimizers of which it is known which tensors share memory with the weights (`double_buffered.owners`)."""

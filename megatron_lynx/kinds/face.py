@@ -27,7 +27,7 @@ from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
 from megatron_lynx.kinds.section import Collective, Item, Section
 from megatron_lynx.profiler.element_wise import Kernels, norm_kernels, residual_kernels
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape
-from megatron_lynx.profiler.quantized import FP8_BYTES
+from megatron_lynx.profiler.quantized import cast_bytes
 from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
@@ -198,12 +198,15 @@ class Planning(ABC):
     def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> ItemProfile:
         """One GEMM after another. The weight's gradient is added to an fp32 buffer: read and written."""
         element, flops, weight = shape.model.element_bytes, linear.one_flops, linear.taken * linear.made
-        read = element if shape.model.fp8 is None else FP8_BYTES
-        taken, made = linear.rows * linear.taken, linear.rows * linear.made
-        forward_s = linear.times * roof.linear_s(flops, read * (taken + weight) + element * made)
-        dgrad_s = linear.times * roof.linear_s(flops, read * (made + weight) + element * taken)
-        wgrad_s = linear.times * roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
-        if self.section.has_windows and item.role in BESIDE_COLLECTIVES:
+        taken, made, recipe = linear.rows * linear.taken, linear.rows * linear.made, shape.model.fp8_recipe
+
+        def read(count: int) -> int:
+            return element * count if recipe is None else cast_bytes(recipe, count)
+
+        forward_s = linear.times * roof.linear_s(flops, read(taken + weight) + element * made)
+        dgrad_s = linear.times * roof.linear_s(flops, read(made + weight) + element * taken)
+        wgrad_s = linear.times * roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
+        if self.section.collectives_of and item.role in BESIDE_COLLECTIVES:
             dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
         return ItemProfile(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch.nn import Module
 
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.kinds.captured import in_graph
 from megatron_lynx.kinds.dense.running import HeldAttention, HeldMlp
 from megatron_lynx.kinds.experts.running import HeldExperts
 from megatron_lynx.kinds.held import Classes, Layers, Running
@@ -18,8 +20,8 @@ FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldE
 
 def sections_in(layer: Module) -> tuple[Section, Section]:
     """What fills the halves of a live layer, in the order of a forward."""
-    attention, mlp = HALVES
-    return _found(attention, layer)[1], _found(mlp, layer)[1]
+    attention, mlp = (in_graph(_found(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
+    return attention, mlp
 
 
 def classes_of(section: Section, *, te: bool) -> Classes:

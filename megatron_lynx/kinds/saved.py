@@ -18,7 +18,7 @@ from __future__ import annotations
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ
 from megatron_lynx.kinds.section import Section
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.quantized import saved_bytes
+from megatron_lynx.profiler.quantized import normed_bytes, saved_bytes
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 
@@ -43,7 +43,8 @@ def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) 
     model, norm, output = shape.model, section.norm, shape.input_bytes
     inside = model.uses_te and section.fuses_norm
     if inside and model.fp8_recipe is not None:
-        output = saved_bytes(model.fp8_recipe, shape.own_tokens, model.hidden)
+        gathered = shape.parallel.sequence_parallel
+        output = normed_bytes(model.fp8_recipe, shape.own_tokens, model.hidden, gathered=gathered)
     return [*statistics(shape, norm, output), SavedTensor(bytes=output, made_by=norm, saved_by=readers, output=not inside)]
 
 

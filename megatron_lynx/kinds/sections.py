@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from megatron_lynx.kinds.captured import ROUTER, CapturedModule, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, MIXTURES, Dispatcher
 from megatron_lynx.kinds.latent.section import LATENT, latent_section
@@ -43,6 +44,8 @@ class Facts(NamedTuple):
     """The names of kinds that no other fact speaks of."""
     opaque: tuple[OpaqueName, ...] = ()
     """Of one layer: what nobody looks into."""
+    captured: tuple[CapturedModule, ...] = ()
+    """The modules that run as captured graphs."""
 
 
 USUAL = Facts()
@@ -73,7 +76,7 @@ def _latent(facts: Facts) -> Section | None:
 
 
 def _experts(facts: Facts) -> Section | None:
-    mixtures = IN_NODES if facts.overlapped else MIXTURES
+    mixtures = IN_NODES if facts.overlapped or ROUTER in facts.captured else MIXTURES
     return mixtures[facts.dispatcher, facts.shared_experts] if facts.experts else None
 
 
@@ -127,7 +130,7 @@ def halves_of(facts: Facts) -> Mapping[Half, Section]:
 def _filling_of(half: Half, facts: Facts) -> Section:
     for kind in reversed(KINDS):
         if kind.half == half and (section := kind.chosen(facts)) is not None:
-            return section
+            return in_graph(section, facts.captured)
     raise LookupError(f"nothing fills {half}: its usual content answers to all facts")
 
 

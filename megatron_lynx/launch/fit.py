@@ -6,15 +6,20 @@ The rest is told by `apply.match` and `apply.refusals`, from the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
+from megatron_lynx.apply.live_run import recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan import Plan
+
+GIVEN = {True: "given", False: "not given"}
 
 
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
     yield from _sizes(plan, args)
+    yield from _backend(args)
     if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
         found = "a plan without flushes, whose gradients are not complete when a step ends"
         todo = "check frames, or a plan for --lynx-schedule flush"
@@ -26,6 +31,28 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     if (granularity := getattr(args, "recompute_granularity", None)) is not None:
         found = f"{granularity} (set by --recompute-activations or --recompute-granularity)"
         yield Problem("--recompute-*", found, "none", "drop these flags: the plan decides what is recomputed")
+
+
+BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}
+"""What of the package `deep_ep` each backend of Megatron's flex dispatcher is made of."""
+
+
+def _backend(args: Any) -> Iterator[Problem]:
+    """Megatron stops where a model is built without it: on this rank, while others wait for it."""
+    if getattr(args, "moe_token_dispatcher_type", None) != "flex":
+        return
+    backend = getattr(args, "moe_flex_dispatcher_backend", None) or "deepep"
+    if backend in BUFFERS and not hasattr(_deep_ep(), BUFFERS[backend]):
+        todo = "install DeepEP on every node, or launch, and plan, with --moe-token-dispatcher-type alltoall"
+        needed = f"a package deep_ep with {BUFFERS[backend]}, which is not installed on this rank"
+        yield Problem("--moe-flex-dispatcher-backend", backend, needed, todo)
+
+
+def _deep_ep() -> Any:
+    try:
+        return import_module("deep_ep")
+    except ImportError:
+        return None
 
 
 def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
@@ -51,23 +78,21 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     if implementation not in (None, plan.model.implementation) and special is None:
         todo = "launch with the plan's, or make a plan for this launch: windows and bytes differ"
         yield Problem("--transformer-impl", implementation, f"{plan.model.implementation}, as the plan has it", todo)
-    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
+    recipe = recipe_of(args)
     if recipe != plan.model.fp8:
-        todo = "launch with the plan's, or make a plan for this launch: bytes differ"
-        yield Problem("--fp8-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
+        todo, bits = "launch with the plan's, or make a plan for this launch: bytes differ", "fp4" if recipe == "nvfp4" else "fp8"
+        yield Problem(f"--{bits}-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
     held = bool(recipe and getattr(args, "fp8_param_gather", False))
     if held != plan.model.fp8_parameters:
-        given = {True: "given", False: "not given"}
         todo = "launch as the plan has it, or make a plan for this launch: bytes differ"
-        yield Problem("--fp8-param-gather", given[held], f"{given[plan.model.fp8_parameters]}, as the plan has it", todo)
+        yield Problem("--fp8-param-gather", GIVEN[held], f"{GIVEN[plan.model.fp8_parameters]}, as the plan has it", todo)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if chunks != plan.parallel.chunks:
         needed_chunks = f"{plan.parallel.chunks}, as the plan has it"
         yield Problem("--num-virtual-stages-per-pipeline-rank", f"{chunks} (chunks on each stage)", needed_chunks)
     parallel = bool(getattr(args, "sequence_parallel", False)) and plan.parallel.tensor > 1
     if parallel != plan.parallel.sequence_parallel:
-        flag = {True: "given", False: "not given"}
-        yield Problem("--sequence-parallel", flag[parallel], f"{flag[plan.parallel.sequence_parallel]}, as the plan has it")
+        yield Problem("--sequence-parallel", GIVEN[parallel], f"{GIVEN[plan.parallel.sequence_parallel]}, as the plan has it")
     yield from _userbuffers(plan, args)
 
 

@@ -32,12 +32,12 @@ from megatron_lynx.launch.outcome.device_peak import DevicePeak
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
 from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
-from megatron_lynx.launch.writable import unwritable
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
+from megatron_lynx.writable import against_file
 
 
 class Launch:
@@ -170,11 +170,11 @@ class Launch:
         return error if spoken == error.problems else type(error)(error.headline, spoken)
 
     def _unwritable(self) -> Iterator[Problem]:
-        """What rank 0 could not write of what it is to write."""
+        """What rank 0 could not write of what it is to write: said before training, not after. Folders are made."""
         paths = {"--lynx-trace": self.flags.trace, "--lynx-outcome": self.flags.outcome}
         for flag, path in paths.items():
-            if path is not None and self._args.rank == 0:
-                yield from unwritable(flag, path)
+            if path is not None and self._args.rank == 0 and (found := against_file(path)) is not None:
+                yield Problem(flag, f"{path} ({found})", "a file that can be written")
 
     def _new_reporter(self, model: Any) -> Reporter:
         assert self._plan is not None

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
+from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.files import NO_ARGUMENT, checked
 from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
@@ -64,7 +64,7 @@ NO_MATTER = NO_ARGUMENT | names_in(
     disable_parameter_transpose_cache inference_sampling_seed hetereogenous_dist_checkpoint original_max_position_embeddings
     beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor yarn_rotary_scaling_factor yarn_mscale
     yarn_mscale_all_dim scatter_embedding_sequence_parallel hf_model_id hf_model_revision mtp_enabled cuda_graph_scope
-    use_arbitrary_attention_mask fp8_param num_moe_experts generation_config transformer bias_activation_fusion
+    use_arbitrary_attention_mask fp8_param fp4_param num_moe_experts generation_config transformer bias_activation_fusion
     tp_comm_bootstrap_backend tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 yarn_original_max_position_embeddings
     yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int attention_softmax_in_fp32 builder
     """
@@ -90,6 +90,10 @@ class Container:
     def say(self, text: str) -> str:
         """A text in Bridge's settings."""
         return in_settings(text, self.has)
+
+    def setting(self, flag: str) -> str:
+        """A flag with its value as what sets the same."""
+        return as_setting(flag, self.has)
 
 
 def read_container(words: Sequence[str], gpus: int | None) -> Container:
@@ -126,6 +130,9 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
         if isinstance(value, list) and flag.takes in (0, 1):
             value = ",".join(map(str, value)) if name == "window_size" else str(value)
         values[name] = Value(flag, said, checked(flag, said, value, problems) if name in READ else value)
+    if _vocabulary(container) is None:  # that it is missing is said above
+        flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
+        values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
     return Given(values, (release,), table), problems
 
 
@@ -206,6 +213,7 @@ TOLD: dict[str, Callable[[Container], Any]] = {
         container.get("ddp.use_distributed_optimizer") or container.get("optimizer.use_distributed_optimizer")
     ),
     "fp8_param_gather": lambda container: bool(container.get("ddp.fp8_param_gather") or container.get("model.fp8_param")),
+    "fp4_param_gather": lambda container: bool(container.get("ddp.fp4_param_gather") or container.get("model.fp4_param")),
     "te_rng_tracker": lambda container: bool(container.get("rng.te_rng_tracker") or container.get("model.use_te_rng_tracker")),
     "use_megatron_fsdp": lambda container: bool(
         container.get("ddp.use_megatron_fsdp") or container.get("dist.use_megatron_fsdp")

@@ -2,7 +2,7 @@
 
 read           the job is made of it                      --num-layers
 priced as      counted as something else, and said so     --fp16: as bf16
-refused        what it does is not modelled               --fp4-format
+refused        what it does is not modelled               --spec
 no matter      neither activations nor their seconds      --lr: learning rate
 """
 
@@ -57,7 +57,7 @@ READ = names_in(
     recompute_num_layers recompute_modules moe_layer_recompute distribute_saved_activations
     fine_grained_activation_offloading offload_modules activation_offload_fraction min_offloaded_tensor_size
     cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated
-    cuda_graph_warmup_steps te_rng_tracker
+    cuda_graph_warmup_steps te_rng_tracker inference_rng_tracker
     delta_offload_bytes_across_pp_ranks delay_offload_until_cuda_graph fine_grained_offloading_max_inflight_offloads
     cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers overlap_moe_expert_parallel_comm
     delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
@@ -68,7 +68,7 @@ READ = names_in(
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
-    fp8_quantizer_factory fp8_output_proj
+    fp8_quantizer_factory fp8_output_proj fp4 fp4_recipe fp4_param fp4_param_gather fp4_quantizer_factory
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
@@ -115,14 +115,12 @@ REFUSED = {
     "qk_l2_norm": _MORE_SAVED,
     "fp32_residual_connection": "a residual stream in fp32 is not modelled",
     "apply_residual_connection_post_layernorm": "post-norm layers are not modelled",
-    "fp4": "FP4 is not modelled: nobody has recorded what its layers save and how long they take",
     "te_precision_config_file": "precision by layer is not modelled",
     "use_kitchen_attention": "kitchen's kernels are not modelled",
     "fused_residual_rmsnorm": "its norm hands on two tensors",
     "use_transformer_engine_op_fuser": _OTHER_CALLS,
     "use_grouped_gemm_for_dense_mlp": _OTHER_CALLS,
     "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
-    "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_rank_capacity_factor": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
@@ -263,7 +261,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         """
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
-        fp4_param_gather mrope_section
+        mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
         pin_cpu_params use_torch_optimizer_for_cpu_offload

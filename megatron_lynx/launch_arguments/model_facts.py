@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lynx.errors import Problem
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.launch_arguments.given import Fact, Given
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
@@ -242,30 +243,38 @@ NOT_MODELLED = {
     "fp8_wgrad": (True, "inputs would be saved in both types"),
     "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
     "fp8_quantizer_factory": (None, "what another quantizer saves is not known"),
+    "fp4_param": (False, "no run with weights in FP4 was tried"),
+    "fp4_param_gather": (False, "no run with weights in FP4 was tried"),
+    "fp4_quantizer_factory": (None, "what another quantizer saves is not known"),
 }
-"""What these must be beside `--fp8-format`, and why."""
+"""What these must be beside `--fp8-format` or `--fp4-format`, and why."""
 
 
 REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
 
 
 def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing where it is not on."""
-    if not (found := given["fp8"]):
+    """Nothing where neither it nor FP4 is on."""
+    bits = next((bits for bits in ("fp8", "fp4") if given[bits]), None)
+    if bits is None:
         return
-    flag, recipe = given.origin("fp8"), given["fp8_recipe"]
+    flag, found, recipe = given.origin(bits), given[bits], given[f"{bits}_recipe"]
+    if bits == "fp8" and given["fp4"]:
+        problems.append(Problem(f"{flag}, {given.origin('fp4')}", "both", "one of them, as Megatron has it"))
     yield Fact("model.fp8.format", found, flag)
     if recipe == "custom":
-        problems.append(Problem(given.origin("fp8_recipe"), recipe, "delayed, tensorwise, mxfp8 or blockwise"))
+        known = [known for known in STORED if (known == "nvfp4") == (bits == "fp4")]
+        problems.append(Problem(given.origin(f"{bits}_recipe"), recipe, " or ".join(known)))
     else:
-        yield Fact("model.fp8.recipe", recipe, given.origin("fp8_recipe"))
+        yield Fact("model.fp8.recipe", recipe, given.origin(f"{bits}_recipe"))
     if given["fp8_param_gather"]:
-        yield Fact("model.fp8.parameters", True, given.origin("fp8_param_gather"))
+        held = given.origin("fp8_param_gather")
+        yield Fact("model.fp8.parameters", True, held)
         if not given["use_distributed_optimizer"]:
-            problems.append(Problem(given.origin("fp8_param_gather"), "given", "--use-distributed-optimizer beside it"))
+            problems.append(Problem(held, "given", "--use-distributed-optimizer beside it"))
         if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
             why = "weights would be there in 16 bits as well, which is not counted"
-            problems.append(Problem(given.origin("fp8_param_gather"), "given", f"--{REUSED} beside it", why))
+            problems.append(Problem(held, "given", f"--{REUSED} beside it", why))
     if given["first_last_layers_bf16"]:
         for place, name in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
             yield Fact(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.command_line import OURS
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.two_versions import LAUNCH
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
@@ -24,37 +25,17 @@ COUNTS = {
 }
 """Flags that are followed by a number, what they need in words, and how that is written."""
 
-WITHOUT_FLUSHES = {
-    "rampup_batch_size": "every batch must have as many micro-batches",
-    "step_batch_size_schedule": "every batch must have as many micro-batches",
-    "decrease_batch_size_if_needed": "every batch must have as many micro-batches",
-    "async_save": "weights move to other memory while it saves",
-    "adlr_autoresume": "it would save while micro-batches are in flight",
-    "inprocess_restart": "what is in flight would be lost",
-    "save_wgrads_interval": "gradients of the next batch have begun",
-    "save_dgrads_interval": "gradients of the next batch have begun",
-    "save_params_interval": "it was not tried",
-    "save_activations_interval": "it would mix micro-batches of two batches",
-    "save_tokens_per_expert_interval": "it would mix micro-batches of two batches",
-    "decoder_seq_length": "all stages exchange messages of one length",
-    "vision_pretraining": "it was not tried",
-    "qk_clip": "it rescales weights behind the update, by what forwards of two versions saw",
-    "log_max_attention_logit": "it would mix micro-batches of two batches",
-    "overlap_param_gather": "weights would arrive during the forward of another version",
-    "overlap_param_gather_with_optimizer_step": "weights would arrive during the forward of another version",
-    "reuse_grad_buf_for_mxfp8_param_ag": "weights and gradients would share memory",
-    "nccl_ub": "its weights live in memory registered with NCCL",
-    "mtp_num_layers": "it was not tried",
-    "num_experts": "routers keep state from batch to batch",
-    "fp8": "weights have copies of their own",
-    "fp8_param_gather": "weights have copies of their own",
-    "fp4_param_gather": "weights have copies of their own",
-    "use_precision_aware_optimizer": "it was not tried",
-    "optimizer_cpu_offload": "it was not tried",
-    "optimizer_cuda_graph": "graphs hold on to addresses of weights",
-}
+_REFUSED = (
+    *("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed", "async_save", "adlr_autoresume"),
+    *("inprocess_restart", "save_wgrads_interval", "save_dgrads_interval", "save_params_interval"),
+    *("save_activations_interval", "save_tokens_per_expert_interval", "decoder_seq_length", "vision_pretraining", "qk_clip"),
+    *("log_max_attention_logit", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+    *("reuse_grad_buf_for_mxfp8_param_ag", "nccl_ub", "mtp_num_layers", "num_experts", "fp8", "fp8_param_gather"),
+    *("fp4", "fp4_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
+)
+WITHOUT_FLUSHES = {name: LAUNCH[name][1] for name in _REFUSED}
 """Megatron's arguments that a launch without flushes refuses as soon as they are given, and why: what `launch.without_flushes`
-will say, for whoever plans without Megatron. Those that no plan goes with are not repeated here."""
+will say, for whoever plans without Megatron. Those that no plan goes with are not among them."""
 
 
 def misread(arguments: Sequence[str]) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from typing import get_args
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.launch_arguments.packing import packs
 
 EACH, CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 LAYOUT = "pipeline_model_parallel_layout"
@@ -136,6 +137,8 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
             problems.append(Problem("--micro-batch-size", "nothing", "this flag"))
         return
     yield Fact("batch.micro", micro, given.origin("micro_batch_size"))
+    if packs(given) and not given["apply_rope_fusion"]:  # lengths decide what its rotary positions cost
+        yield Fact("batch.packed", True, given.origin("seq_length"))
     ranks = given["tensor_model_parallel_size"] * given["context_parallel_size"] * given["pipeline_model_parallel_size"]
     if given["step_batch_size_schedule"] is not None:
         yield from _last_of_schedule(given, problems)
@@ -186,6 +189,8 @@ def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     sizes, context = given[LEVELS], given[SIZE]
+    if sizes and None in sizes:
+        return  # what could not be read has been said
     if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
         found = " ".join(map(str, sizes)) if sizes else "nothing"
         problems.append(Problem(given.origin(LEVELS), found, f"two sizes whose product is --context-parallel-size ({context})"))

@@ -11,7 +11,7 @@ With a cluster it becomes a job, or everything that prevents it is said.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
-from megatron_lynx.launch_arguments.container import given_container, read_container
+from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
@@ -39,6 +39,7 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
+from megatron_lynx.launch_arguments.graph_facts import graph_facts
 from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
@@ -77,14 +78,18 @@ class Reading:
     """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
     today: Today
     """What it does against activation memory as it is written."""
-    in_settings: Callable[[str], str] | None = None
-    """Of Megatron-Bridge's container: a text about flags in its settings."""
+    container: Container | None = None
+    """Megatron-Bridge's, where that is what was read: then there are no flags, and it has the words for them."""
 
     def spoken(self, problem: Problem) -> Problem:
         """A problem in the words of whoever wrote the launch."""
-        if self.in_settings is None:
+        if self.container is None:
             return problem
-        return Problem(*map(self.in_settings, (problem.where, problem.found, problem.needed, problem.todo)))
+        return Problem(*map(self.container.say, (problem.where, problem.found, problem.needed, problem.todo)))
+
+    def said(self, flags: Sequence[str]) -> str:
+        """Flags with their values (each as a shell reads it) in the words of whoever wrote the launch."""
+        return " ".join(flags if self.container is None else map(self.container.setting, flags))
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -97,6 +102,10 @@ class Reading:
         parallel = self.job_data.get("parallel", {})
         partition = parallel.get("partition")
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
+
+    def with_graphs_of(self, captured: Collection[str]) -> Reading:
+        """The same launch for a plan beside these captured modules: then it keeps its graphs."""
+        return replace(self, today=self.today.beside_graphs) if captured else self
 
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
         """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
@@ -117,13 +126,15 @@ class Reading:
         """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
         `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
         """
-        if self.in_settings is None:
+        if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment)
         else:
             variables = "".join(f"{name}={value} " for name, value in environment.items())
             text = f"{variables}torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan {shlex.quote(plan)}"
-            text += "".join(f", set {self.in_settings(flag)}" for flag in flags)
-        dropped = [*self.today.flags, *dict.fromkeys(self.given.origin(name) for name in without if name in self.given.values)]
+            text += f", set {self.said(flags)}" if flags else ""
+        names = [name for name in without if name in self.given.values]
+        dropped = list(dict.fromkeys([*self.today.flags, *map(self.given.origin, names)]))
+        dropped = [said for said in dropped if f" {said}=" not in text]  # it is set anew
         return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
 
@@ -149,7 +160,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*window_facts(given, problems), *opaque_facts(given, problems)]
+    facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems, planning=planning)
     problems += _in_a_file(given, today) if planning else ()
@@ -183,7 +194,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if container is None:
         return reading
     facts = [replace(fact, origin=container.say(fact.origin)) for fact in facts]
-    reading = replace(reading, facts=tuple(facts), in_settings=container.say)
+    reading = replace(reading, facts=tuple(facts), container=container)
     return replace(reading, problems=tuple(reading.spoken(problem) for problem in problems))
 
 

@@ -7,9 +7,9 @@
 --cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which spare the host's time
 --overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
 
-The launch under a plan is printed without these flags; with those of the last line where a plan can be beside them
-(`stays_overlapped`). What is captured runs without the host, and so without any hook. What TransformerConfig would refuse is a
-problem of the launch.
+The launch under a plan is printed without these flags; with those of the last two lines where a plan can be beside them
+(`stays_overlapped`, `graph_facts`). What is captured runs without the host, and so without any hook. What TransformerConfig would
+refuse is a problem of the launch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.graph_facts import GRAPHS, OF_GRAPHS, captures, why_alone
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, Fact
 from megatron_lynx.stock.setting import DELAYED, NONE, OVERLAP, WHOLE, StockSetting
@@ -32,13 +33,9 @@ FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload
 BY_LAYERS = "cpu_offloading_num_layers"
 SHARED_OUT = "distribute_saved_activations"
 
-GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-"""What captures layers, or whole iterations."""
-GRAPHS_RANDOM = "te_rng_tracker"
-
 SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
-    *(OVERLAP, DELAYED, *GRAPHS, GRAPHS_RANDOM),
+    *(OVERLAP, DELAYED, *GRAPHS),
 )
 """What switches something on that a plan does in its own way, or cannot have beside it."""
 
@@ -47,7 +44,7 @@ REPLACED = (
     *(METHOD, LAYERS, MODULES, OFFLOAD, FRACTION, "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
     *("delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads"),
     *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
-    *("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_warmup_steps"),
+    *OF_GRAPHS[len(GRAPHS) :],
 )
 """Names of Megatron's namespace whose flags are left out of a launch under a plan."""
 BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
@@ -79,12 +76,24 @@ class Today:
     """Whether its exchanges are overlapped under a plan, too."""
     graphs: bool = False
     """Whether anything is captured. It is priced as if the host took no time, and graphs no memory of their own."""
+    graph_flags: tuple[str, ...] = ()
+    """Those of `flags` that are about them."""
+    alone: str = ""
+    """Why no plan is beside them; empty where one may be."""
+    keeps_graphs: bool = False
+    """Whether the launch under a plan keeps them."""
+
+    @property
+    def beside_graphs(self) -> Today:
+        """The same of a launch whose plan is beside its graphs."""
+        flags = tuple(flag for flag in self.flags if flag not in self.graph_flags)
+        return replace(self, flags=flags, keeps_graphs=True)
 
     @property
     def replaced(self) -> tuple[str, ...]:
         """Names whose flags are left out of the launch under a plan."""
-        names = tuple(name for name in REPLACED if not (self.beside and name in BESIDE))
-        return names if self.flags else ()
+        kept = (*(BESIDE if self.beside else ()), *(OF_GRAPHS if self.keeps_graphs else ()))
+        return tuple(name for name in REPLACED if name not in kept) if self.flags else ()
 
     @property
     def name(self) -> str:
@@ -98,7 +107,7 @@ def stays_overlapped(given: Given) -> bool:
     """Whether exchanges of experts are overlapped, and a plan can be beside them (`plan.overlapped`). In FP8 Megatron frees the
     rows of an expert that is alone on its rank, and a recomputation would find them empty."""
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
-    return bool(given[OVERLAP]) and not (given["fp8"] and alone)
+    return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
 
 
 def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:
@@ -106,13 +115,16 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
     problems += _contradictions(given)
     beside = planning and stays_overlapped(given)
     said = [name for name in REPLACED if name in given.values and not (beside and name in BESIDE)]
+    graphs = captures(given)
+    said = [name for name in said if graphs or name not in OF_GRAPHS]
     switched_on = any(is_on(given, name) for name in said if name in SWITCHES)
     flags = tuple(dict.fromkeys(map(given.origin, said))) if switched_on else ()
     not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
     if given[FINE_GRAINED]:
         others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
         not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
-    return Today(_setting(given), flags, not_priced, beside, any(is_on(given, name) for name in GRAPHS))
+    of_graphs = tuple(given.origin(name) for name in said if name in OF_GRAPHS)
+    return Today(_setting(given), flags, not_priced, beside, graphs, of_graphs, why_alone(given))
 
 
 def is_on(given: Given, name: str) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -59,6 +60,11 @@ class RankResult(_Part):
     """Whether every parameter's gradient equals stock none's in every bit; None where it was not compared."""
 
 
+def _of_ranks(together: Callable[[Iterable[Any]], Any], name: str) -> Any:
+    """A figure of all ranks of a setting: the most of theirs, or their sum."""
+    return property(lambda setting: together(getattr(rank, name) for rank in setting.ranks))
+
+
 class Setting(_Part):
     """One setting on all ranks."""
 
@@ -76,61 +82,23 @@ class Setting(_Part):
     def step(self) -> Summary:
         return summarise(self.step_samples_s)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Resident bytes of the rank that holds most."""
-        return max(rank.resident_bytes for rank in self.ranks)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak bytes of the rank that needs most."""
-        return max(rank.peak_bytes for rank in self.ranks)
-
-    @property
-    def hidden_replays(self) -> int:
-        """Replays of all ranks in one step that ran inside a window."""
-        return sum(rank.hidden_replays for rank in self.ranks)
-
-    @property
-    def on_demand_replays(self) -> int:
-        """Replays of all ranks in one step that no window hid."""
-        return sum(rank.on_demand_replays for rank in self.ranks)
+    resident_bytes: ClassVar[int] = _of_ranks(max, "resident_bytes")
+    peak_bytes: ClassVar[int] = _of_ranks(max, "peak_bytes")
+    hidden_replays: ClassVar[int] = _of_ranks(sum, "hidden_replays")
+    on_demand_replays: ClassVar[int] = _of_ranks(sum, "on_demand_replays")
+    filled_weight_gradients: ClassVar[int] = _of_ranks(sum, "filled_weight_gradients")
+    flushed_weight_gradients: ClassVar[int] = _of_ranks(sum, "flushed_weight_gradients")
+    deferred_bytes: ClassVar[int] = _of_ranks(max, "deferred_bytes")
+    offloaded_bytes: ClassVar[int] = _of_ranks(max, "offloaded_bytes")
+    host_bytes: ClassVar[int] = _of_ranks(max, "host_bytes")
+    exposed_copy_s: ClassVar[float] = _of_ranks(max, "exposed_copy_s")
+    """Bytes and seconds are those of the rank that has most, counts those of all ranks together."""
 
     @property
     def on_demand_s(self) -> float | None:
         """Seconds of the rank that spends most on replays on demand; None if a rank has no figure."""
         seconds = [rank.on_demand_s for rank in self.ranks if rank.on_demand_s is not None]
         return max(seconds) if len(seconds) == len(self.ranks) else None
-
-    @property
-    def filled_weight_gradients(self) -> int:
-        """Deferred weight gradients of all ranks in one step that ran in a wait."""
-        return sum(rank.filled_weight_gradients for rank in self.ranks)
-
-    @property
-    def flushed_weight_gradients(self) -> int:
-        """Deferred weight gradients of all ranks in one step that no wait took."""
-        return sum(rank.flushed_weight_gradients for rank in self.ranks)
-
-    @property
-    def deferred_bytes(self) -> int:
-        """The most that operands of deferred weight gradients held, on the rank that held most."""
-        return max(rank.deferred_bytes for rank in self.ranks)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that the rank which copies most sends to the host in one step."""
-        return max(rank.offloaded_bytes for rank in self.ranks)
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the rank that needs most."""
-        return max(rank.host_bytes for rank in self.ranks)
-
-    @property
-    def exposed_copy_s(self) -> float:
-        """Seconds for which the rank that waits longest waits for copies."""
-        return max(rank.exposed_copy_s for rank in self.ranks)
 
     @property
     def gradients_equal(self) -> bool | None:

@@ -99,6 +99,8 @@ class StageMeasured(Part):
     host_bytes: int = 0
     expert_load: float = 0.0
     """The most rows that experts of one layer got, over what they would get if all were asked as often. 0: there are none."""
+    fell_back: int = 0
+    """The most halves of experts of one step that were checkpoints because more rows came than the stage's bytes hold for."""
     parts: StepParts | None = None
     """None: no step was traced for it (a short run, one that is checked; outcome files of before)."""
 

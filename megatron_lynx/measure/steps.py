@@ -25,7 +25,6 @@ class Summary:
     median_s: float
     lower_s: float
     upper_s: float
-    samples: int
 
 
 def summarise(samples_s: Sequence[float]) -> Summary:
@@ -33,9 +32,9 @@ def summarise(samples_s: Sequence[float]) -> Summary:
     if not samples_s:
         raise ValueError("no samples to summarise")
     if len(samples_s) == 1:
-        return Summary(samples_s[0], samples_s[0], samples_s[0], 1)
+        return Summary(samples_s[0], samples_s[0], samples_s[0])
     lower, _, upper = quantiles(samples_s, n=4, method="inclusive")
-    return Summary(median(samples_s), lower, upper, len(samples_s))
+    return Summary(median(samples_s), lower, upper)
 
 
 def time_alternating(

@@ -1,4 +1,4 @@
-"""The plan file, in which planning and training meet: what each layer keeps and replays, and behind which wait."""
+"""The plan file, in which planning and training meet: what each layer keeps and recomputes, and behind which wait."""
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan, plan_schema, save_plan

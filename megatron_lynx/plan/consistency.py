@@ -14,12 +14,22 @@ from itertools import chain
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import double_buffered, experts, latent, opaque, order, overlapped, userbuffers, weight_gradients
+from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
+from megatron_lynx.plan import (
+    captured,
+    double_buffered,
+    experts,
+    latent,
+    opaque,
+    order,
+    overlapped,
+    userbuffers,
+    weight_gradients,
+)
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.interleaved import groups_needed
 
 
@@ -27,12 +37,12 @@ def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
     found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan), *_uneven_pieces(plan)]
-    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan)]
+    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan), *captured.misplaced(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = [*latent.problems(plan, rule), *opaque.problems(plan, rule)]
             unmet = unmet or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
-            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule)]
+            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule), *captured.problems(plan, rule)]
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
@@ -95,6 +105,7 @@ def _broken_layers(plan: PlanContents) -> list[str]:
 
 def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
+    yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
@@ -114,6 +125,17 @@ def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
     """What fills a half of the rule's layers, each kind once."""
     found = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     return list(dict.fromkeys(found))
+
+
+def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
+    """Whether what a rule has begin ahead is nothing in all of its layers."""
+    if not rule.ahead:
+        return
+    layout, halves = layout_of(plan), planned_halves(stage, plan.model.sections_of)
+    begun = (half for half in halves if half.layer in rule.layers and half.leaves_under_way)
+    if not any(layout.waits("fwd", half.layer, half.section) for half in begun):
+        needed = "a dispatch that a plan may look into, or a layer under tensor parallelism"
+        yield f"ahead is true, but nothing that runs again there is waited for: needed {needed}"
 
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
@@ -143,7 +165,7 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """With sequence parallelism each rank has a part of what a linear gathers, and current scaling finds one scale for all: the
     amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
-    if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel:
+    if not reduces_amaxes(plan.model.fp8) or not plan.parallel.sequence_parallel:
         return
     reducing = [item for section in _sections(plan, rule, half) for item in section.cast_together(rule.replay)]
     if not reducing:
@@ -151,7 +173,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
     for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
         if found := names - {ON_DEMAND, None}:
-            todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
+            todo = f"plan it on demand, or keep it, with fp8 {plan.model.fp8} and sequence_parallel"
             why = f"but {reducing[0]} reduces an amax in every call"
             yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, {why}: {todo}"
 

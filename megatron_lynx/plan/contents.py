@@ -55,7 +55,9 @@ class PlanContents(Part):
         """The layers that are checkpointed, in words; empty where none is."""
         rules = joined(rule for stage in self.stages for rule in stage.rules)
         named = (
-            (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ")) for rule in rules if rule.checkpoint is not None
+            (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ") + ", ahead" * rule.ahead)
+            for rule in rules
+            if rule.checkpoint is not None
         )
         return ", ".join(f"{layers} ({said})" for layers, said in named)
 

@@ -16,6 +16,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress, is_for
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import Rule
+from megatron_lynx.plan.stage import Stage
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
@@ -25,6 +26,22 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
     if plan.parallel.expert > 1 and not plan.model.moe_layers:
         yield f"parallel.expert is {plan.parallel.expert}, but no layer has experts (model.moe_layers)"
+    for at, stage in enumerate(plan.stages):
+        if stage.experts_hold is not None and (needed := needed_to_fall_back(plan, stage)):
+            yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
+
+
+def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
+    """What a stage lacks whose halves of experts would fall back beyond a load; nothing if they can."""
+    if plan.parallel.expert == 1:
+        return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
+    if plan.model.moe_dispatcher != "alltoall":
+        return f"model.moe_dispatcher alltoall: with {plan.model.moe_dispatcher} a rank learns only how many rows it gets itself"
+    if plan.model.moe_overlapped:
+        return "model.moe_overlapped false: there tokens travel outside of what runs again"
+    if stage.offload is not None and stage.offload.experts:
+        return "offload.experts false: what goes to the host was sent before a load is known"
+    return ""
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
@@ -51,8 +68,8 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
         found = f"windows.{MLP.half} of {_spans(affected)} in several stretches"
         yield f"found {found}, needed one window: a replay of experts runs at once"
     for name in dict.fromkeys(_places(rule)):
-        windows = ((layer, window_at(name, layer)) for layer in rule.layers)
-        inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]
+        windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
+        inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
         if inside and not plan.exchanging:
             found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
@@ -77,10 +94,6 @@ def replays_beside_forwards(plan: PlanContents) -> bool:
         for stretch in rule.windows.stretches(half, "steady")
     )
     return any(is_forward(name) and exchange_in(plan, rule, name) for rule, name in steady)
-
-
-def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:
-    return window.half == EXPERTS.half and plan.model.has_experts(window.layer)
 
 
 def _places(rule: Rule) -> Iterator[str]:

@@ -78,8 +78,10 @@ def _heading(plan: Plan) -> Iterator[Text]:
         yield Text(f"experts in layers {layers}, {tokens}: of their MLP halves what the table does not name is kept")
         yield from _load(plan)
     if plan.checkpointed:
+        ahead = any(rule.ahead for stage in plan.stages for rule in stage.rules)
+        begun = f" (ahead: that travels behind the {HALVES[0]} half of the layer above)" if ahead else ""
         yield Text(
-            f"checkpointed layers {plan.checkpointed}: one input is kept; all inside runs again, with what it communicates"
+            f"checkpointed layers {plan.checkpointed}: one input is kept; all inside runs again, with what it communicates{begun}"
         )
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
@@ -105,7 +107,9 @@ def _load(plan: Plan) -> Iterator[Text]:
         load, stage = min(fitting)
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
-        yield Text("        beyond that a device may run out of memory: plan for more with model.experts.holds (--experts-hold)")
+        falls_back = all(stage.experts_hold is not None for stage in plan.stages if stage.predicted.moe_load)
+        beyond = "halves of experts keep their input alone and run again" if falls_back else "a device may run out of memory"
+        yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 
 def _table(alike: Sequence[Stage], chunked: bool) -> Table:
@@ -134,9 +138,9 @@ def _listed(items: Sequence[str]) -> Text:
 
 def _window(rule: Rule, half: Half) -> Text:
     if rule.checkpoints(half):
-        return Text(
-            f"before {HALVES[-1]}" if rule.feeds(rule.layers.first, half) and half == HALVES[0] else "where backward enters it"
-        )
+        first = rule.feeds(rule.layers.first, half) and half == HALVES[0]
+        begins = f"begins ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
+        return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}")
     if not rule.replays(half):
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.captured import ROUTER, CapturedModule
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
@@ -20,6 +21,9 @@ from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
+
+IN_BF16 = ("first_in_bf16", "last_in_bf16")
+"""The keys that say how many layers at the ends of a model in FP8 compute in bf16."""
 
 
 class ModelFacts(Part):
@@ -37,6 +41,10 @@ class ModelFacts(Part):
     """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
     fp8_parameters: bool = False
     """Whether the linears' weights are held in FP8 (`--fp8-param-gather`)."""
+    first_in_bf16: int = Field(default=0, ge=0)
+    """How many layers from the first on compute in bf16 where the others do in FP8 (`--first-last-layers-bf16`)."""
+    last_in_bf16: int = Field(default=0, ge=0)
+    """How many up to the last one do."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts. Empty: there are none."""
@@ -58,6 +66,9 @@ class ModelFacts(Part):
     """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
     opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
     """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
+    captured: tuple[CapturedModule, ...] = ()
+    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, and
+    no hook is in them."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
@@ -69,14 +80,21 @@ class ModelFacts(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        return Facts(te=self.implementation == "transformer_engine", latent=self.latent_attention, kinds=self.kinds)
+        te = self.implementation == "transformer_engine"
+        return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured)
+
+    @property
+    def in_bf16(self) -> dict[str, int]:
+        """How many layers compute in bf16 at each end of a model in FP8, by key."""
+        return {name: getattr(self, name) for name in IN_BF16}
 
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
         if self.fp8 is not None and self.implementation != "transformer_engine":
             raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
-        if self.fp8_parameters and self.fp8 is None:
-            raise ValueError("fp8_parameters is true, needed fp8: how their scales are found")
+        for name, found in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
+            if found and self.fp8 is None:
+                raise ValueError(f"{name} is {str(found).lower()}, needed fp8: how scales are found")
         return self
 
     @model_validator(mode="after")
@@ -88,7 +106,7 @@ class ModelFacts(Part):
     @property
     def exchanges_in_windows(self) -> bool:
         """Whether experts that are shared out over ranks have windows in which tokens travel."""
-        return not self.moe_overlapped and any(EXCHANGES[self.moe_dispatcher].values())
+        return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""

@@ -33,11 +33,12 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     return (*flags, f"--micro-batch-size {plan.batch.micro}", *schedule_flags(plan))
 
 
-def layer_flags(plan: Plan) -> tuple[str, ...]:
-    """The arguments that say which stage owns which layers. None where that is Megatron's default."""
+def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
+    """The arguments that say which stage owns which layers. None where that is Megatron's default. `chunks_counted`: chunks of
+    equal size are said by their number, not by their layers."""
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
-        return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
+        return () if plan.parallel.chunks == 1 else (_chunks(plan, counts[0], counted=chunks_counted),)
     if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
         return tuple(_ends(counts))
     return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts, plan.model.mtp))}",)
@@ -61,6 +62,12 @@ def in_words(plan: Plan) -> str:
     """The flags, ready to paste, a line each; and the one that a plan cannot know."""
     size = plan.batch.micro * plan.batch.microbatches
     return " \\\n".join(launch_flags(plan)) + f"\n(--global-batch-size is {size} x the data-parallel size)"
+
+
+def _chunks(plan: Plan, layers: int, *, counted: bool) -> str:
+    if counted:
+        return f"--num-virtual-stages-per-pipeline-rank {plan.parallel.chunks}"
+    return f"--num-layers-per-virtual-pipeline-stage {layers}"
 
 
 def _ends(counts: Sequence[int]) -> Iterator[str]:

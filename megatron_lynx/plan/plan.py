@@ -15,6 +15,7 @@ together in `consistency`. Whether it fits a live run is `apply.match`'s questio
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from pydantic import model_validator
 
@@ -58,6 +59,10 @@ class Plan(PlanContents):
         """SHA-256 of what it says, whatever its file looks like. A key with its default says nothing, so that a plan keeps its
         digest when plans learn to say more."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+
+    def with_stages(self, stages: Iterable[Stage]) -> Plan:
+        """The same plan with these stages, checked again."""
+        return Plan.model_validate(self.model_copy(update={"stages": tuple(stages)}).model_dump())
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

@@ -64,6 +64,11 @@ CHECKPOINTED = """\
 #                 again where backward enters it, collectives and exchanges too. Items of such a half are in neither list
 """
 """What is explained of a plan with checkpoints."""
+AHEAD = """\
+#   ahead         of a rule: what its checkpoints communicate again begins where backward enters the attention half of the layer
+#                 above, and travels behind that: the dispatch of tokens, else the reduction behind an attention
+"""
+"""What is explained where that begins ahead."""
 _END = "# `predicted`"
 
 
@@ -88,6 +93,8 @@ def dump_plan(plan: Plan) -> str:
         header = header.replace(_END, PACED + _END)
     if any(rule.checkpoint is not None for stage in plan.stages for rule in stage.rules):
         header = header.replace(_END, CHECKPOINTED + _END)
+    if any(rule.ahead for stage in plan.stages for rule in stage.rules):
+        header = header.replace(_END, AHEAD + _END)
     if plan.head is not None:
         header = header.replace(_END, PIECES + _END)
     if plan.model.halves != DENSE:

@@ -118,6 +118,10 @@ CheckpointName = Literal["layer", "halves", Half]
 """A layer, both of its halves each by itself, or one of them."""
 
 
+AHEAD: tuple[CheckpointName, ...] = ("layer", "halves", "mlp")
+"""What may have its communication begin ahead: a layer, or its MLP half."""
+
+
 class CheckpointGroups(Part):
     """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
@@ -136,6 +140,9 @@ class Rule(Part):
     checkpoint: CheckpointName | CheckpointGroups | None = None
     """What keeps its input alone, so that all inside runs again in backward, what communicates included: the layer; both halves,
     each by itself; one of them; or several layers at a time. A router of experts decides once."""
+    ahead: bool = False
+    """Whether what a checkpointed layer communicates again begins where backward enters the attention half of the layer above,
+    and travels behind that: the dispatch of its tokens; in a layer without experts the reduction behind its attention."""
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
@@ -146,7 +153,7 @@ class Rule(Part):
     @property
     def treatment(self) -> object:
         """What the rule says of each layer. As names of windows are relative, it is equal for layers that are treated alike."""
-        return self.checkpoint, self.keep, self.replay, self.windows, self.gather, self.weight_gradients
+        return self.checkpoint, self.ahead, self.keep, self.replay, self.windows, self.gather, self.weight_gradients
 
     def checkpoints(self, half: Half) -> bool:
         """Whether a half keeps at most its input."""
@@ -154,9 +161,14 @@ class Rule(Part):
 
     def feeds(self, layer: int, half: Half) -> bool:
         """Whether the half behind this one of a layer keeps no input, and gets it when this one runs again whole."""
-        if half == HALVES[0] or not isinstance(self.checkpoint, CheckpointGroups):
-            return half == HALVES[0] and (self.checkpoint == "layer" or isinstance(self.checkpoint, CheckpointGroups))
-        return layer != self.layers.last and (layer - self.layers.first + 1) % self.checkpoint.layers != 0
+        return self.fed_behind(layer, half) > 0
+
+    def fed_behind(self, layer: int, half: Half) -> int:
+        """How many halves behind this one of a layer keep no input: it runs again when the last of them does."""
+        if self.checkpoint != "layer" and not isinstance(self.checkpoint, CheckpointGroups):
+            return 0
+        group = next(part for part in self.parts if layer in part)
+        return len(HALVES) * (group.last - layer) + len(HALVES) - 1 - HALVES.index(half)
 
     @property
     def parts(self) -> Iterator[LayerRange]:
@@ -184,6 +196,9 @@ class Rule(Part):
     @model_validator(mode="after")
     def _whole(self) -> Rule:
         problems = [*self._unlisted(), *self._never_replayed()]
+        if self.ahead and self.checkpoint not in AHEAD:
+            found = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
+            problems.append(f"ahead is true, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}")
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if self.checkpoints(half):

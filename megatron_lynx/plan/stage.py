@@ -114,6 +114,10 @@ class Stage(Part):
     offload: Offload | None = None
     weight_gradients: WeightGradients | None = None
     """Given where a rule defers weight gradients."""
+    experts_hold: float | None = Field(default=None, ge=1, le=1_000)
+    """The load of experts (`model.moe_load`) that the stage's bytes hold for, on average over what it holds at once. A half with
+    which a rank would hold more falls back to a checkpoint, for this micro-batch, on all ranks that share out the experts. None:
+    halves do what their rules say, whatever comes."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
     predicted: Predicted = Predicted()

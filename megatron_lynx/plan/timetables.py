@@ -19,7 +19,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, wi
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable
+from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable, ahead_to
 
 SectionsOf = Callable[[int], Iterable[Section]]
 """What fills the halves of a layer, in the order of a forward."""
@@ -38,11 +38,12 @@ def layout_of(plan: PlanContents) -> Layout:
 def planned_halves(stage: Stage, sections_of: SectionsOf) -> Iterator[PlannedHalf]:
     """The halves of a stage's entry in the order of a forward, each as its rule has it."""
     for layer in stage.layers:
-        rule = stage.rule_for(layer)
-        yield from (_planned(rule, layer, section) for section in sections_of(layer))
+        rule, sections = stage.rule_for(layer), tuple(sections_of(layer))
+        experts = any(section.exchanges for section in sections)
+        yield from (_planned(rule, layer, section, experts) for section in sections)
 
 
-def _planned(rule: Rule, layer: int, section: Section) -> PlannedHalf:
+def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> PlannedHalf:
     half = section.half
     deferred = {
         linear: tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear])
@@ -50,9 +51,10 @@ def _planned(rule: Rule, layer: int, section: Section) -> PlannedHalf:
         if linear in rule.weight_gradients
     }
     if rule.checkpoints(half):
-        feeds = rule.feeds(layer, half)
-        again = section.run_again(whole=feeds)
-        return PlannedHalf(layer, section, again, checkpoint=True, feeds=feeds, deferred=deferred)
+        behind = rule.fed_behind(layer, half)
+        again = section.run_again(whole=behind > 0)
+        ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
+        return PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, ahead_to=ahead, deferred=deferred)
     if not (replay := rule.replays(half)):
         return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (

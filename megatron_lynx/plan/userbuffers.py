@@ -8,8 +8,9 @@
     core attention, residuals                                                             between stages, or offloaded
     checkpoints                  run again where backward enters their half               as stock's full recomputation does
 
-One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read. A
-checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM, nothing is waited for: there is no tensor-parallel window, and no gather to share.
+One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read.
+A checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM,
+nothing is waited for: there is no tensor-parallel window, and no gather to share.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """What a rule asks for and no launch with userbuffers can give, in words, with what to do."""
     if not plan.parallel.userbuffers:
         return
+    if rule.ahead:
+        yield f"ahead is true, but {WITHOUT} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
     for half in HALVES:

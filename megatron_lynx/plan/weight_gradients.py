@@ -26,7 +26,8 @@ def problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable)
     """What keeps the weight gradients that a rule defers from running in the waits that it names, in words. `timetable`: of the
     stage."""
     for linear, waits in rule.weight_gradients.items():
-        sections = {layer: _section_of(plan, layer, linear) for layer in rule.layers}
+        having = {layer: [each for each in plan.model.sections_of(layer) if linear in each.linears] for layer in rule.layers}
+        sections = {layer: next(iter(found), None) for layer, found in having.items()}
         missing = next((layer for layer, section in sections.items() if section is None), None)
         if missing is not None:
             mlp = "a mixture of experts" if plan.model.has_experts(missing) else "no mixture of experts"
@@ -42,11 +43,6 @@ def problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable)
                 for why in _never(plan, stage, timetable, (layer, section, linear), wait)
             )
             yield from (f"weight_gradients.{linear} names {wait}, {text}" for text in list(dict.fromkeys(why))[:1])
-
-
-def _section_of(plan: PlanContents, layer: int, linear: str) -> Section | None:
-    """The section of a layer that has this linear."""
-    return next((section for section in plan.model.sections_of(layer) if linear in section.linears), None)
 
 
 def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ def check_plannable(job: Job) -> None:
     if job.userbuffers and job.policy == "full":
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
-    problems += _overlap_problems(job)
+    problems += [*_overlap_problems(job), *_graph_problems(job)]
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
@@ -55,6 +55,21 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
     if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
         needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
         yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")
+
+
+def _graph_problems(job: Job) -> Iterator[Problem]:
+    """What was not tried beside captured graphs (`plan.captured`)."""
+    if not job.model.captured:
+        return
+    for place, found, needed in (
+        ("schedule", job.schedule, "flush"),
+        ("model.mtp", job.model.mtp, 0),
+        ("model.experts.overlapped", job.model.moe_overlapped, False),
+        ("overlap.userbuffers", job.userbuffers, False),
+    ):
+        if found != needed:
+            beside = f"{needed} beside captured graphs (model.captured): nothing else was tried"
+            yield Problem(f"job: {place}", str(found), beside, "leave model.captured out, or change this")
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:

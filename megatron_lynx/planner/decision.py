@@ -12,6 +12,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
@@ -20,8 +21,8 @@ from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
-from megatron_lynx.plan.experts import replays_beside_forwards
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.experts import needed_to_fall_back, replays_beside_forwards
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.budget_kept import check_budget_kept
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
@@ -84,6 +85,28 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    if job.model.captured:
+        return _beside_graphs(job, profile)
+    return _without_graphs(job, profile)
+
+
+def _beside_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job whose launch captures graphs: beside these, or without them where that is faster, or where no plan
+    fits beside them. What no plan can have without graphs either is raised."""
+    without = job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
+    try:
+        beside = _without_graphs(job, profile)
+    except Infeasible:
+        return _as_of(job, _without_graphs(without, profile))
+    try:
+        alone = _without_graphs(without, profile)
+    except Infeasible:
+        return beside
+    return beside if beside.simulation.step_s <= alone.simulation.step_s else _as_of(job, alone)
+
+
+def _without_graphs(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves nothing open of what is captured."""
     if job.optimizer.offload == "auto":
         return _with_best_share(job, profile)
     check_plannable(job)
@@ -118,6 +141,8 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
+        if (again := [*left_open.with_rotary_again(job)][1:]) and plannable(job, profile):
+            return _as_of(job, _fastest(again[0], profile))
         changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
@@ -130,6 +155,9 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
         late = without_early_exchanges(job, decision.job, profile, known)
         filled = filled if _faster(filled.simulation, late) else late
+    if any(rule.ahead for entry in filled.plan.stages for rule in entry.rules):  # weight gradients may then find shorter waits
+        on_demand = _without_ahead(job, decision.job, profile, known)
+        filled = filled if _faster(filled.simulation, on_demand) else on_demand
     finished = _with_loads(filled, profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
@@ -138,6 +166,11 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """The decision for a job that leaves open how much of its optimizer is on the host."""
     found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
+    return _as_of(job, found)
+
+
+def _as_of(job: Job, found: Decision) -> Decision:
+    """A decision for what a job left open is one for the job."""
     origin = found.plan.provenance.model_copy(update={"job": job.digest})
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
@@ -145,6 +178,12 @@ def _with_best_share(job: Job, profile: Profile) -> Decision:
 def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
     """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
     decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
+    return _with_both_fillers(job, decision, stages, profile, known)
+
+
+def _without_ahead(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
+    """The decision for a job whose partition is known in which checkpoints begin nothing ahead."""
+    decision, stages = _fitting(job, Stages(parted, profile, ahead=False))
     return _with_both_fillers(job, decision, stages, profile, known)
 
 
@@ -180,23 +219,29 @@ def _best_filled(decision: Decision, stages: Stages, job: Job, profile: Profile,
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
-    """The decision whose plan says with which load of experts each stage still fits, where there are any."""
-    loads = loads_that_fit(decision.job, decision.stages, decision.plan, profile, decision.simulation)
-    stages = (
-        entry.model_copy(update={"predicted": entry.predicted.model_copy(update={"moe_load": loads[entry.stage]})})
-        for entry in decision.plan.stages
-    )
-    return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
+    """The decision whose plan says with which load of experts each stage still fits, where there are any; and beyond which its
+    halves of experts fall back."""
+    job, plan = decision.job, decision.plan
+    loads = loads_that_fit(job, decision.stages, plan, profile, decision.simulation)
+    looked_into = job.model.experts is not None and not job.model.experts.whole
+
+    def stated(entry: Stage) -> Stage:
+        load = loads[entry.stage]
+        hold = load if load and looked_into and not needed_to_fall_back(plan, entry) else None
+        predicted = entry.predicted.model_copy(update={"moe_load": load})
+        return entry.model_copy(update={"predicted": predicted, "experts_hold": hold})
+
+    return replace(decision, plan=plan.model_copy(update={"stages": tuple(map(stated, plan.stages))}))
 
 
 def plannable(job: Job, profile: Profile) -> bool:
     """Whether a plan fits, whatever its seconds."""
-    try:
-        check_plannable(job)
-        _fitting(job, Stages(partitioned(job, profile)[0], profile))
-    except LynxError:
-        return False
-    return True
+    for own in left_open.with_rotary_again(job):
+        with suppress(LynxError):
+            check_plannable(own)
+            _fitting(own, Stages(partitioned(own, profile)[0], profile))
+            return True
+    return False
 
 
 def fitting(stages: Stages) -> Decision:

@@ -1,4 +1,4 @@
-"""Decides what a job leaves to the planner beside its layers: where the optimizer is, and whether the head runs in pieces.
+"""Decides what a job leaves open beside its layers: where the optimizer is, what asks the host, whether the head runs in pieces.
 
 How much of the optimizer goes to the host (`optimizer.offload: auto`): bytes of the optimizer and bytes of activations are bought
 at different prices: of the one in seconds of an update, once in a step, of the other in seconds of replays and copies, of every
@@ -6,6 +6,9 @@ micro-batch. A plan for each of a few shares knows both:
 
     quarters, and the least share with which all could be kept ──> a plan each ──> shortest step with its update
                                                                                        └─> once more, halfway to its neighbours
+
+Whether what turns queries and keys of packed sequences may run again, where the host has to wait for the device then: only where
+no plan fits without.
 
 In how many pieces the head runs (`head: {pieces: auto}`): the fewest are tried with which the loss is no longer what the last
 stage holds most of, because more would only cost seconds. The plan with them is taken where none fits without, or where its step
@@ -29,6 +32,13 @@ DecisionT = TypeVar("DecisionT")
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
 """A share is given in hundredths, rounded up."""
+
+
+def with_rotary_again(job: Job) -> Iterator[Job]:
+    """The job, then where it keeps what turns queries and keys, also the one that may replay that, and let the host wait."""
+    yield job
+    if job.rotary_asks_host:
+        yield job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
 
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:

@@ -54,6 +54,8 @@ class Rooms:
         return next(section.half for section in self._own if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
+        if section.captured or section.apart:
+            return ()
         return section.linears if self.looked_into or not section.in_some_layers else ()
 
     def _sections(self, layer: int) -> tuple[Section, ...]:

@@ -26,7 +26,6 @@ def uniform_plan(
     *,
     windows: bool = True,
     gather: Literal["keep", "once"] = "keep",
-    note: str | None = None,
 ) -> Plan:
     """A plan that replays the items of `replay` in every layer; `all`: all that may be.
 
@@ -45,7 +44,7 @@ def uniform_plan(
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows and not job.model.moe_overlapped) for stage, chunk in places)
-    return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest, note=note))
+    return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest))
 
 
 def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:

@@ -19,7 +19,7 @@ from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
-from megatron_lynx.plan.facts import PlannedDevice
+from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -146,6 +146,7 @@ def model_facts(job: Job) -> ModelFacts:
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
     facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
+    facts |= {name: len(getattr(model, name)) for name in IN_BF16}
     return ModelFacts(**facts)
 
 
@@ -212,7 +213,8 @@ def stage_of(
 def exchanging_layers(job: Job) -> frozenset[int]:
     """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
     experts = job.model.experts
-    windows = experts is not None and not experts.whole and experts.section.exchanges_in_windows
+    section = job.model.kind_sections(experts=True)[1]
+    windows = experts is not None and not experts.whole and section.exchanges_in_windows
     return job.model.expert_layers if windows and job.parallel.expert > 1 else frozenset()
 
 
@@ -223,12 +225,16 @@ def rule_of(
     windows: Mapping[Half, str | ByPhase | None],
     gathers: Mapping[Half, str | None],
     checkpoint: CheckpointName | None = None,
+    *,
+    ahead: bool = False,
 ) -> Rule:
-    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed."""
+    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed. `ahead`:
+    whether what those communicate begins ahead."""
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,
         "checkpoint": checkpoint,
+        "ahead": ahead,
         "keep": tuple(item for item in items if item not in replay),
         "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
@@ -305,7 +311,8 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
-    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice))
+    ahead = any(option.checkpoint is not None and option.checkpoint.ahead_to is not None for option in choice.halves)
+    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=ahead)
 
 
 def _checkpoint(choice: LayerChoice) -> CheckpointName | None:

@@ -21,14 +21,15 @@ from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.later import IN_EXPERTS
+from megatron_lynx.config.later import IN_EXPERTS, as_by_default
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
+from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -158,7 +159,7 @@ class Shape(Part):
     """The width of a head where it is not hidden / heads."""
     latent: LatentSizes | None = None
     """The sizes of multi-latent attention."""
-    fp8: str | None = None
+    fp8: Recipe | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
     expert: int = 1
@@ -198,21 +199,11 @@ class Shape(Part):
         return halves_of(self.facts)
 
 
-LATER: dict[str, Any] = {
-    "qk_norm": False,
-    "kv_channels": None,
-    "latent": None,
-    "fp8": None,
-    "experts": None,
-    "expert": 1,
-    "expert_tensor": 1,
-    "context_exchange": "p2p",
-    "context_levels": None,
-    "kinds": (),
-    "opaque": (),
-    "mtp": 0,
-}
-"""What shapes did not always say, and what it is where it changes nothing."""
+LATER = (
+    *("qk_norm", "kv_channels", "latent", "fp8", "experts", "expert", "expert_tensor", "context_exchange", "context_levels"),
+    *("kinds", "opaque", "mtp"),
+)
+"""What shapes did not always say: by default it changes nothing."""
 
 
 class Source(Part):
@@ -307,7 +298,7 @@ class Profile(Part):
 
     def gathered_input(self, message_bytes: int) -> int:
         """Bytes that the gather of a column-parallel linear's input moves; in FP8 it is cast before."""
-        return message_bytes if self.shape.fp8 is None else message_bytes * FP8_BYTES // BF16_BYTES
+        return message_bytes if self.shape.fp8 is None else cast_bytes(self.shape.fp8, message_bytes // BF16_BYTES)
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.
@@ -334,19 +325,13 @@ class Profile(Part):
     def digest(self) -> str:
         """SHA-256 of the profile's canonical JSON, less what came later and is off, what only few plans depend on, and host time
         (see `Job.digest`): what a plan records as its origin."""
-        off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
-        off["host_time"] = off["head_summand_s"] = True
-        if not self.opaque:
-            off["opaque"] = True
+        off: dict[str, Any] = dict.fromkeys(as_by_default(self, ("opaque", "hiding", "messages_between_passes")), True)
+        off |= {"host_time": True, "head_summand_s": True, "shape": as_by_default(self.shape, LATER)}
         if self.experts is None or self.shape.experts is None:
             off["experts"] = True
         else:
-            known = {name for name, value in IN_EXPERTS.items() if getattr(self.shape.experts, name) == value}
-            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": known}
-        for name in ("hiding", "messages_between_passes"):
-            if getattr(self, name) == type(self).model_fields[name].default:
-                off[name] = True
-        off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
+            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": as_by_default(self.shape.experts, IN_EXPERTS)}
+        off["source"] = as_by_default(self.source, ("stood_in_for", "fusions"))
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 

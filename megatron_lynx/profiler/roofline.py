@@ -45,7 +45,7 @@ class Roofline:
     casts: Casts | None
     """What casts to FP8 move; none where linears compute in the model's type."""
     fp8_speed: float
-    """How many times faster the GEMMs of linears are than in the model's type."""
+    """How many times faster the GEMMs of linears are than in the model's type. In FP4 they reach the share that FP8's do."""
     beside_s: tuple[float, float]
     """Seconds of the collectives that stock Megatron runs beside the dgrad, and beside the wgrad, of a column-parallel linear."""
 
@@ -61,7 +61,7 @@ class Roofline:
         units, recipe = job.cluster.fp8, job.model.fp8_recipe
         casts, speed = None, 1.0
         if recipe is not None and units is not None:
-            achieved = units.tflop_per_s * (units.efficiency or matmul.efficiency)
+            achieved = units.peak_of(recipe) * (units.efficiency or matmul.efficiency)
             casts, speed = Casts(recipe, units.transposes), achieved / (matmul.bf16_tflop_per_s * matmul.efficiency)
         return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job))
 

@@ -13,7 +13,7 @@ from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.job import Job, Lengths
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.profiler.quantized import FP8_BYTES
+from megatron_lynx.profiler.quantized import cast_bytes
 
 FP32_BYTES = 4
 MASK_BYTES = 1
@@ -132,7 +132,9 @@ class LayerShape:
     @property
     def gathered_input_bytes(self) -> int:
         """The input of a column-parallel linear on all rows, as it is gathered: with FP8 after its cast."""
-        return self.tokens * self.model.hidden * (self.model.element_bytes if self.model.fp8 is None else FP8_BYTES)
+        if self.model.fp8_recipe is None:
+            return self.gathered_bytes
+        return cast_bytes(self.model.fp8_recipe, self.tokens * self.model.hidden)
 
 
 def embedding_bytes(shape: LayerShape) -> int:

@@ -1,1 +1,16 @@
 """Recomputes what papers measured or printed: the planner is believed as far as it reproduces their figures."""
+
+from __future__ import annotations
+
+from megatron_lynx.published import korthikanti, overlapped, pipeoffload, steps, yuan
+from megatron_lynx.published.row import Row, published_figures
+
+
+def all_rows() -> list[Row]:
+    """Every row of all papers, in the order of the files of figures."""
+    figures = published_figures()
+    parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
+    found = [row for name, part in parts.items() for row in part.rows(figures[name])]
+    series = {each["id"]: each for each in published_figures("published_more")["series"]}
+    measured = list(steps.rows(series))
+    return [*found, *measured, *steps.means(measured), *steps.peaks(series), *overlapped.rows(series)]

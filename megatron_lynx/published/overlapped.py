@@ -15,7 +15,7 @@ from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import Row, catalogued_job
-from megatron_lynx.stock import NONE, Priced, StockSetting, priced
+from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 
 STEP_PERCENT, FASTER_PERCENT, PEAK_PERCENT = 10.0, 2.0, 8.0
@@ -28,9 +28,8 @@ DELAYED = StockSetting(overlap=True, delayed=True)
 Run = Mapping[str, Any]
 
 
-def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows. `figures`: the whole file of them."""
-    series = {each["id"]: each for each in figures["series"]}
+def rows(series: Mapping[str, Any]) -> Iterator[Row]:
+    """All rows. `series`: of the file of figures, by their id."""
     for run in series["qwen3_30b_overlapped_exchanges"]["rows"]:
         yield from _of_run(run)
 
@@ -48,11 +47,8 @@ def _of_run(run: Run) -> Iterator[Row]:
             name, chose = f"{what}: times as fast, {setting.name}", "cost.combined.MEASURED"
             yield Row(SOURCE, name, *faster, "", bound=FASTER_PERCENT, calibrates=chose)
     if "peak_gib" in run:
-        yield _peak(what, run["peak_gib"], found[OVERLAPPED])
-
-
-def _peak(what: str, peak_gib: float, price: Priced) -> Row:
-    return Row(SOURCE, f"{what}: peak memory, {OVERLAPPED.name}", peak_gib, price.most_bytes / GIB, "GiB", bound=PEAK_PERCENT)
+        held_gib = found[OVERLAPPED].most_bytes / GIB
+        yield Row(SOURCE, f"{what}: peak memory, {OVERLAPPED.name}", run["peak_gib"], held_gib, "GiB", bound=PEAK_PERCENT)
 
 
 def overlapped_job(run: Run) -> Job:

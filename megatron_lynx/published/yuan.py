@@ -135,21 +135,28 @@ def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: 
 
 def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
     """Stock Megatron (`origin_megatron`) lacks their faster norms and rotary embeddings; a step here does not tell."""
-    config = {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"]}
-    for run in demo["rows"]:
-        for name, cluster in CLUSTERS.items():
-            if name in run:
-                what = f"demo: throughput of {run['method']}, Llama-7B on {config['gpus']} {name}"
-                stated = {**config, "ckpt": run["ckpt"], "alpha": run.get("alpha", 0)}
-                published, calibrating = config["gpus"] * run[name]["tok_s_gpu"], (run["method"], name) == CALIBRATING_DEMO
-                yield _throughput_row(what, stated, cluster, published, calibrating)
+    gpus = demo["config"]["gpus"]
+    for run, name, cluster in _demo_runs(demo):
+        what = f"demo: throughput of {run['method']}, Llama-7B on {gpus} {name}"
+        stated = {**_of_demo(demo, run), "alpha": run.get("alpha", 0)}
+        published, calibrating = gpus * run[name]["tok_s_gpu"], (run["method"], name) == CALIBRATING_DEMO
+        yield _throughput_row(what, stated, cluster, published, calibrating)
+
+
+def _of_demo(demo: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of the demo, as `job_of` takes it."""
+    return {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"], "ckpt": run["ckpt"]}
+
+
+def _demo_runs(demo: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Each run of the demo with the GPU and the cluster on which it was measured."""
+    return ((run, name, cluster) for run in demo["rows"] for name, cluster in CLUSTERS.items() if name in run)
 
 
 def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
     """The smallest offload ratio with their method; that without any the device is full."""
-    config = {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"]}
     for run in demo["rows"]:
-        job = job_of({**config, "ckpt": run["ckpt"]})
+        job = job_of(_of_demo(demo, run))
         if run.get("alpha"):
             what = f"demo: offload ratio of {run['method']}, Llama-7B on {job.gpus} GPUs"
             yield Row(SOURCE, what, run["alpha"], _smallest_ratio(job), "", bound=0.01, error_in="unit")
@@ -159,14 +166,11 @@ def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _utilisation(demo: Mapping[str, Any]) -> Iterator[Row]:
-    config = {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"]}
-    for run in demo["rows"]:
-        for name, cluster in CLUSTERS.items():
-            if name in run:
-                job = job_of({**config, "ckpt": run["ckpt"]}, cluster)
-                computed = 100 * mfu(job.model, run[name]["tok_s_gpu"], _peak(job))
-                what = f"demo: MFU of {run['method']}, Llama-7B on {name}, from its tokens/s"
-                yield Row(SOURCE, what, run[name]["mfu"], computed, "points", bound=0.1, error_in="unit")
+    for run, name, cluster in _demo_runs(demo):
+        job = job_of(_of_demo(demo, run), cluster)
+        computed = 100 * mfu(job.model, run[name]["tok_s_gpu"], _peak(job))
+        what = f"demo: MFU of {run['method']}, Llama-7B on {name}, from its tokens/s"
+        yield Row(SOURCE, what, run[name]["mfu"], computed, "points", bound=0.1, error_in="unit")
 
 
 def _peak(job: Job) -> float:

@@ -97,11 +97,8 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     if given.plan is not None:
         reduced = given.job is not None and given.job.overlap.gradients
         simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced, job=given.job)
-        return (
-            given.plan,
-            simulation,
-            [_point_of(given.plan, simulation, {} if given.outcome is None else allocated_bytes(given.outcome))],
-        )
+        measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
+        return given.plan, simulation, [_point_of(given.plan, simulation, measured_bytes)]
     if given.job is None:
         return None, None, []
     if costs is None:

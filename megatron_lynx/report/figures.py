@@ -205,21 +205,13 @@ def _known(outcome: RunOutcome) -> Iterator[float]:
 def settings_table(measurement: Measurement) -> Table:
     """A row for each setting that was timed."""
     from megatron_lynx.compare.report import verdicts
-    from megatron_lynx.compare.table import rows_of
 
-    rows: list[list[Cell]] = [
-        [
-            row.setting,
-            row.step_s,
-            row.ratio_to_none,
-            row.activation_bytes,
-            row.peak_bytes,
-            row.hidden_replays,
-            row.on_demand_replays,
-            {True: "yes", False: "NO", None: "reference" if row.ratio_to_none == 1.0 else "not compared"}[row.gradients_equal],
-        ]
-        for row in rows_of(measurement)
-    ]
+    rows: list[list[Cell]] = []
+    for setting in measurement.settings:
+        ratio = measurement.ratio_to_none(setting)
+        equal = {True: "yes", False: "NO", None: "reference" if ratio == 1.0 else "not compared"}[setting.gradients_equal]
+        held, replays = (setting.resident_bytes, setting.peak_bytes), (setting.hidden_replays, setting.on_demand_replays)
+        rows.append([setting.name, setting.step.median_s, ratio, *held, *replays, equal])
     columns: tuple[tuple[str, Unit], ...] = (
         ("setting", "text"),
         ("step", "s"),

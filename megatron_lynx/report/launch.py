@@ -65,7 +65,9 @@ def planned_launch(plan: Plan) -> PlannedLaunch | None:
         job, costs = job.model_copy(update={"learned": learned}), as_learned(costs, learned)
     step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
     held = max(stage.predicted.memory_bytes for stage in plan.stages)
-    return PlannedLaunch(reading, launch_today(job, costs, reading), Row("plan", step_s, held))
+    return PlannedLaunch(
+        reading, launch_today(job, costs, reading.with_graphs_of(plan.model.captured)), Row("plan", step_s, held)
+    )
 
 
 def _table(name: str, title: str, note: str, columns: list[tuple[str, Unit]], rows: list[list[Cell]]) -> Table:

@@ -72,8 +72,9 @@ def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
         raise _unreadable(where, problems)
     if not rows:
         raise _unreadable(where, [Problem(where, "no event with a duration", "a traced step", ABOUT_TRACES)])
-    timeline = Timeline({row: _in_order(rows[row]) for row in sorted(rows)})
-    return ReadTrace(timeline, {row: _curve(points) for row, points in held.items()}, names == {"stage"})
+    timeline = Timeline({row: tuple(sorted(rows[row], key=lambda span: (span.start_s, -span.end_s))) for row in sorted(rows)})
+    memory = {row: MemoryCurve(*zip(*points, strict=True)) for row, points in held.items()}
+    return ReadTrace(timeline, memory, names == {"stage"})
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -84,14 +85,6 @@ def _span(event: Mapping[str, Any]) -> Span:
     layer, half, micro_batch, window = (about.get(key) for key in ("layer", "half", "micro_batch", "window"))
     kind = cast(SpanKind, str(event["cat"]))  # a later release may have more kinds
     return Span(kind, start_s, start_s + seconds, layer, half, micro_batch, window, str(event["name"]))
-
-
-def _in_order(spans: list[Span]) -> tuple[Span, ...]:
-    return tuple(sorted(spans, key=lambda span: (span.start_s, -span.end_s)))
-
-
-def _curve(points: list[tuple[float, int]]) -> MemoryCurve:
-    return MemoryCurve(tuple(time_s for time_s, _ in points), tuple(held for _, held in points))
 
 
 def _cut(event: object) -> str:

@@ -54,7 +54,7 @@ def view(
     first = min((span.micro_batch for row in shown for span in timeline.ranks[row] if span.micro_batch is not None), default=0)
     rows = [
         Row(
-            label=_label(name, row, stages[row]),
+            label=f"stage {stages[row]}" + ("" if name == "predicted" else f", rank {row}"),
             number=row,
             stage=stages[row],
             spans=_columns(timeline.ranks[row], index, first),
@@ -129,15 +129,8 @@ def _shown(timeline: Timeline, stages: Mapping[int, int]) -> list[int]:
     rows = sorted(timeline.ranks, key=lambda row: (stages[row], row))
     if sum(len(timeline.ranks[row]) for row in rows) <= MOST_SPANS:
         return rows
-    return [max(group, key=lambda row: _end_s(timeline, row)) for _, group in groupby(rows, key=stages.__getitem__)]
-
-
-def _end_s(timeline: Timeline, row: int) -> float:
-    return max((span.end_s for span in timeline.ranks[row]), default=0.0)
-
-
-def _label(name: str, row: int, stage: int) -> str:
-    return f"stage {stage}" if name == "predicted" else f"stage {stage}, rank {row}"
+    ends_s = {row: max((span.end_s for span in timeline.ranks[row]), default=0.0) for row in rows}
+    return [max(group, key=ends_s.__getitem__) for _, group in groupby(rows, key=stages.__getitem__)]
 
 
 def _ns(seconds: float) -> int:
@@ -154,7 +147,8 @@ class Drawn:
 
 def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> list[Drawn]:
     """What there is to see, predicted first. Raises `PlanMismatch` for a trace of another job."""
-    return [each for each in (_predicted(given, plan, simulation), _measured(given, plan)) if each is not None]
+    measured = None if given.trace is None or given.trace.simulated else _traced("measured", given, plan)
+    return [each for each in (_predicted(given, plan, simulation), measured) if each is not None]
 
 
 def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -> Drawn | None:
@@ -169,10 +163,6 @@ def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -
         title = f"simulated, from {given.sources['simulation']}: passes without their halves"
         return _drawn("predicted", title, read.timeline, {row: row for row in read.timeline.ranks}, {}, plan, read.step_s)
     return None
-
-
-def _measured(given: Given, plan: Plan | None) -> Drawn | None:
-    return None if given.trace is None or given.trace.simulated else _traced("measured", given, plan)
 
 
 def _traced(name: Literal["predicted", "measured"], given: Given, plan: Plan | None) -> Drawn:
@@ -194,6 +184,7 @@ def _drawn(
     timeline = trimmed(timeline)
     made = view(name, title, timeline, stages, memory)
     rows = {row["number"]: row for row in made["rows"]}
+    owned = {} if plan is None else {number: plan.chunks_of(row["stage"]) for number, row in rows.items()}
     return Drawn(
         made,
         Seen(
@@ -201,18 +192,14 @@ def _drawn(
             step_s=step_s,
             timeline=timeline,
             labels={number: row["label"] for number, row in rows.items()},
-            layers={} if plan is None else {number: _layers(plan, row["stage"]) for number, row in rows.items()},
-            held_bytes={number: _most(memory[number]) for number in rows if number in memory},
+            layers={number: ", ".join(str(entry.layers) for entry in chunks) for number, chunks in owned.items()},
+            held_bytes={
+                number: max(map(sum, zip(*memory[number]["kinds"].values(), strict=True)), default=0)
+                for number in rows
+                if number in memory
+            },
         ),
     )
-
-
-def _layers(plan: Plan, stage: int) -> str:
-    return ", ".join(str(entry.layers) for entry in plan.chunks_of(stage))
-
-
-def _most(memory: Memory) -> int:
-    return max(map(sum, zip(*memory["kinds"].values(), strict=True)), default=0)
 
 
 def trimmed(timeline: Timeline) -> Timeline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lynx.report.island import Cell, Column, Table, Unit
@@ -35,6 +35,13 @@ class WaitUse:
     def unused_s(self) -> float:
         return max(0.0, self.seconds - self.used_s)
 
+    @property
+    def cells(self) -> list[Cell]:
+        """As the columns behind the name of a wait have it."""
+        share = self.used_s / self.seconds if self.seconds else None
+        times = (self.seconds, self.seconds / self.count, self.used_s, self.unused_s)
+        return [self.count, *times, share, ", ".join(sorted(self.tasks))]
+
 
 def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
     """How the waits of one row were used, by their name without the layer."""
@@ -49,7 +56,7 @@ def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
         use.seconds += wait.seconds
         for task in _within(tasks, ends, wait):
             use.used_s += min(task.end_s, wait.end_s) - max(task.start_s, wait.start_s)
-            use.tasks.add(_task_name(task))
+            use.tasks.add(f"{task.kind.replace('_', ' ')} {task.half or ''}".strip())
     return dict(found)
 
 
@@ -65,10 +72,6 @@ def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterato
 def wait_name(span: Span) -> str:
     """`bwd.mlp.0` for `bwd.mlp.0@3`."""
     return (span.window or span.name).partition("@")[0]
-
-
-def _task_name(span: Span) -> str:
-    return f"{span.kind.replace('_', ' ')} {span.half or ''}".strip()
 
 
 USE_COLUMNS: tuple[tuple[str, Unit], ...] = (
@@ -87,9 +90,7 @@ USE_COLUMNS: tuple[tuple[str, Unit], ...] = (
 def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
     """The table of waits of a view. `labels`: of the rows that are shown."""
     rows: list[list[Cell]] = [
-        [label, wait, use.count, use.seconds, use.seconds / use.count, use.used_s, use.unused_s, _share(use), _listed(use.tasks)]
-        for row, label in labels.items()
-        for wait, use in sorted(waits_of(timeline.ranks[row]).items())
+        [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
     ]
     note = "Seconds of one step for which a stage would wait for communication, and what of them replays used."
     columns = [Column(label=label, unit=unit) for label, unit in USE_COLUMNS]
@@ -118,11 +119,3 @@ def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> T
     note = "Replays on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
     columns = [Column(label=label, unit=unit) for label, unit in EXPOSED_COLUMNS]
     return Table(id=f"exposed-{name}", title=f"What no wait hid, {name}", note=note, columns=columns, rows=rows)
-
-
-def _share(use: WaitUse) -> float | None:
-    return use.used_s / use.seconds if use.seconds else None
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

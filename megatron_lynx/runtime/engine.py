@@ -32,13 +32,14 @@ from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.loads import Loads, Rows
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Counts, Progress
-from megatron_lynx.runtime.record import Passage, Recorder
-from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
+from megatron_lynx.runtime.record import FallBack, Passage, Recorder
+from megatron_lynx.runtime.recorded_graph import RecordedGraph, RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
+from megatron_lynx.runtime.replay import AsRecorded, Guard, NotWaitedFor, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
@@ -72,7 +73,9 @@ class Engine:
         device = device or device_for(torch.device("cpu"))
         self.offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
         self.trace = self.offloader.trace
+        self._device = device
         self._ledger = Ledger(order)
+        self._loads = Loads()
         self._random = random or TorchRandom(device)
         self.clock = ReplayClock(device)
         self._progress = Progress(self._ledger, self.offloader, self.clock)
@@ -185,7 +188,7 @@ class Engine:
         frame = Frame(policy, micro_batch, code)
         self._ledger.keep(frame)
         begin = self.trace.now()
-        if policy.replay or group is not None:
+        if policy.may_replay or group is not None:
             outputs = self._record(frame, group, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
@@ -199,25 +202,37 @@ class Engine:
     def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
         refuse_foreign_hooks(policy.name)
-        if policy.replay:
+        if policy.may_replay:
             frame.inputs = self._held_inputs(frame, (args, kwargs))
             frame.draws = policy.may_draw()
             follows = frame.source is not None and frame.source.draws
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
-        half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
-        graph = self._graphs.find(half, signature)
-        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, group, graph)
+        signature = signature_of((args, kwargs))
+
+        def known(replay: frozenset[str]) -> RecordedGraph | None:
+            return self._graphs.find((frame.key, replay, group is None), signature)
+
+        fall_back = None if policy.beyond is None else FallBack(partial(self._too_many, frame), known)
+        others = (group, known(policy.replay), fall_back)
+        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, *others)
         with policy.hooks.watched(policy.name):
             outputs = self._progress.run(recorder, args, kwargs)
-        if recorder.graph is not graph:
-            self._graphs.put(half, signature, recorder.graph)
+        replayed = frame.policy.replay
+        if recorder.graph is not known(replayed):
+            self._graphs.put((frame.key, replayed, group is None), signature, recorder.graph)
         if policy.feeds:
             frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
         if frame.lets_go:
             self._progress.counts.recorded += 1
+            self._progress.counts.fell_back += frame.policy is not policy
             self._progress.counts.let_go_bytes += frame.let_go_bytes
         return outputs
+
+    def _too_many(self, frame: Frame, rows: Rows) -> bool:
+        own = frame.micro_batch
+        whole = own.index in self._chunks[own.chunk].whole
+        return self._loads.too_many(frame, rows, self._ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """What a half is called with, as its frame holds it: without what the half before returned, if that runs again for it."""
@@ -252,6 +267,7 @@ class Engine:
         self._entered_at = self.trace.now()
         if frame.policy.checkpoint and frame.lets_go:
             self._replays.on_demand(frame)
+        self._waits.begin_ahead(frame)
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()
@@ -265,7 +281,7 @@ class Engine:
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
-    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
+    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork | NotWaitedFor] | None:
         """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it.
         `exchange`: it brings tokens to experts, or back; else it is one of the tensor-parallel group."""
         return self._waits.window(exchange=exchange)
@@ -283,6 +299,14 @@ class Engine:
         """Experts run on so many rows, over what they would get if all were asked as often."""
         if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
+
+    def rows_asked(self, by_rank: Tensor, balanced: float) -> None:
+        """How many rows experts of every rank get of the half that runs, as a tensor on the device; over as many each would get
+        if all were asked as often."""
+        scope = self._progress.scope
+        if isinstance(scope, Recorder) and scope.frame.policy.beyond is not None:
+            counts = by_rank.to("cpu", non_blocking=True)  # into locked memory: the host waits for it when it reads
+            scope.asked(Rows(counts, self._device.current.record(), balanced))
 
     def gathered(self, whole: Any) -> None:
         """A half has gathered the input of its present site."""

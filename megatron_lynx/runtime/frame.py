@@ -32,6 +32,18 @@ from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 from megatron_lynx.schedule.schedule import Phase
 
+RowsOf = tuple[frozenset[str], bool]
+"""Halves whose rows leave the same: by what their rule replays, and whether the plan keeps everything of the micro-batch."""
+
+
+@dataclass
+class HeldRows:
+    """What halves of experts of one micro-batch hold of rows (`runtime.loads`)."""
+
+    halves: int = 0
+    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Rows by rank of the group; one number for all before the first half."""
+
 
 @dataclass(eq=False)
 class MicroBatch:
@@ -52,6 +64,8 @@ class MicroBatch:
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
     phase: Phase = "steady"
     """Of its backward."""
+    rows: dict[RowsOf, HeldRows] = field(default_factory=dict)
+    """What its halves hold of rows of experts, where these may fall back."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:
@@ -132,6 +146,23 @@ class Fed:
     """Which of the tensors that that half returns it is."""
 
 
+@dataclass
+class UnderWay:
+    """What a replay communicates that nobody has waited for."""
+
+    works: list[Any] = field(default_factory=list)
+    """What to wait for before anything of it is used."""
+    passed: set[int] = field(default_factory=set)
+    """The segments of the sites that the replay ran before: nothing behind reads the values of what they returned."""
+    marks: tuple[dict[str, Any], ...] = ()
+    """What the half's code had left on the objects that it marks (`HalfPolicy.marked`)."""
+
+    def wait(self) -> None:
+        """Whoever uses what travelled comes behind this."""
+        for work in self.works:
+            work.wait()
+
+
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
@@ -168,6 +199,8 @@ class Frame:
     """The frame of the half before, where that is run again for inputs of this one, which stand there as `Fed`."""
     returned: tuple[weakref.ref[Tensor], ...] = ()
     """What the half returned, where the one behind it may not keep it."""
+    under_way: UnderWay | None = None
+    """What its replay, which stopped there, communicates meanwhile."""
     gathered: dict[int, Any] = field(default_factory=dict)
     """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None

@@ -170,6 +170,11 @@ class Ledger:
             micro_batch.phase = backward.phase
         return micro_batch
 
+    def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """Those whose forward is over and whose backward is not, but this one. Equal on all ranks of a stage: it follows from the
+        order of passes alone."""
+        return [each for each in self._in_flight.values() if each is not micro_batch]
+
     @property
     def completes_gradients(self) -> bool:
         """Whether gradients may be read right behind the backward that runs."""

@@ -38,6 +38,21 @@ class ChunkPolicy:
 
 
 @dataclass(frozen=True)
+class Beyond:
+    """What a half of experts does with a micro-batch of which a rank would get more rows than the plan's bytes hold for."""
+
+    hold: float
+    """The load that they hold for, on average over what the stage holds at once (`runtime.loads`)."""
+    replay: frozenset[str]
+    """Items that then run again as well, where backward enters the half."""
+    rule: frozenset[str]
+    """What the half replays otherwise, as the plan says: a micro-batch with more tokens than planned keeps everything, and
+    the ranks that share out experts need not have as many."""
+    marked: tuple[object, ...] = ()
+    """As of a half's policy."""
+
+
+@dataclass(frozen=True)
 class HalfPolicy:
     """There is one for each half of each layer; `apply.assignment` makes it from a rule of the plan."""
 
@@ -71,6 +86,8 @@ class HalfPolicy:
     """The half before it, where that is so."""
     marked: tuple[object, ...] = ()
     """Objects on which each call leaves what only its own code reads: a replay leaves them as they were (rule R13)."""
+    beyond: Beyond | None = None
+    """None: it does the same whatever comes."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
     """Of the modules that the half calls; given where anything is replayed."""
 
@@ -79,6 +96,18 @@ class HalfPolicy:
         """The same half where nothing is let go."""
         without = replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
         return replace(without, checkpoint=False, feeds=False, fed_by=None)
+
+    @cached_property
+    def fallen_back(self) -> HalfPolicy:
+        """The same half where more rows come than its plan holds for: nothing is kept of them."""
+        assert self.beyond is not None, f"{self.name} never falls back"
+        more = self.replay | self.beyond.replay
+        return replace(self, replay=more, checkpoint=True, marked=self.beyond.marked, beyond=None)
+
+    @cached_property
+    def may_replay(self) -> bool:
+        """Whether a call of it may be replayed at all."""
+        return bool(self.replay) or self.beyond is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:
         """Whether what it keeps may go to the host. `offloading`: chunks that send something there."""

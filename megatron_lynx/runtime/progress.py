@@ -40,8 +40,12 @@ class Counts:
     """Replays that ran inside a window."""
     on_demand: int = 0
     """Replays that backward waited for."""
+    ahead: int = 0
+    """Of these, how many began ahead, and left under way what they communicate."""
     gathered: int = 0
     """Inputs gathered once."""
+    fell_back: int = 0
+    """Halves of experts that were checkpoints because more rows came than the plan holds for."""
     live_ahead: int = 0
     """The most frames of one micro-batch that were regenerated before backward reached them."""
     deferred: int = 0

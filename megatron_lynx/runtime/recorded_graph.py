@@ -154,6 +154,11 @@ class FirstCall:
         """The last segment behind which no replay reads values. None: there is none, as where a half runs again to its end."""
         self._untouched: list[int] = []
 
+    def going_on(self, before: RecordedGraph, segment: int) -> RecordedGraph:
+        """Its graph, where what came up to a segment of this call was recorded by another one that replays the same there."""
+        self.graph.sites.update({at: site for at, site in before.sites.items() if at <= segment})
+        return self.graph
+
     def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:
         """A site, which is this item, is about to be called, behind the item of that name."""
         if self._hands_on_what_stays(behind) and not item.exchanges:

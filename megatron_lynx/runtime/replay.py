@@ -16,6 +16,8 @@
 [6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
     The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
 [7] where the half's first sites make all that is wanted, they run without the code around them (a shortcut: `site`)
+[8] a replay that is begun ahead stops behind a site whose communication it has issued and nobody has waited for; the next one of
+    the frame waits for it first
 
 A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
 
@@ -29,6 +31,11 @@ it comes there. So one layer, or several, are made again from one input.
 
     enter mlp(4)       on_demand ──> [attention(4) whole, from its input] ──returns──> [mlp(4), as far as needed]
     enter attention(4) everything is there
+
+What it communicates last may be under way before that, where the plan has it begin ahead:
+
+    enter attention(5) begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch] ── tokens travel ──┐
+    enter mlp(4)       on_demand ─────────────────────────────────────> [wait] ──> [mlp(4), the rest] <┘
 
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
@@ -45,7 +52,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.frame import Absent, Fed, Frame, Handle, Memo
+from megatron_lynx.runtime.frame import Absent, Fed, Frame, Handle, Memo, UnderWay, absent
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recorded_graph import NOTHING
@@ -66,12 +73,15 @@ class Replayer:
     collectives = 0
     """None: a replay that came to one would be refused."""
 
-    def __init__(self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False) -> None:
-        """`whole`: it goes on to the half's end, whatever is wanted."""
+    def __init__(
+        self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False, starts: str | None = None
+    ) -> None:
+        """`whole`: it goes on to the half's end, whatever is wanted. `starts`: it stops behind this site's communication."""
         self.frame = frame
         self._random = random
         self._until = until
         self._whole = whole
+        self._starts = starts
         self.argument: Tensor | None = None
         """What the site `until` works on: its argument, or what its first part makes of that. None where nothing was wanted any
         more before it was reached."""
@@ -91,6 +101,17 @@ class Replayer:
         """Whether the site runs whose input is gathered: the hook on that gather finds what was gathered."""
         return self._site is not None and self._site == self.frame.policy.gather_site
 
+    def leaves_under_way(self, work: Any) -> NotWaitedFor:
+        """A communication was issued, for which the next replay of this frame waits; who issued it does not."""
+        assert self.frame.under_way is not None
+        self.frame.under_way.works.append(work)
+        return NotWaitedFor()
+
+    @property
+    def starting(self) -> bool:
+        """Whether the site runs whose communication is left under way."""
+        return self._site is not None and self._site == self._starts
+
     @property
     def gathered(self) -> Any:
         """What the site that runs gathered in the record, where that was kept."""
@@ -100,7 +121,7 @@ class Replayer:
         """Run the half's code, as far as needed."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
-        shortcut = () if self._whole else self.frame.shortcut
+        shortcut = () if self._whole or self._starts else self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
         self._packing = Packing(self._collect, _never_unpacked)
         try:
@@ -140,6 +161,8 @@ class Replayer:
         memo = self.frame.memos.get(self._segment)
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
+        if call.site.name == self._starts and self.frame.under_way is not None and self.frame.under_way.works:
+            raise _Enough  # [8]
         self._stop_if_done()
         if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.site.name):
             raise _Enough  # [6]
@@ -150,7 +173,7 @@ class Replayer:
         own = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
         ends_here = call.site.name == self._until
-        ends_all = own == self.frame.wanted and not self._whole
+        ends_all = own == self.frame.wanted and not self._goes_on
         if not ends_here and (not own or not (passed or ends_all)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
@@ -180,9 +203,11 @@ class Replayer:
                 outputs = call()
             self._collect_saved(call, outputs)
         self._site = None
-        if self._until is not None:  # [6]
+        if self._until is not None or self._starts is not None:  # [6] [8]
             random = None if self.frame.random is None else self._random.capture()
             self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), random)
+        if (under_way := self.frame.under_way) is not None and self._starts is not None and not under_way.works:
+            under_way.passed.add(self._segment)
         return outputs
 
     def _recall(self, memo: Memo) -> Any:
@@ -222,12 +247,24 @@ class Replayer:
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
-        if not self.frame.wanted and not self._whole:
+        if not self.frame.wanted and not self._goes_on:
             raise _Enough  # [5]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether it runs whatever is wanted."""
+        return self._whole or self._starts is not None
 
     def _enter(self) -> None:
         self._segment += 1
         self._ordinal = 0
+
+
+class NotWaitedFor:
+    """Stands for the `Work` of a communication that a replay leaves under way, to its issuer."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return True
 
 
 def _never_unpacked(_: Any) -> Tensor:
@@ -271,6 +308,17 @@ class Replays:
         self._feed(frame)
         self.replay(frame, ON_DEMAND)
         self._progress.counts.on_demand += 1
+
+    def begin(self, frame: Frame, item: str) -> None:
+        """Run a checkpoint again as far as this item, and leave under way what that communicates."""
+        self._feed(frame)
+        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
+        frame.under_way = UnderWay()
+        self._run(frame, None, starts=item)
+        self._progress.clock.end(ON_DEMAND, clocked)
+        self._progress.add_span("replay", frame, ON_DEMAND, begin)
+        self._progress.counts.ahead += 1
+        assert frame.under_way.works, f"the replay of {frame.policy.name} communicated nothing behind {item}"
 
     def _feed(self, frame: Frame) -> None:
         """Have the half before run again to its end, where that makes inputs of this one."""
@@ -317,12 +365,28 @@ class Replays:
         frame.gathering = policy.gather(argument)
         self._progress.counts.gathered += 1
 
-    def _run(self, frame: Frame, until: str | None, *, whole: bool = False) -> Replayer:
-        replayer = Replayer(frame, self._random, until, whole=whole)
-        weights = self._as_recorded(frame.micro_batch.index)
-        bare = bool(frame.shortcut) and not whole
+    def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Replayer:
+        marks = () if starts else _arrived(frame)
+        replayer = Replayer(frame, self._random, until, whole=whole, starts=starts)
+        weights, marked = self._as_recorded(frame.micro_batch.index), frame.policy.marked
+        bare = bool(frame.shortcut) and not whole and not starts
         guard = nullcontext() if bare else self._guard()
         silent = nullcontext() if bare else frame.policy.hooks.silent()
-        with guard, silent, weights, unmarked(frame.policy.marked), self._surroundings.as_captured(frame.surroundings):
+        with guard, silent, weights, unmarked(marked, marks), self._surroundings.as_captured(frame.surroundings):
             self._progress.run(replayer)
+            if starts and frame.under_way is not None:
+                frame.under_way.marks = tuple(dict(vars(one)) for one in marked)
         return replayer
+
+
+def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
+    """Waits for what the replay that stopped left under way; what it had left on marked objects. What was made before only makes
+    shapes from now on: code that wrote into it once would write there again."""
+    under_way, frame.under_way = frame.under_way, None
+    if under_way is None:
+        return ()
+    under_way.wait()
+    for segment in under_way.passed:
+        memo = frame.memos[segment]
+        frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
+    return under_way.marks

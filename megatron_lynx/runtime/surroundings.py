@@ -120,10 +120,14 @@ class TorchRandom:
 
 
 @contextmanager
-def unmarked(objects: Iterable[object]) -> Iterator[None]:
-    """What is put on these objects inside is gone behind it, and what was there is there again."""
+def unmarked(objects: Iterable[object], marks: Iterable[dict[str, Any]] = ()) -> Iterator[None]:
+    """What is put on these objects inside is gone behind it, and what was there is there again. `marks`: what is on them at the
+    beginning instead, where that is given."""
     before = [(vars(one), dict(vars(one))) for one in objects]
     try:
+        for (present, _), other in zip(before, marks, strict=False):
+            present.clear()
+            present.update(other)
         yield
     finally:
         for present, then in before:

@@ -1,7 +1,7 @@
 """Waits for communication: windows in which compute would wait, and how the work runs that the plan has put into them.
 
     issue ──> [ collective in flight .......................... ]
-    wait()    │ [1] replays, weight gradients, on this stream    │ [2] the wait proper │ [3] gathers
+    wait()    │ [1] replays, weight gradients, on this stream    │ [2] the wait proper │ [3] gathers, what begins ahead
 
     a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
     the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
@@ -27,7 +27,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, Windo
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
-from megatron_lynx.runtime.replay import Replayer, Replays
+from megatron_lynx.runtime.replay import NotWaitedFor, Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -64,9 +64,10 @@ class Opening:
     progress: Progress
 
     def frame_of(self, half: FrameKey) -> Frame | None:
-        """The micro-batch's frame of a half, where its replay is still to come."""
+        """The micro-batch's frame of a half, where its replay is still to come. One that fell back to a checkpoint communicates,
+        and so it is replayed on demand (rule R2)."""
         frame = self.progress.ledger.frame_of(self.micro_batch, half)
-        return frame if frame is not None and frame.lets_go else None
+        return frame if frame is not None and frame.lets_go and not frame.policy.checkpoint else None
 
     def replay(self, planned: Replay) -> bool:
         """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""
@@ -128,18 +129,18 @@ class Waits:
         self._replays = replays
         self._weight_gradients = weight_gradients
 
-    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
+    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork | NotWaitedFor] | None:
         """A collective of the tensor-parallel group, or an `exchange` of tokens, is about to be issued: what makes a window of
         its `Work`.
 
         None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
         window: then it may be issued as it comes. A replay must not communicate (rule R2), but that of a checkpoint, which never
-        runs in a window.
+        runs in a window, and may leave what it communicates under way.
         """
         scope = self._progress.scope
         if isinstance(scope, Replayer):
             if scope.frame.policy.checkpoint:
-                return None
+                return scope.leaves_under_way if scope.starting and exchange == scope.frame.policy.section.exchanges else None
             raise collective_in_replay(scope.frame.policy.name)
         frame = scope.frame if scope is not None else self._ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
@@ -149,6 +150,18 @@ class Waits:
         if wait is None and not self._progress.trace.enabled:
             return None
         return lambda work: WindowedWork(work, lambda proper: self._window(wait or Wait(address), micro_batch, proper))
+
+    def begin_ahead(self, entered: Frame) -> None:
+        """Backward enters a half: what the plan has begin there begins."""
+        micro_batch = entered.micro_batch
+        self._begin(micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase).ahead.get(entered.key, ()))
+
+    def _begin(self, micro_batch: MicroBatch, ahead: Sequence[Replay]) -> None:
+        """Nothing begins in halves that keep everything."""
+        for replay in ahead:
+            frame = self._ledger.frame_of(micro_batch, replay.half)
+            if replay.starts is not None and frame is not None and frame.lets_go:
+                self._replays.begin(frame, replay.starts)  # what feeds it comes with it
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -231,6 +244,7 @@ class Waits:
         if opening is not None:
             for half in wait.gathers:
                 opening.gather(half)
+            self._begin(opening.micro_batch, wait.ahead)
         return waited
 
     def _opening(self, window: Window, micro_batch: MicroBatch | None) -> Opening | None:

@@ -8,7 +8,8 @@
    parallelism
 
 [1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before. A
-    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make
+    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make.
+    What begins ahead runs behind that; what it leaves under way passes while compute goes on, but not while that waits itself
 [2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 [4] a pass takes as long as the host needs to issue its halves, at least
@@ -210,9 +211,10 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        if coming is not None:
-            coming.ahead(walk, [walk.halves[replay.half] for replay in planned.first])
-        for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ())):
+        again = (*planned.first, *((planned.on_demand,) if planned.on_demand else ()), *planned.ahead)
+        for replay in again:
+            if coming is not None:
+                coming.needed(walk, walk.halves[replay.half])
             walk.on_demand(replay)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
@@ -254,7 +256,7 @@ def _back_through(
             wait = _wait(planned, "bwd", ordinal)
             spared_s = half.spared_s(planned.gathered) if wait.over else 0.0
             if coming is not None:
-                coming.ahead(walk, [walk.halves[replay.half] for replay in wait.replays])
+                coming.ahead(walk, [walk.halves[replay.half] for replay in (*wait.replays, *wait.ahead)])
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)

@@ -101,16 +101,12 @@ class MemoryCurve:
         return max(self.bytes, default=0)
 
 
-def memory_curve(changes: Iterable[tuple[float, int]]) -> MemoryCurve:
-    """The curve of (time in seconds, bytes taken or given back); it begins with nothing held, at time 0.
-
-    What is taken and given back at one moment is in the order of `changes`, so that a peak of no duration is seen.
-    """
-    return curve_of_parts([(0.0, tuple(changes))])
-
-
 def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]]) -> MemoryCurve:
-    """The same of many parts, such as passes: when each begins, and its changes from then on. Most parts are one of few."""
+    """The curve of many parts, such as passes: when each begins, and its changes from then on, (time in seconds, bytes taken or
+    given back). Most parts are one of few. It begins with nothing held, at time 0.
+
+    What is taken and given back at one moment is in the order of the changes, so that a peak of no duration is seen.
+    """
     apart = {id(changes): changes for _, changes in parts if changes}
     known = {number: tuple(map(np.array, zip(*changes, strict=True))) for number, changes in apart.items()}
     placed = [(begin_s + times_s, sizes) for begin_s, changes in parts if changes for times_s, sizes in [known[id(changes)]]]

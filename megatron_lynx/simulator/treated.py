@@ -11,7 +11,7 @@ from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, FrameKey, Window
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.section import Stop
+from megatron_lynx.cost.section import Begun, Stop
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.pace import Turns
 from megatron_lynx.timetable import PlannedHalf, Replay
@@ -28,6 +28,8 @@ class Part(NamedTuple):
     """What is held more when it has run; less, where the replay need no longer remember how to go on."""
     waits_s: float = 0.0
     """Seconds by which gathering the input, or what else a checkpoint communicates again, delays it."""
+    under_way_s: float = 0.0
+    """Seconds for which what it communicates last is under way when it stops."""
 
 
 class Leaving(NamedTuple):
@@ -49,6 +51,8 @@ class Treated:
     """Seconds of its replay; 0 for a half that is kept."""
     communicates_s: float = 0.0
     """Seconds in which the replay of a checkpoint waits for other ranks, as its forward did."""
+    begun: Begun | None = None
+    """How far it is where it begins ahead."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """How far the replay is where it stops."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
@@ -100,6 +104,12 @@ class Treated:
 
     def part(self, replay: Replay) -> Part:
         """What a part of its replay costs."""
+        if self.begun is not None and replay.starts is not None:
+            seconds, size, under_way_s, _ = self.begun
+            return Part(seconds, size, self.communicates_s - under_way_s, under_way_s)
+        if self.begun is not None and replay.started is not None:
+            seconds, size, _, again_s = self.begun
+            return Part(self.replay_s - seconds + again_s, self.memory.regenerated - size)
         begin = (
             Stop(0.0, self.gathered_bytes if replay.gathered_ahead else 0) if replay.since is None else self.stops[replay.since]
         )

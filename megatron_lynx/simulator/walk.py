@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
@@ -30,10 +31,19 @@ class Walk:
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
         self._regenerated: list[tuple[float, int]] = []
+        self._under_way_s = 0.0
+        """Of what was begun ahead."""
+        self._under_way_in: Half | None = None
+        """Which half's that is."""
         self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
 
     def compute(self, seconds: float) -> None:
-        self.clock_s += seconds
+        """Beside what is under way it takes longer, as in a window."""
+        beside_s = min(self._under_way_s, seconds * self._interference)
+        self._under_way_s -= beside_s
+        slower_s = beside_s - beside_s / self._interference
+        self._exposed_s += slower_s
+        self.clock_s += seconds + slower_s
 
     def hold(self, change_bytes: int, *, regenerated_bytes: int = 0) -> None:
         """Takes bytes or, below 0, gives them back. `regenerated_bytes`: how many of them are what replays made."""
@@ -54,15 +64,28 @@ class Walk:
     def on_demand(self, replay: Replay) -> None:  # [1]
         half = self.halves[replay.half]
         part = half.part(replay)
+        if replay.started is not None:
+            self._await()
         if part.waits_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
             self._span("gather", start_s, half)
         self.regenerate(part.taken_bytes)
         self.replay(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
+        if replay.starts is not None:
+            self._under_way_s, self._under_way_in = part.under_way_s, half.half
+
+    def _await(self) -> None:
+        """Waits for the rest of what was begun ahead."""
+        self.clock_s += self._under_way_s
+        self._exposed_s += self._under_way_s
+        self._under_way_s = 0.0
 
     def window(self, wait: Wait, seconds: float) -> None:  # [2]
-        """A wait of so many seconds, with what runs in it and behind it."""
+        """A wait of so many seconds, with what runs in it and behind it. What an attention has begun is of the same ranks, and
+        comes first."""
+        if self._under_way_in == HALVES[0]:
+            self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
         waits_s = []
         for replay in wait.replays:
@@ -85,6 +108,8 @@ class Walk:
             layer, half_name = wait.window.frame
             self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
         self.regenerate(sum(self.halves[half].gathered_bytes for half in wait.gathers))
+        for replay in wait.ahead:
+            self.on_demand(replay)
 
     def defer(self, of: Linear, cost: WeightGradient) -> float:
         """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]

@@ -20,7 +20,7 @@ its last one begins, and goes half by half, so each half counts what is left the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +29,7 @@ from math import ceil
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.answer import Solved, Solver, layers_of
-from megatron_lynx.solver.problem import Mixed, Option, StageProblem
+from megatron_lynx.solver.problem import Grouped, Mixed, Option, StageProblem
 
 TRIED = 6
 """So many ways that fit are solved, if there are as many."""
@@ -51,8 +51,9 @@ class Way:
         return self.layers - self.count
 
 
-def fastest(problem: StageProblem, solver: Solver) -> Solved | None:
-    """The fastest answer with groups of layers that keeps the problem's budget; None where none does. `solver`: of the others."""
+def fastest(problem: StageProblem, solver: Solver, least: Solved) -> Solved | None:
+    """The fastest answer with groups of layers that keeps the problem's budget; None where none does. `solver`: of the other
+    layers. `least`: the answer without groups that holds least."""
     if problem.budget_bytes is None or not problem.inside:
         return None
     groups, found = _Groups(problem), list[Solved]()
@@ -62,8 +63,7 @@ def fastest(problem: StageProblem, solver: Solver) -> Solved | None:
     for way in dict.fromkeys([*picked, *sorted(possible, key=lambda way: way.least_bytes)]):
         if found and way not in picked:
             break
-        answer = groups.answer(way, solver)
-        if answer is not None and answer.peak_bytes <= problem.budget_bytes:
+        if (answer := groups.answer(way, solver, least)) is not None:
             found.append(answer)
     return min(found, key=lambda answer: (answer.longer_s, answer.peak_bytes), default=None)
 
@@ -72,10 +72,9 @@ def leaner(problem: StageProblem, least: Solved) -> Solved:
     """The answer that holds least: `least`, the one without groups, or one with some. The other layers stay as they are in it."""
     if not problem.inside:
         return least
-    groups = _Groups(replace(problem, budget_bytes=None))
+    groups = _Groups(problem)
     ways = sorted(groups.ways, key=lambda way: way.least_bytes)[:TRIED]
-    found = (groups.answer(way, lambda _: least) for way in ways)
-    return min([least, *(each for each in found if each is not None)], key=lambda answer: answer.peak_bytes)
+    return min([least, *(groups.below(way, least.halves) for way in ways)], key=lambda answer: answer.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -108,14 +107,15 @@ class _Groups:
 
     @cached_property
     def _kept(self) -> list[int]:
-        """By number of lowest layers: what they keep if all of them are inside a group."""
-        return [0, *accumulate(sum(option.memory.resident for option in self._inner(at)) for at in range(self.most))]
+        """By number of lowest layers: what they keep at least if all of them are inside a group."""
+        halves = (min(option.memory.resident for option in both) for both in self._grouped)
+        return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _made(self) -> list[int]:
-        """What they then make again, less what a half has not in hand."""
-        made = (sum(each.memory.regenerated - each.memory.less_in_hand for each in self._inner(at)) for at in range(self.most))
-        return [0, *accumulate(made)]
+        """What they then make again at least, less what a half has not in hand."""
+        halves = (min(each.memory.regenerated - each.memory.less_in_hand for each in both) for both in self._grouped)
+        return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _others(self) -> list[float]:
@@ -127,28 +127,44 @@ class _Groups:
     @cached_property
     def _input_bytes(self) -> int:
         """What a group keeps beyond that."""
-        return self.problem.halves[0].joined[0].memory.resident - self._inner(0)[0].memory.resident
+        first = self._grouped[0]
+        return first.edge.memory.resident - first.inside.memory.resident
 
-    def _inner(self, layer: int) -> list[Option]:
-        return [option for option in self.problem.inside[len(HALVES) * layer : len(HALVES) * (layer + 1)] if option is not None]
+    @cached_property
+    def _grouped(self) -> list[Grouped]:
+        """Of each half that can be in a group."""
+        both = zip(self.problem.halves, self.problem.inside, strict=False)
+        able = [grouped for choices, grouped in both if choices.joined and grouped is not None]
+        return able[: len(HALVES) * self.most]
 
-    def answer(self, way: Way, solver: Solver) -> Solved | None:
-        """The groups, below what the solver finds for the other layers; None where it finds nothing."""
-        problem, lowest = self.problem, list[Option]()
-        for begin in range(0, way.layers, way.size):
-            lowest += self._group(begin, min(begin + way.size, way.layers))
-        others = problem.layers - way.layers
+    def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
+        """The groups below what the solver finds for the other layers, or below these as they hold least; None where that is too
+        much."""
+        problem, budget_bytes, others = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
+        assert budget_bytes is not None
+        leanest = self.below(way, least.halves)
         if not others:
-            return Solved(layers_of(lowest), problem.in_flight, loss_bytes=problem.loss_bytes)
-        kept_bytes = ceil(problem.in_flight * sum(option.memory.resident for option in lowest))
-        above = replace(problem, layers=others, mixed=self._above(way.layers), inside=())
-        if problem.budget_bytes is not None:
-            above = replace(above, budget_bytes=problem.budget_bytes - kept_bytes)
-        try:
-            found = solver(above)
-        except Infeasible:
-            return None
-        return replace(found, layers=layers_of([*lowest, *found.halves[-len(HALVES) * others :]]), gap=None)
+            return leanest if leanest.peak_bytes <= budget_bytes else None
+        kept_bytes = ceil(problem.in_flight * sum(option.memory.resident for option in self._lowest(way)))
+        left = replace(problem, layers=others, mixed=self._above(way.layers), inside=(), budget_bytes=budget_bytes - kept_bytes)
+        while True:
+            try:
+                answer = self.below(way, solver(left).halves)
+            except Infeasible:
+                return leanest if leanest.peak_bytes <= budget_bytes else None
+            if (too_much := answer.peak_bytes - budget_bytes) <= 0:
+                return answer
+            left = replace(left, budget_bytes=(left.budget_bytes or 0) - too_much)  # what others keep while a group runs backward
+
+    def below(self, way: Way, above: Sequence[Option]) -> Solved:
+        """The groups, below the last ones of these halves."""
+        others = len(HALVES) * (self.problem.layers - way.layers)
+        layers = layers_of([*self._lowest(way), *above[len(above) - others :]])
+        return Solved(layers, self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+
+    def _lowest(self, way: Way) -> Iterator[Option]:
+        for begin in range(0, way.layers, way.size):
+            yield from self._group(begin, min(begin + way.size, way.layers))
 
     def _above(self, layers: int) -> Mixed | None:
         mixed = self.problem.mixed
@@ -158,8 +174,7 @@ class _Groups:
         """The halves of one group, in forward order."""
         first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
         for half in range(first, last + 1):
-            inside = self.problem.inside[half]
-            option = self.problem.halves[half].joined[0] if half in (first, last) or inside is None else inside
+            option = self._grouped[half][half not in (first, last)]
             if end == begin + 1:
                 yield option
                 continue

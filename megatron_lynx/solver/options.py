@@ -16,14 +16,16 @@ from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import Placement, Seat, held_in
-from megatron_lynx.solver.problem import Choices, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
+from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
@@ -85,9 +87,18 @@ class Subset:
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """The halves of a layer that is checkpointed: it keeps its input alone."""
 
+
+ROTARY = "rotary"
+
+
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
-    return section.opaque or (section.exchanges and job.model.experts_whole)
+    return section.kept_whole or (section.exchanges and job.model.experts_whole)
+
+
+def _reduces_ahead(option: Option) -> bool:
+    """Whether it is an attention half whose reduction begins ahead."""
+    return option.checkpoint is not None and option.checkpoint.ahead_to in option.replay[:-1]
 
 
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
@@ -98,11 +109,20 @@ def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
-    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel again."""
+    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
+    again; nor is a layer beside what of it is captured."""
     alone = checkpoint == Checkpoint()
-    if section.opaque or job.model.experts_whole:
+    if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
-    return not (job.model.moe_overlapped and (section.apart or not alone))
+    return not (section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)))
+
+
+def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
+    """Whether replaying these items of a section would make the host wait for the device, as the code that turns queries and keys
+    lies on the way."""
+    if not job.rotary_asks_host or ROTARY not in section.names:
+        return False
+    return any(section.index(item) >= section.index(ROTARY) for item in items)
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,8 @@ class StageProblems:
     profile: Profile
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
+    ahead: bool = True
+    """Whether what checkpoints communicate may begin ahead."""
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """The problem of one stage.
@@ -143,16 +165,20 @@ class StageProblems:
         """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
         none. None: as they are everywhere."""
         kind = self._kinds[0]
-        if all(self._seats.at_top(kind, option.seat) for option in attention):
+        alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in attention]
+        if all(alike):
             return None
         known = self._tops.get(id(attention))
         if known is not None and known[0] is attention:
             return known[1]
         best: dict[tuple[str, ...], Option] = {}
         for option in attention:
-            if self._seats.at_top(kind, option.seat) and not option.memory.early:
+            if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
                 best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.longer_s)
-        top = Choices(option if self._seats.at_top(kind, option.seat) else best[option.replay] for option in attention)
+        top = Choices(
+            option if same else best[option.replay] if option.checkpoint is None else self._late(kind, option)
+            for option, same in zip(attention, alike, strict=True)
+        )
         self._tops[id(attention)] = attention, top
         return top
 
@@ -193,28 +219,30 @@ class StageProblems:
         numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
         return [section for number in numbers for section in self.job.model.sections(number)]
 
-    def _inside(self, seats: StageSeats, layers: int) -> tuple[Option | None, ...]:
-        """Every half as it is inside a group of layers that keep one input. Stages of usual layers may have any number of them."""
+    def _inside(self, seats: StageSeats, layers: int) -> tuple[Grouped | None, ...]:
+        """Every half as it is in a group of layers that keep one input."""
         sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             sections = [kind.section for kind in self._kinds[: len(HALVES)]] * layers
         return tuple(map(self._inside_of, sections))
 
-    def _inside_of(self, section: Section) -> Option | None:
+    def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
-            self._known_inside[section] = self._checkpoint(section, INSIDE) if may_checkpoint(self.job, section, INSIDE) else None
+            able = may_checkpoint(self.job, section, INSIDE)
+            both = (self._checkpoint(section, each) for each in (LAYER[section.half], INSIDE))
+            self._known_inside[section] = Grouped(*both) if able else None
         return self._known_inside[section]
 
     @cached_property
-    def _known_inside(self) -> dict[Section, Option | None]:
+    def _known_inside(self) -> dict[Section, Grouped | None]:
         return {}
 
     def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
         """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
         checkpoint."""
         if pair not in self._known_beside:
-            choices = self._offered_everywhere(self._subsets_known(pair[0]))
-            self._known_beside[pair] = choices.apart if pair[1].section.opaque else choices
+            choices = self._offered_everywhere(self._subsets_known(pair[0]), pair[1].section)
+            self._known_beside[pair] = choices.apart if pair[1].section.kept_whole else choices
         return self._known_beside[pair]
 
     @cached_property
@@ -239,34 +267,67 @@ class StageProblems:
         both = zip(everywhere, of_kinds, strict=True)
         return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
-    def _offered_everywhere(self, subsets: Sequence[Subset]) -> Choices:
-        """What every stage has: every subset in the seats of its backward, then the checkpoints."""
+    def _offered_everywhere(self, subsets: Sequence[Subset], other: Section) -> Choices:
+        """What every stage has: every subset in the seats of its backward, then the checkpoints. `other`: what fills the layer's
+        other half."""
         kind = subsets[0].kind
-        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, subsets)))
+        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, other, subsets)))
 
-    def _checkpoints(self, kind: HalfKind, subsets: Sequence[Subset]) -> Iterator[Option]:
+    def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
         """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
         least_bytes = min(subset.price.memory.resident for subset in subsets)
-        for checkpoint in (Checkpoint(), LAYER[kind.half]):
-            if not may_checkpoint(self.job, kind.section, checkpoint):
+        for late in (Checkpoint(), LAYER[kind.half]):
+            if not may_checkpoint(self.job, kind.section, late):
                 continue
-            option = self._checkpoint(kind.section, checkpoint)
-            if option.memory.resident < least_bytes or option.joined:
+            option = self._checkpoint(kind.section, self._begun(kind, other, late), other)
+            if option.joined or option.memory.resident < least_bytes:
                 yield option
 
-    def _checkpoint(self, section: Section, checkpoint: Checkpoint) -> Option:
+    def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
+        """`other`: what fills the layer's other half, where it may begin ahead."""
         items = checkpoint.items(section)
-        price = priced(self.profile, section, items, checkpoint, self._less_in_hand.get(section.half, 0))
+        price = self._prices.of(section, items, checkpoint)
+        waits_s = price.communicates_s
+        if other is not None:
+            attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
+            waits_s -= spared_s(self.profile, price, attention, experts=mlp.exchanges)
         return Option(
             items,
             price.memory,
-            Seat(gather_s=price.communicates_s),
+            Seat(gather_s=waits_s),
             replay_s=price.replay_s,
-            exposed_s=price.replay_s + price.communicates_s,
+            exposed_s=price.replay_s + waits_s,
             flops=price.flops,
             host=half_host_s(self.profile, section, items),
             checkpoint=checkpoint,
         )
+
+    def _late(self, kind: HalfKind, option: Option) -> Option:
+        """A checkpoint that a plan has begin ahead, where nothing comes before it."""
+        assert option.checkpoint is not None
+        late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None))
+        return replace(late, checkpoint=option.checkpoint)
+
+    def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
+        """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
+        first = kind.half == HALVES[0]
+        if (first and not late.joined) or (kind.last and not first) or self.job.userbuffers or not self.ahead:
+            return late
+        sections = (kind.section, other) if first else (other, kind.section)
+        layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
+        if any(section.kept_whole for section in sections):
+            return late
+        if (key := (sections, late.joined)) not in self._known_ahead:
+            self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
+        return self._known_ahead[key][not first] or late
+
+    @cached_property
+    def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:
+        return {}
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.profile, self._less_in_hand)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""
@@ -322,7 +383,8 @@ class StageProblems:
     @cached_property
     def _everywhere(self) -> tuple[Choices, ...]:
         """What every stage has of an attention half, an MLP half and the last MLP half."""
-        return tuple(map(self._offered_everywhere, self._subsets))
+        attention, mlp, _ = (kind.section for kind in self._kinds)
+        return tuple(map(self._offered_everywhere, self._subsets, (mlp, attention, attention)))
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:
@@ -363,7 +425,7 @@ class StageProblems:
         shape, tensors = self.profile.shape, self.profile.of(section).tensors
         sliced, te = shape.sequence_parallel, self.job.model.uses_te
         for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
-            if stays and items:
+            if (stays and items) or asks_host(self.job, section, items):
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for

@@ -80,11 +80,6 @@ class Placement(tuple[Portion, ...]):
         """Whether some of it runs while the stage waits for the gradient."""
         return any(portion.window == RECV_BACKWARD for portion in self)
 
-    @property
-    def early(self) -> bool:
-        """Whether some of what is regenerated exists before the stage's backward begins."""
-        return any(is_early(portion.window) for portion in self)
-
 
 NOWHERE = Placement()
 

@@ -190,6 +190,14 @@ class Mixed:
         return Mixed(tuple(half._replace(choices=known[id(half.choices)]) for half in self.halves))
 
 
+class Grouped(NamedTuple):
+    """A half in a group of layers that keep one input."""
+
+    edge: Option
+    """As the group's first half, or its last one."""
+    inside: Option
+
+
 @dataclass(frozen=True)
 class StageProblem:
     """The question about one stage. `budget_bytes` bounds what its layers hold at once; without it the least memory is wanted."""
@@ -210,8 +218,8 @@ class StageProblem:
     """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
     loss_bytes: int = 0
     """What the loss holds while all of this is kept, before backward reaches it, beyond what is held beside the layers then."""
-    inside: tuple[Option | None, ...] = ()
-    """Every half, in forward order, as it is inside a group of layers that keep one input; None where none can be. Empty where no
+    inside: tuple[Grouped | None, ...] = ()
+    """Every half, in forward order, as it is in a group of layers that keep one input; None where none can be. Empty where no
     group is to be made (`solver.groups`)."""
     last_attention: Choices | None = None
     """What each attention half is in the stage's last layer, where fewer windows come before it; None: the same."""

@@ -188,7 +188,7 @@ class Seats:
     def _reaches_back(self) -> bool:
         """Whether a half's input may be gathered two halves before: not where one of those may be a mixture of experts, or what
         nobody looks into."""
-        return self.job.model.experts is None and not self.job.model.opaque
+        return self.job.model.experts is None and not (self.job.model.opaque or self.job.model.captured)
 
     @cached_property
     def _exchanges(self) -> dict[Pass, list[Wait]]:
@@ -198,8 +198,8 @@ class Seats:
         for passing in PASSES:
             found[passing] = []
             if experts is not None and not self.job.model.experts_whole and not self.job.userbuffers:
-                lengths_s = window_lengths_s(self.profile, passing, experts.section, self.shape.gathered_bytes)
-                half = experts.section.half
+                section = self.job.model.kind_sections(experts=True)[1]
+                lengths_s, half = window_lengths_s(self.profile, passing, section, self.shape.gathered_bytes), section.half
                 found[passing] = [(window_name(passing, half, at), seconds) for at, seconds in enumerate(lengths_s)]
         return found
 
@@ -217,7 +217,7 @@ class Seats:
                         strict=False,
                     )
                 )
-                if (passing, collective.carries) != ("bwd", "input") and self._collectives_hide
+                if (passing, collective.carries) != ("bwd", "input") and self._collectives_hide and self._halves[half].has_windows
             ]
             for passing, half, above in product(PASSES, HALVES, (0, 1))
         }

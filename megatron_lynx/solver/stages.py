@@ -62,6 +62,8 @@ class Stages:
     """What every stage's layers leave of their budget to weight gradients that wait."""
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
+    ahead: bool = True
+    """Whether what checkpoints communicate may begin ahead."""
     before: Worked | None = None
     """What was worked out for the same stages when they spared or excluded something else."""
 
@@ -247,7 +249,8 @@ class Stages:
 
     @cached_property
     def worked(self) -> Worked:
-        return self.before or Worked(Chunks(StageProblems(self.job, self.profile, self.early_exchanges)), Remembering(Sweeps()))
+        problems = StageProblems(self.job, self.profile, self.early_exchanges, self.ahead)
+        return self.before or Worked(Chunks(problems), Remembering(Sweeps()))
 
     @property
     def _chunks(self) -> Chunks:

@@ -94,7 +94,7 @@ class Sweeps:
             answer = sweep.leanest()
         if answer.peak_bytes <= problem.budget_bytes:
             return answer
-        grouped = groups.fastest(problem, self)
+        grouped = groups.fastest(problem, self, answer)
         if grouped is None:
             raise infeasible(problem, groups.leaner(problem, answer))
         return grouped

@@ -16,7 +16,7 @@ The half of a layer with experts, and which words of Megatron's concern what of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -196,8 +196,3 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
     if section.in_some_layers:
         return expert_half_bytes(shape, setting, least_bytes)
     return dense_half_bytes(shape, setting, section, least_bytes)
-
-
-def kept_bytes(layers: Sequence[LayerBytes]) -> int:
-    """What stays on the device of these layers."""
-    return sum(half.stays for layer in layers for half in layer)

@@ -1,4 +1,4 @@
-"""Micro-batches of random tokens, which depend on the seed, the step and the place in the global batch, not on the layout.
+"""Micro-batches of random tokens, which depend on the step and the place in the global batch, not on the layout.
 
 A context-parallel rank has its slices of each.
 """
@@ -14,6 +14,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lynx.config.job import Job
 
+SEED = 1234
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -24,15 +26,15 @@ class MicroBatch:
     position_ids: torch.Tensor
 
 
-def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBatch]:
-    """This replica's micro-batches of one step: random tokens that depend on seed, step and place in the global batch."""
+def synthetic_batches(job: Job, step: int = 0) -> list[MicroBatch]:
+    """This replica's micro-batches of one step: random tokens that depend on step and place in the global batch."""
     shape = (job.batch.micro, job.model.seq + 1)
     replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
     positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
     batches = []
     for index in range(job.microbatches):
         place = index * job.replicas + replica
-        generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
+        generator = torch.Generator().manual_seed(((SEED * 1_000 + step) * 1_000) + place)
         text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
         whole = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions}
         batches.append(MicroBatch(**(_cut(whole) if job.parallel.context > 1 else whole)))

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Windows
+from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, Windows
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
@@ -78,8 +78,7 @@ def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
         stage.model_copy(update={**nothing_else, "rules": (Rule(layers=stage.layers, checkpoint="layer"),)})
         for stage in without_deferral(plan).stages
     )
-    whole = Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
-    return (Candidate("ours, checkpointed", plan=whole),)
+    return (Candidate("ours, checkpointed", plan=plan.with_stages(stages)),)
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
@@ -116,31 +115,24 @@ def blocks(job: Job) -> Iterator[Candidate]:
 
 def without_windows(plan: Plan) -> Plan:
     """The same plan with every replay and every gather on demand."""
-    stages = (
-        stage.model_copy(update={"ahead_depth": 0, "rules": tuple(_on_demand(rule) for rule in stage.rules)})
-        for stage in plan.stages
+    return plan.with_stages(
+        stage.model_copy(update={"ahead_depth": 0, "rules": tuple(map(_on_demand, stage.rules))}) for stage in plan.stages
     )
-    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
 
 
 def with_offload(plan: Plan, offload: Offload) -> Plan:
     """The same plan; every chunk sends so much of each micro-batch that waits for its backward to the host."""
-    stages = (stage.model_copy(update={"offload": offload}) for stage in plan.stages)
-    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+    return plan.with_stages(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
 
 
 def without_deferral(plan: Plan) -> Plan:
     """The same plan with every weight gradient computed where stock computes it."""
-    stages = (
-        stage.model_copy(
-            update={
-                "weight_gradients": None,
-                "rules": tuple(rule.model_copy(update={"weight_gradients": {}}) for rule in stage.rules),
-            }
-        )
-        for stage in plan.stages
-    )
-    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+    return plan.with_stages(_undeferred(stage) for stage in plan.stages)
+
+
+def _undeferred(stage: Stage) -> Stage:
+    rules = tuple(rule.model_copy(update={"weight_gradients": {}}) for rule in stage.rules)
+    return stage.model_copy(update={"weight_gradients": None, "rules": rules})
 
 
 def _on_demand(rule: Rule) -> Rule:

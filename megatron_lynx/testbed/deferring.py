@@ -17,8 +17,7 @@ def deferring(
     plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = PLENTY
 ) -> Plan:
     """The same plan, in which these linears, or all, defer theirs into those of the chosen waits that come for them."""
-    stages = [_stage(plan, stage, linears, chosen, most_bytes) for stage in plan.stages]
-    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+    return plan.with_stages(_stage(plan, stage, linears, chosen, most_bytes) for stage in plan.stages)
 
 
 def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[str], bool], most_bytes: int) -> Stage:

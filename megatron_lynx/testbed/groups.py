@@ -5,6 +5,9 @@
     shut_down()          all of them gone
 
 The same processes may go from job to job, as long as each has as many ranks.
+
+By default every group over gloo has a device of its own, whose thread looks for events a hundred times a second although nothing
+comes. Megatron makes some twenty groups a rank, so here all groups of a rank share one device.
 """
 
 from __future__ import annotations
@@ -14,17 +17,27 @@ import importlib
 import importlib.util
 import os
 import random
+from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.gloo import share_one_device
+
+SEED = 1234
+
+INTERFACES = ("TORCH_GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""The environment variables that name network interfaces, separated by commas, as PyTorch reads them."""
+THREADS = 2
+"""That run a group's collectives, for each device, as PyTorch has it."""
 
 
-def initialise(job: Job, seed: int = 1234) -> None:
+def initialise(job: Job) -> None:
     """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
 
     May be called again in the same process, for another job of as many ranks.
@@ -47,7 +60,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
     _forget_what_routers_logged()
-    seed_random_numbers(seed)
+    seed_random_numbers(SEED)
 
 
 def join_alone(ranks: int) -> None:
@@ -114,3 +127,32 @@ def seed_random_numbers(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def share_one_device() -> None:
+    """From now on, groups of this process that are made over gloo have one device (for each interface that is named)."""
+    if not issubclass(c10d.ProcessGroupGloo, _OnOneDevice):
+        c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
+
+
+class _OnOneDevice(c10d.ProcessGroupGloo):
+    """A group as PyTorch would make it, but for its device."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+        """`more`: what later releases of PyTorch say, in words of their options (`enable_reconfigure` from 2.14 on)."""
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        for name, value in more.items():
+            setattr(options, name, value)
+        options._devices = _devices()
+        options._threads = THREADS * len(options._devices)
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+
+@cache
+def _devices() -> list[Any]:
+    """Those of the interfaces that the environment names, or of this machine's host name."""
+    named = next((os.environ[name] for name in INTERFACES if os.environ.get(name)), "")
+    interfaces = [interface for interface in named.split(",") if interface]
+    make = c10d.ProcessGroupGloo
+    return [make.create_device(interface=each) for each in interfaces] or [make.create_default_device()]

@@ -37,13 +37,18 @@ def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups:
 
 
 def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
-    """Of settings that take turns, stock none among them."""
-    with Alternation(subjects) as alternation:
+    """Of settings that take turns, stock none among them: the plan of the one whose turn it is is in force, and no other's."""
+    with ExitStack() as in_force:
+
+        def take_turn(name: str) -> None:
+            in_force.close()
+            in_force.enter_context(subjects[name].in_force())
+
         samples = time_alternating(
             {name: subject.step for name, subject in subjects.items()},
             rounds=rounds,
             warmups=warmups,
-            prepare=alternation.take_turn,
+            prepare=take_turn,
             barrier=dist.barrier,
             device=subjects[NONE.name].device,
         )
@@ -53,21 +58,3 @@ def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str
 def _trace(subject: Subject) -> list[dict[str, Any]]:
     with subject.in_force() as installation:
         return [] if installation is None else subject.traced_step(installation)
-
-
-class Alternation:
-    """Settings take turns: the plan of the one whose turn it is is in force, and no other's."""
-
-    def __init__(self, subjects: dict[str, Subject]) -> None:
-        self._subjects = subjects
-        self._present = ExitStack()
-
-    def take_turn(self, name: str) -> None:
-        self._present.close()
-        self._present.enter_context(self._subjects[name].in_force())
-
-    def __enter__(self) -> Alternation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._present.__exit__(*error)  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ gradients, all settings add theirs up in place, within `fused_gradients`.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_lynx.testbed.candidates import Candidate
 
 if TYPE_CHECKING:
     from megatron_lynx.testbed.step import ForwardStep
+
 
 SEED = 7
 """Seed of a step whose gradients are compared: every setting must draw the same dropout masks."""
@@ -38,8 +40,6 @@ class Subject:
         like = None if weights_of is None else weights_of.training
         self._quietly: Callable[[], AbstractContextManager[None]] = nullcontext
         if candidate.offloads:
-            from megatron_lynx.testbed.stock_offload import forget_offloaded, without_its_table
-
             forget_offloaded()
             self._quietly = without_its_table
         # Weights are drawn, or shared, once the model stands: Megatron need not draw its own.
@@ -123,3 +123,18 @@ def most_of_all_ranks(figures: Sequence[int], device: torch.device) -> list[int]
     most = torch.tensor(figures, dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return [int(figure) for figure in most.tolist()]
+
+
+@contextmanager
+def without_its_table() -> Iterator[None]:
+    """Nothing is printed while the block runs: that manager prints a table of what its first step offloads."""
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
+def forget_offloaded() -> None:
+    """Stock Megatron's own offloading has one manager for the whole process, which learns its first step by heart, and later ones
+    must be that again. Let the next step be the first one of another model."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    PipelineOffloadManager.reset_instance()

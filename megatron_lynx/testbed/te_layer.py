@@ -53,9 +53,13 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
-    """The context in which Megatron's block runs its layers in FP8."""
+    """The context in which Megatron's block runs its layers in FP8 or FP4."""
     if job.model.fp8 is None:
         return nullcontext()
+    if job.model.fp8.recipe == "nvfp4":
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(layer.config)  # type: ignore[no-any-return]
     from megatron.core.fp8_utils import get_fp8_context
 
     return get_fp8_context(layer.config)  # type: ignore[no-any-return]

@@ -8,51 +8,28 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.overlap import Overlap
-from megatron_lynx.config.parallel import ContextExchange, Parallel
+from megatron_lynx.config.parallel import Parallel
 
 
 def tiny_job(
     like: Literal["gpt", "llama"] = "gpt",
     *,
-    tensor: int = 1,
-    context: int = 1,
-    context_exchange: ContextExchange = "p2p",
-    expert: int = 1,
-    expert_tensor: int | None = None,
-    pipeline: int = 1,
-    partition: tuple[int, ...] | None = None,
-    layers_per_chunk: int | None = None,
-    microbatch_group: int | None = None,
-    sequence_parallel: bool = False,
     userbuffers: bool = False,
     replicas: int = 1,
     microbatches: int = 2,
     micro: int = 2,
-    distributed_optimizer: bool = False,
-    **model: Any,
+    **fields: Any,
 ) -> Job:
     """A job small enough for tests: four layers of width 32, GPT-like (dropout 0.1, tied embeddings) or Llama-like.
 
-    `model` replaces fields of `config.model.Model`.
+    `fields`: of `config.parallel.Parallel`, and those of `config.model.Model` that are otherwise.
     """
     size = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 4, "vocab": 64, "seq": 16, "attention": "unfused", "dtype": "fp32"}
     gpt = {"kv_groups": 4, "attention_dropout": 0.1, "hidden_dropout": 0.1, "tied_embeddings": True}
     llama = {"kv_groups": 2, "activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False}
-    layout = Parallel(
-        tensor=tensor,
-        context=context,
-        context_exchange=context_exchange,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        pipeline=pipeline,
-        partition=partition,
-        layers_per_chunk=layers_per_chunk,
-        microbatch_group=microbatch_group,
-        sequence_parallel=sequence_parallel,
-        distributed_optimizer=distributed_optimizer,
-    )
+    layout = Parallel(**{name: fields.pop(name) for name in Parallel.model_fields if name in fields})
     return Job(
-        model=Model(**{**size, **(gpt if like == "gpt" else llama), **model}),
+        model=Model(**{**size, **(gpt if like == "gpt" else llama), **fields}),
         cluster=Cluster(name="testbed", device="cpu", memory_gib=8),
         gpus=layout.ranks * replicas,
         overlap=Overlap(userbuffers=userbuffers),

@@ -42,6 +42,9 @@ ACTIVATIONS = {
     "squared_relu": squared_relu,
 }
 
+MODULES = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
+"""What is captured, as this release has it: since 0.18 under the first name."""
+
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """Variables by which Megatron tells Transformer Engine which attention a model has. It refuses a model that wants another one
 than these say, and they still say what this process built last."""
@@ -92,7 +95,11 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if model.cross_entropy != "unfused":
         fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
-        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe, "fp8_param": model.fp8.parameters}
+        bits = "fp4" if model.fp8.recipe == "nvfp4" else "fp8"
+        fields |= {bits: model.fp8.format, f"{bits}_recipe": model.fp8.recipe, f"{bits}_param": model.fp8.parameters}
+        ends = model.fp8.first_in_bf16, model.fp8.last_in_bf16
+        fields |= {"first_last_layers_bf16": any(ends)}
+        fields |= dict(zip(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends, strict=True))
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
@@ -107,6 +114,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         all_seen = round((1 - model.window.share) * model.layers)
         seen = [0] * all_seen + [1] * (model.layers - all_seen)
         fields |= {"window_size": (model.window.keys - 1, 0), "window_attn_skip_freq": seen}
+    if model.captured:
+        fields |= {"cuda_graph_impl": "transformer_engine", MODULES: list(model.captured)}
     if model.mtp:
         fields |= {"mtp_num_layers": model.mtp, "mtp_loss_scaling_factor": 0.3}
     if job.userbuffers:

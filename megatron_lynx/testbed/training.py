@@ -154,6 +154,6 @@ def megatron_optimizer(
         "overlap_param_gather": overlap_param_gather,
         "reuse_grad_buf_for_mxfp8_param_ag": in_gradients(job),
     }
-    if job.model.fp8_recipe is not None:
+    if job.model.fp8_recipe not in (None, "nvfp4"):
         config["fp8_recipe"] = job.model.fp8_recipe
     return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))

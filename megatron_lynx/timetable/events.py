@@ -1,6 +1,6 @@
 """The events of one pass of a stage: which half is entered, which wait comes, what runs in it and what behind it.
 
-    Pass      HalfPass   mlp(4)         [halves that run again first, what is left of its replay, on demand]
+    Pass      HalfPass   mlp(4)         [halves that run again first, what is left of its replay, on demand; what begins ahead]
                 │          Wait bwd.mlp.0@4        │ Replay attention(4) until rotary │ wait │ Gather mlp(3)
                 │          Wait bwd.mlp.1@4        │ weight gradient of linear_fc2(4) │ wait │
               HalfPass   attention(4)
@@ -8,7 +8,11 @@
 
 In a wait the replays come first, in the order in which backward needs them, then weight gradients, each if one of its linear is
 pending, then the wait proper, and behind it what has to communicate. What is held from an event on follows from its names: of a
-half that is replayed until an item, whatever its items before that one made.
+half that is replayed until an item, whatever its items before that one made. What a checkpoint communicates may begin ahead: its
+replay then stops behind an item whose exchange is under way, and goes on where backward enters its half.
+
+              HalfPass   attention(5)   [...; mlp(4) to its dispatch, which travels]          its waits
+              HalfPass   mlp(4)         [waits for the dispatch, the rest of its replay]      its waits
 """
 
 from __future__ import annotations
@@ -45,6 +49,10 @@ class Replay(NamedTuple):
     """Whether it runs to the half's end: what the half returns is the input of the half behind it, which kept none."""
     communicates: bool = False
     """Whether collectives and exchanges inside run again with it, as in a forward: in no window, and on all ranks at once."""
+    starts: str | None = None
+    """The item behind which it stops, while what that item communicates is under way."""
+    started: str | None = None
+    """The item behind which the part before this one stopped: what that communicates is waited for first."""
 
     @property
     def gathered_ahead(self) -> bool:
@@ -62,11 +70,13 @@ class Wait(NamedTuple):
     """The halves whose input is gathered when the wait is over: what comes before it runs again, and the gather begins."""
     over: bool = False
     """Whether it is over before it begins, and no window: what it waits for was gathered for a replay."""
+    ahead: tuple[Replay, ...] = ()
+    """As `HalfPass.ahead`, when the wait is over: where what travels would hold up what is waited for here."""
 
     @property
     def busy(self) -> bool:
         """Whether anything runs in it or behind it."""
-        return bool(self.replays or self.weight_gradients or self.gathers)
+        return bool(self.replays or self.weight_gradients or self.gathers or self.ahead)
 
 
 class HalfPass(NamedTuple):
@@ -81,6 +91,9 @@ class HalfPass(NamedTuple):
     first: tuple[Replay, ...] = ()
     """In a backward: halves before this one that run again whole, in the order of a forward, right before its own replay: what
     the last of them returns is its input. What they make for their own backwards is held from here on."""
+    ahead: tuple[Replay, ...] = ()
+    """In a backward: what of the layer below runs again right here, behind this half's own replay, in the order of a forward. The
+    last of them leaves what it communicates under way."""
 
 
 @dataclass(frozen=True)
@@ -101,5 +114,11 @@ class Pass:
 
     @cached_property
     def busy_halves(self) -> frozenset[FrameKey]:
-        """The halves that have such a wait."""
-        return frozenset(window.frame for window in self.busy if isinstance(window, WindowAddress))
+        """The halves that have such a wait, or at which something begins ahead."""
+        waiting = (window.frame for window in self.busy if isinstance(window, WindowAddress))
+        return frozenset((*waiting, *self.ahead))
+
+    @cached_property
+    def ahead(self) -> Mapping[FrameKey, tuple[Replay, ...]]:
+        """What begins ahead, by the half at which it does."""
+        return {half.half: half.ahead for half in self.halves if half.ahead}

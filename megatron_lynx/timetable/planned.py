@@ -24,7 +24,9 @@ class Layout(NamedTuple):
     """The layers of which experts' exchanges of tokens are windows."""
 
     def waits(self, passing: Pass, layer: int, section: Section) -> int:
-        """How many waits a half has in one pass."""
+        """How many waits a half has in one pass. Those in a captured graph are nobody's to use."""
+        if section.captured:
+            return 0
         if section.exchanges:
             return len(section.exchanges_of[passing]) if layer in self.exchanging else 0
         return len(section.collectives(passing, self.sequence_parallel)) if self.collectives else 0
@@ -40,6 +42,17 @@ class Place(NamedTuple):
 
 
 ON_DEMAND_PLACE = Place()
+
+
+def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
+    """To which item a checkpointed half runs again while the layer above runs backward, where what its layer communicates begins
+    ahead. `experts`: of the layer; its tokens travel then, to the experts, else what its attention returns is reduced. `feeds`:
+    whether the half runs to its end for the half behind it; an attention half does nothing ahead where it does not."""
+    if section.exchanges:
+        return section.item("dispatch").name
+    if not feeds:
+        return None
+    return section.residual if experts else section.row_parallel
 
 
 @dataclass(frozen=True)
@@ -58,16 +71,29 @@ class PlannedHalf:
     first that comes takes the oldest one."""
     checkpoint: bool = False
     """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
-    feeds: bool = False
-    """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
+    fed_behind: int = 0
+    """Of a checkpointed half: how many halves behind it keep no input, and get it when this one runs again to its end."""
+    ahead_to: str | None = None
+    """Of a checkpointed half: the item to which it runs again where backward enters the attention half of the layer above. What
+    that item communicates travels meanwhile; behind the half's last item all of it has run. None: it begins where backward enters
+    it."""
 
     @property
     def half(self) -> Half:
         return self.section.half
 
     @property
+    def feeds(self) -> bool:
+        return self.fed_behind > 0
+
+    @property
     def key(self) -> FrameKey:
         return self.layer, self.section.half
+
+    @property
+    def leaves_under_way(self) -> str | None:
+        """The item whose communication travels meanwhile, if it begins ahead."""
+        return None if self.ahead_to == self.section.residual else self.ahead_to
 
     def place(self, phase: BackwardPhase) -> Place:
         return self.cooldown if phase == "cooldown" else self.steady
@@ -80,12 +106,14 @@ class PlannedHalf:
 
     @property
     def ahead(self) -> int:
-        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and 2 where the half
-        behind it begins with what it returns. What lies in a forward or in the receive of a gradient does not count: nothing of
+        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and more where
+        halves behind it begin with what it returns. What lies in a forward or in the receive of a gradient does not count: nothing of
         that comes between a forward and its own backward."""
         place = _place_in_stage(self.key)
-        served = (at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd")
-        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.feeds)
+        served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
+        if self.ahead_to is not None:
+            served.append((self.layer + 1, HALVES[0]))
+        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.fed_behind)
 
     def _windows(self) -> Iterator[Window | None]:
         """Every window in which something of its replay runs, or behind which its input is gathered."""

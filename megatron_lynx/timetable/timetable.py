@@ -54,6 +54,8 @@ class _Put(NamedTuple):
     """Halves whose input is gathered ahead of time, and behind which window."""
     first: dict[FrameKey, tuple[Replay, ...]]
     """By half: those that run again whole before it."""
+    ahead: dict[FrameKey | Window, tuple[Replay, ...]]
+    """What of the layer below begins where backward enters a half, or behind a wait of it."""
 
 
 class Timetable:
@@ -139,10 +141,11 @@ class Timetable:
             tuple(
                 HalfPass(
                     half.key,
-                    tuple(self._waits("bwd", half, put.replays, put.gathers, fillers)),
+                    tuple(self._behind(wait, put) for wait in self._waits("bwd", half, put.replays, put.gathers, fillers)),
                     put.late.get(half.key),
                     put.gathered.get(half.key),
                     put.first.get(half.key, ()),
+                    put.ahead.get(half.key, ()),
                 )
                 for half in reversed(self.chunks[chunk])
             )
@@ -162,9 +165,12 @@ class Timetable:
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
             yield Wait(at, replays.get(at, ()), fillers.get(at, ()), gathers.get(at, ()), over)
 
+    def _behind(self, wait: Wait, put: _Put) -> Wait:
+        return wait._replace(ahead=put.ahead[wait.window]) if wait.window in put.ahead else wait
+
     def _put(self, chunk: int, phase: Phase) -> _Put:
         if (chunk, phase) not in self._known:
-            self._known[chunk, phase] = _put(self.chunks[chunk], phase)
+            self._known[chunk, phase] = _put(self.chunks[chunk], phase, self.layout)
         return self._known[chunk, phase]
 
     def _shift(self, running: int, other: int) -> int | None:
@@ -192,8 +198,8 @@ class Timetable:
         return tuple(found)
 
 
-def _put(halves: Sequence[PlannedHalf], phase: Phase) -> _Put:
-    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)))
+def _put(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> _Put:
+    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)), {})
     for half in reversed(halves):
         if half.checkpoint and not half.feeds:
             put.late[half.key] = Replay(half.key, communicates=True)
@@ -218,6 +224,7 @@ def _put(halves: Sequence[PlannedHalf], phase: Phase) -> _Put:
             since, gather = until, None
             if until is None:
                 break
+    _begin_ahead(put, halves, layout)
     return put
 
 
@@ -230,6 +237,31 @@ def _whole_before(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tup
         elif chain:
             yield half.key, chain
             chain = ()
+
+
+def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> None:
+    """Has what layers communicate begin where backward enters the attention half above them, or soon behind that: there nothing
+    of stock's is under way, and what the MLP half above held is gone. At the top of a chunk nothing does."""
+    for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
+        half = mlp if mlp.leaves_under_way else attention
+        item = half.leaves_under_way
+        if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
+            continue
+        before, late = put.first.pop(mlp.key, ()), put.late[mlp.key]
+        if half is mlp:
+            put.ahead[above.key] = (*before, late._replace(starts=item))
+            put.late[mlp.key] = late._replace(started=item)
+        else:
+            (whole,) = before
+            put.ahead[_place_ahead(above, layout)] = (whole._replace(starts=item, whole=False),)
+            put.first[mlp.key] = (whole._replace(started=item),)
+
+
+def _place_ahead(above: PlannedHalf, layout: Layout) -> FrameKey | Window:
+    """Where in a half's backward a reduction of the same ranks begins: with sequence parallelism behind the gather of the
+    gradient, which comes first of all and would be queued behind it."""
+    first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
+    return WindowAddress("bwd", *above.key, 0) if first.carries == "gradient" else above.key
 
 
 def _missed(window: Window, phase: Phase) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -79,12 +80,33 @@ def spoiled(training: Any, undo: ExitStack, **fields: Any) -> None:
     undo.enter_context(patch.dict("os.environ", {"NVTE_BACKWARD_OVERRIDE": "high_precision"}))
 
 
-def without_block_scales(training: Any, undo: ExitStack) -> None:
+def without_recipe(training: Any, undo: ExitStack, name: str) -> None:
     """A Transformer Engine of before."""
     from transformer_engine.common import recipe
 
-    undo.enter_context(patch.object(recipe, "Float8BlockScaling"))
-    del recipe.Float8BlockScaling
+    undo.enter_context(patch.object(recipe, name))
+    delattr(recipe, name)
+
+
+def with_other_kernels(training: Any, undo: ExitStack) -> list[torch.nn.Module]:
+    """Grouped experts, whose linears read otherwise than in any release; and so does what casts to FP4."""
+    from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    model = build_model(training.job, moe_grouped_gemm=True)
+    undo.enter_context(patch.object(GroupedLinear, "forward", training.step))
+    undo.enter_context(patch.object(sys.modules[NVFP4Quantizer.__module__], NVFP4Quantizer.__name__, type(training)))
+    return model
+
+
+def ends_in_bf16(training: Any, undo: ExitStack, first: int, last: int) -> None:
+    """A run that leaves so many layers in bf16."""
+    config = training.chunks[0].config
+    fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    for name, value in fields.items():
+        undo.enter_context(patch.object(config, name, value))
 
 
 def read_back(rank: int) -> dict[str, float]:
@@ -92,6 +114,7 @@ def read_back(rank: int) -> dict[str, float]:
     numbers, over the largest of all."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     from tests.instruments.transformer_engine.blocks import numbers_in_blocks, quantize_blocks
     from tests.instruments.transformer_engine.enums import DType
@@ -108,4 +131,15 @@ def read_back(rank: int) -> dict[str, float]:
             alone = quantize_blocks(numbers, quantizer)
             alone.update_usage(rowwise_usage=not at, columnwise_usage=bool(at))
             own = max(own, float((alone.dequantize(dtype=torch.float32) - each).abs().max()))
-    return {"against its own Python": own, "against the numbers": against}
+    fp4 = NVFP4Quantizer(**both, with_rht=True, with_post_rht_amax=True)
+    tensor = quantize_blocks(numbers, fp4)
+    read_rows = numbers_in_blocks(tensor, columns=False)
+    own = max(own, float((tensor.dequantize(dtype=torch.float32) - read_rows).abs().max()))
+    turned = numbers_in_blocks(tensor, columns=True)
+    product = turned.t() @ turned - numbers.t() @ numbers
+    return {
+        "against its own Python": own,
+        "against the numbers": against,
+        "FP4 against the numbers": float((numbers - read_rows).abs().max() / numbers.abs().max()),
+        "FP4, of a product over rows": float(product.abs().max() / (numbers.t() @ numbers).abs().max()),
+    }

@@ -257,10 +257,12 @@ def without_decoder(training: Any, undo: ExitStack) -> Any:
     return torch.nn.Linear(2, 2)
 
 
-def graphable_random_numbers(training: Any, undo: ExitStack) -> None:
+def random_numbers_of_another_class(training: Any, undo: ExitStack) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    undo.enter_context(patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True))
+    tracker = get_cuda_rng_tracker()
+    undo.callback(setattr, tracker, "__class__", type(tracker))
+    tracker.__class__ = type("MyTracker", (type(tracker),), {"__module__": "mine"})
 
 
 def other_classes(training: Any, undo: ExitStack) -> None:

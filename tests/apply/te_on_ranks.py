@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,8 @@ def another_tracker(training: Any, undo: ExitStack) -> None:
 def saved_bytes(rank: int, job: Job) -> dict[str, int]:
     """What autograd holds behind each half of a layer, beside its input, parameters and what only the core attention makes: on a
     CPU it is unfused."""
+    from megatron_lynx.testbed.te_layer import fp8_context
+
     layer = trained(job).chunks[0].module.decoder.layers[0]
     attention = layer.self_attention.core_attention
     original = attention.forward
@@ -121,20 +123,13 @@ def saved_bytes(rank: int, job: Job) -> dict[str, int]:
                 blocks[address(tensor)] = tensor.untyped_storage()  # held: an address means one block
             return tensor
 
-        with in_fp8(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with fp8_context(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run(hidden, **({"attention_mask": None} if half == "attention" else {}))
         parameters = (each for each in layer.parameters() if not hasattr(each, "get_metadata"))
         own = {address(tensor) for tensor in (hidden, *parameters, *copies_of_weights(layer))}
         found[half] = sum(block.nbytes() for at, block in blocks.items() if at not in own)
     copies = {address(part): part.untyped_storage().nbytes() for part in copies_of_weights(layer, beside=True)}
     return found | {"copies": sum(copies.values())}
-
-
-def in_fp8(job: Job, layer: Any) -> Any:
-    """The context in which Megatron's block runs its layers."""
-    from megatron.core.fp8_utils import get_fp8_context
-
-    return nullcontext() if job.model.fp8 is None else get_fp8_context(layer.config)
 
 
 BY_ROWS = ("data", "rowwise_data")

@@ -36,7 +36,6 @@ CASES: list[Any] = [
     *long(("delayed", "llama", "tp", {"tp_only_amax_red": True, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"})),
     ("delayed", "llama", "tp+sp", {"qk_layernorm": True}),
     *long(("delayed", "gpt", "pp", {"disable_parameter_transpose_cache": True})),
-    ("tensorwise", "gpt", "one rank", {"first_last_layers_bf16": True}),
     *long(("tensorwise", "llama", "tp+sp", {}), ("tensorwise", "llama", "pp", {})),
 ]
 
@@ -63,6 +62,14 @@ def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
         plan_for(job, lambda layer: [i for i in everything if (i in ATTENTION.names) == bool(layer % 2)], windows=windows),
     ]
     checked(pool_of, job, candidates, Trial(steps=3, model=settings))
+
+
+def test_layers_at_the_ends_that_stay_in_bf16(pool_of):
+    """The plan says how many, and they are recomputed in bf16."""
+    job = fp8_job("tensorwise", "gpt", fp8={"recipe": "tensorwise", "first_in_bf16": 1, "last_in_bf16": 1})
+    plan = plan_for(job, lambda layer: replayable(job))
+    assert plan.model.in_bf16 == {"first_in_bf16": 1, "last_in_bf16": 1}
+    checked(pool_of, job, [plan], Trial(steps=3))
 
 
 HELD: dict[str, Any] = {"parameters": True}

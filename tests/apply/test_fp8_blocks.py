@@ -6,6 +6,7 @@ Nothing moves on from call to call: what a replay quantizes again is what the re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,33 +40,42 @@ def blocks_job(recipe: str, layout: str, like: str = "llama", **fields: Any) -> 
 @pytest.fixture
 def pool_of(recipe: str, request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
     """MXFP8 needs a Blackwell, blocks of 128 are a Hopper's."""
-    pools: Callable[[int], RankPool] = request.getfixturevalue("blackwell" if recipe == "mxfp8" else "hopper")
+    pools: Callable[[int], RankPool] = request.getfixturevalue("hopper" if recipe == "blockwise" else "blackwell")
     return pools
 
 
 CASES: list[Any] = [
-    ("blockwise", "tp+sp"),
-    ("mxfp8", "pp"),
-    *long(("blockwise", "tp"), ("blockwise", "pp"), ("blockwise", "one rank"), ("mxfp8", "tp"), ("mxfp8", "tp+sp")),
+    ("blockwise", "tp+sp", "llama"),
+    ("mxfp8", "pp", "llama"),
+    ("nvfp4", "tp+sp", "llama"),
+    ("nvfp4", "pp", "gpt"),
+    *long(("blockwise", "tp", "llama"), ("blockwise", "pp", "llama"), ("blockwise", "one rank", "llama")),
+    *long(("mxfp8", "tp", "llama"), ("mxfp8", "tp+sp", "llama"), ("nvfp4", "tp", "gpt"), ("nvfp4", "one rank", "gpt")),
 ]
+"""NVFP4 with dropout: gradients are rounded by random numbers of the same generator, between two forwards."""
 
 
 def check(pool_of: Callable[[int], RankPool], job: Job, trial: Trial) -> None:
-    everything = replayable(job)
+    everything, windows = replayable(job), not job.reduces_amaxes
     candidates = [
         plan_for(job, lambda layer: NORMS, windows=False),
-        plan_for(job, lambda layer: everything),
-        plan_for(job, lambda layer: [item for item in everything if (item in ATTENTION.names) == bool(layer % 2)]),
+        plan_for(job, lambda layer: everything, windows=windows),
+        plan_for(job, lambda layer: [i for i in everything if (i in ATTENTION.names) == bool(layer % 2)], windows=windows),
     ]
     checked(pool_of, job, candidates, trial)
 
 
-@pytest.mark.parametrize(("recipe", "layout"), CASES)
-def test_replayed_and_mixed(pool_of, recipe, layout):
-    check(pool_of, blocks_job(recipe, layout), Trial(steps=2))
+@pytest.mark.parametrize(("recipe", "layout", "like"), CASES)
+def test_replayed_and_mixed(pool_of, recipe, layout, like):
+    check(pool_of, blocks_job(recipe, layout, like), Trial(steps=2))
 
 
-PROFILED: list[Any] = [("blockwise", "tp"), ("mxfp8", "tp"), *long(("blockwise", "tp+sp"), ("mxfp8", "tp+sp"))]
+PROFILED: list[Any] = [
+    ("blockwise", "tp"),
+    ("mxfp8", "tp"),
+    ("nvfp4", "tp+sp"),
+    *long(("blockwise", "tp+sp"), ("mxfp8", "tp+sp"), ("nvfp4", "tp")),
+]
 
 
 @pytest.mark.parametrize(("recipe", "layout"), PROFILED)
@@ -94,6 +104,14 @@ def test_operands_are_what_transformer_engine_reads_in_them(hopper, blackwell):
         [worst] = pool.run(fp8_on_ranks.read_back)
         assert worst["against its own Python"] == 0
         assert 0 < worst["against the numbers"] < 0.07  # of a block's largest: three bits behind the point
+        assert 0 < worst["FP4 against the numbers"] < 0.2  # between 4 and 6 nothing is nearer than 1
+        assert 0 < worst["FP4, of a product over rows"] < 0.1  # both operands are turned, and the product is not
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "tensorwise"])
+def test_what_reduces_an_amax_in_every_call_is_planned_on_demand(recipe) -> None:
+    with pytest.raises(ValidationError, match=f"reduces an amax in every call: plan it on demand, or keep it, with fp8 {recipe}"):
+        plan_for(blocks_job(recipe, "tp+sp"), lambda layer: NORMS)
 
 
 def test_what_one_gather_cannot_serve_is_refused() -> None:
@@ -110,10 +128,29 @@ def test_sizes_that_blocks_do_not_come_out_even_in() -> None:
     assert blocks_job("blockwise", "one rank", hidden=48).model.hidden == 48
 
 
-def test_a_recipe_that_this_transformer_engine_does_not_have(hopper):
+@pytest.mark.parametrize(
+    ("recipe", "place"), [("blockwise", "config.fp8_recipe"), ("nvfp4", "transformer_engine.common.recipe:NVFP4BlockScaling")]
+)
+def test_a_recipe_that_this_transformer_engine_does_not_have(pool_of, recipe, place):
     """By name, before the first step."""
-    job = blocks_job("blockwise", "one rank")
+    job = blocks_job(recipe, "one rank")
     plan = plan_for(job, lambda layer: NORMS)
-    [refusal] = hopper(1).run(on_ranks.refused, job, plan, fp8_on_ranks.without_block_scales)
-    assert refusal.places == ["config.fp8_recipe"]
-    assert STORED["blockwise"].made_by in str(refusal.error)
+    [refusal] = pool_of(1).run(on_ranks.refused, job, plan, partial(fp8_on_ranks.without_recipe, name=STORED[recipe].made_by))
+    assert refusal.places == [place]
+    assert STORED[recipe].made_by in str(refusal.error)
+
+
+def test_what_fp4_cannot_go_with_is_refused(blackwell):
+    """One message has all: weights in FP4, a recipe of one's own, rows with a scale each."""
+    job = blocks_job("nvfp4", "one rank")
+    spoil = partial(fp8_on_ranks.spoiled, fp4_param=True, fp4_quantizer_factory="mine.quantizers")
+    [refusal] = blackwell(1).run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS), spoil)
+    assert set(refusal.places) >= {"config.fp4_param", "config.fp4_quantizer_factory", "NVTE_BACKWARD_OVERRIDE"}
+
+
+def test_layers_in_bf16_are_the_plans(blackwell):
+    """How many stay out of FP8 is part of a plan: with another number it is refused."""
+    job = blocks_job("mxfp8", "one rank")
+    plan = plan_for(job, lambda layer: NORMS)
+    [refusal] = blackwell(1).run(on_ranks.refused, job, plan, partial(fp8_on_ranks.ends_in_bf16, first=1, last=0))
+    assert refusal.places == ["plan: model.first_in_bf16"]

@@ -26,7 +26,7 @@ from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.test_latent import all_of, latent_plan, together
 from ..transparency.trials import Trial, compare_with_stock
-from . import te_on_ranks
+from . import fp8_on_ranks, on_ranks, te_on_ranks
 from .test_fp8 import STEPPED, fp8_job
 
 MIXTURE: dict[str, Any] = {"count": 4, "per_token": 2, "ffn": 64, "shared_ffn": 64}
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def pool_of(recipe: str, request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
-    pools: Callable[[int], RankPool] = request.getfixturevalue("blackwell" if recipe == "mxfp8" else "hopper")
+    pools: Callable[[int], RankPool] = request.getfixturevalue("blackwell" if recipe in ("mxfp8", "nvfp4") else "hopper")
     return pools
 
 
@@ -64,6 +64,8 @@ def job_of(recipe: str, layout: str, like: str = "llama", **fields: Any) -> Job:
         ("tensorwise", "TP2+SP, EP2", True, True),
         ("mxfp8", "EP2", True, True),
         *long(
+            ("nvfp4", "EP2", True, True),
+            ("nvfp4", "TP2+SP, EP2", False, True),
             ("blockwise", "EP2", True, True),
             ("blockwise", "TP2+SP, EP2", False, True),
             ("delayed", "TP2+SP, EP2", True, False),
@@ -86,7 +88,9 @@ def test_experts(pool_of, recipe, layout, filled, grouped):
     checked(pool_of, job, candidates, Trial(steps=3, training=training, model={"moe_grouped_gemm": grouped}))
 
 
-@pytest.mark.parametrize(("recipe", "layout"), [("blockwise", "EP2"), *long(("delayed", "EP2"), ("tensorwise", "TP2+SP, EP2"))])
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("blockwise", "EP2"), *long(("delayed", "EP2"), ("tensorwise", "TP2+SP, EP2"), ("nvfp4", "EP2"))]
+)
 def test_checkpoints(pool_of, recipe, layout):
     """Layers of latent attention and experts, and halves of them, keep their input alone: tokens travel again."""
     job = latent_job(recipe, layout, experts=MIXTURE | {"filled": True}, qk_norm=True)
@@ -105,6 +109,15 @@ def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
     checked(pool_of, job, [plan], Trial(steps=3, training=STEPPED["training"], model=model))
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4"])
+def test_a_transformer_engine_that_reads_otherwise(pool_of, recipe):
+    """Where its experts are grouped, and compute in FP4."""
+    job = job_of(recipe, "one rank", experts=MIXTURE)
+    plan = plan_for(job, lambda layer: ("experts_activation",), windows=False)
+    [refusal] = pool_of(1).run(on_ranks.refused, job, plan, fp8_on_ranks.with_other_kernels)
+    assert [place.rpartition(":")[2] for place in refusal.places] == ["NVFP4Quantizer", "GroupedLinear.forward"]
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", *long("delayed", "mxfp8")])
 def test_what_grouped_linears_keep_is_let_go(pool_of, recipe):
     """Wrappers around bytes and scales, one for each expert: they are overwritten with NaN, and not read."""
@@ -115,10 +128,10 @@ def test_what_grouped_linears_keep_is_let_go(pool_of, recipe):
     assert outcome.planned.overwritten >= 4 * job.model.layers * job.microbatches  # of four experts
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_bytes_of_experts(pool_of, recipe):
-    """Item by item, scales included, with rows that are filled up: each expert gets all 40 tokens, 64 of MXFP8."""
-    seq = {} if recipe == "mxfp8" else {"seq": 20}
+    """Item by item, scales included, with rows that are filled up: each expert gets all 40 tokens, 128 of MXFP8 and FP4."""
+    seq = {} if recipe in ("mxfp8", "nvfp4") else {"seq": 20}
     job = job_of(recipe, "one rank", experts=MIXTURE | {"per_token": 4}, **seq)  # fused kernels, as on a GPU
     [saved] = pool_of(1).run(partial(bytes_saved_by_items, moe_grouped_gemm=True, bias_activation_fusion=True), job)
     parts = saved_parts(LayerShape.of(job))
@@ -197,6 +210,8 @@ def latent_job(recipe: str, layout: str, **fields: Any) -> Job:
             ("tensorwise", "one rank", {"qk_norm": True}),
             ("blockwise", "TP2+SP", {"qk_norm": True}),
             ("mxfp8", "TP2+SP", {"qk_norm": True}),
+            ("nvfp4", "TP2+SP", {"qk_norm": True}),
+            ("nvfp4", "PP2", {}),
             ("tensorwise", "TP2+SP", {"qk_norm": True}),
             ("delayed", "PP2", {}),
         ),
@@ -209,7 +224,7 @@ def test_latent_attention(pool_of, recipe, layout, fields):
     checked(pool_of, job, candidates, Trial(steps=3))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_bytes_of_latent_attention(pool_of, recipe):
     job = latent_job(recipe, "TP2+SP", like="gpt", norm="rmsnorm", attention_dropout=0.0, hidden_dropout=0.0, qk_norm=True)
     for seen in pool_of(job.gpus).run(te_on_ranks.saved_bytes, job):

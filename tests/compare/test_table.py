@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.compare.table import as_json, rows_of, verdict
+from megatron_lynx.compare.table import as_json, verdict
 from tests.measure.samples import MIB, measurement, setting
 
 
 def test_rows_as_the_command_prints_them():
-    rows = as_json(rows_of(measurement()))["rows"]
+    rows = as_json(measurement())["rows"]
     assert rows[-1] == {
         "setting": "ours in windows",
         "step_s": pytest.approx(1.111),
@@ -25,11 +25,11 @@ def test_rows_as_the_command_prints_them():
 
 
 def test_the_opponent_is_the_fastest_stock_setting_of_no_more_bytes():
-    rows = rows_of(measurement())
-    resident, peak = verdict(rows, "activation_bytes"), verdict(rows, "peak_bytes")
-    assert (resident.ours.setting, resident.opponent.setting) == ("ours in windows", "stock full")  # block-2 holds 50 > 18 MiB
+    settings = measurement().settings
+    resident, peak = verdict(settings, "resident_bytes"), verdict(settings, "peak_bytes")
+    assert (resident.ours.name, resident.opponent.name) == ("ours in windows", "stock full")  # block-2 holds 50 > 18 MiB
     assert resident.speedup == pytest.approx(1.4 / 1.01)
-    assert peak.opponent.setting == "stock block-2"  # 60 <= 70 MiB
+    assert peak.opponent.name == "stock block-2"  # 60 <= 70 MiB
     assert str(resident) == (
         "ours in windows (1.11 s, 18.00 MiB) is 1.39 times as fast as stock full (1.54 s, 10.00 MiB), "
         "the fastest stock setting of no more activation bytes."
@@ -37,13 +37,13 @@ def test_the_opponent_is_the_fastest_stock_setting_of_no_more_bytes():
 
 
 def test_a_lost_comparison_is_said_so():
-    lost = verdict(rows_of(measurement(settings=(setting("stock none", 1.0, 5, 5), setting("ours", 1.25, 5, 5, ours=True)))))
+    lost = verdict((setting("stock none", 1.0, 5, 5), setting("ours", 1.25, 5, 5, ours=True)))
     assert "is slower, by a factor of 1.25, than stock none" in str(lost)
 
 
 def test_without_a_stock_setting_as_small_nobody_wins():
-    alone = verdict(rows_of(measurement(settings=(setting("stock none", 1.0, 9, 9), setting("ours", 1.0, 5, 5, ours=True)))))
+    alone = verdict((setting("stock none", 1.0, 9, 9), setting("ours", 1.0, 5, 5, ours=True)))
     assert alone.opponent is None
     assert alone.speedup is None
     assert str(alone).startswith("No stock setting that was measured needs as few activation bytes as ours")
-    assert verdict(rows_of(measurement(settings=(setting("stock none", 1.0, 9, 9),)))) is None
+    assert verdict((setting("stock none", 1.0, 9, 9),)) is None

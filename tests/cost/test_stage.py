@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP
+from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.cost.communication import (
-    _behind_gather_s,
     _carried_bytes,
+    behind_gather_s,
     gather_lost_and_spared_s,
     gather_once_s,
     head_of,
@@ -143,7 +144,7 @@ def with_links(link_s, **layout):
 def test_an_early_gather_spares_the_backward_what_its_own_would_have_exposed():
     """The backward of the half before hides it whole; the own dgrad would have hidden a part."""
     dgrad_s = with_links(1.0)[0].attention.items["linear_qkv"].dgrad_s
-    behind_s = _behind_gather_s(with_links(1.0)[0], MLP, whole=True)
+    behind_s = behind_gather_s(with_links(1.0)[0], MLP, whole=True)
     assert dgrad_s < behind_s
     gather_s = (dgrad_s + behind_s) / 2
     profile, message = with_links(gather_s)
@@ -160,13 +161,21 @@ def test_the_head_waits_for_both_its_collectives_behind_a_third_of_its_backward(
     assert found.backward_s == pytest.approx(1.5e-3 + 2 * (1e-3 - 0.5e-3))
 
 
-@pytest.mark.parametrize(("fp8", "part"), [(None, 2), ("delayed", 1), ("tensorwise", 1), ("mxfp8", 2)])
+@pytest.mark.parametrize(("fp8", "part"), [(None, 2), ("delayed", 1), ("tensorwise", 1), ("mxfp8", 2), ("nvfp4", 1.125)])
 def test_a_gradient_with_block_scales_is_gathered_by_rows_and_by_columns(fp8, part):
     """In halves of a BF16 message."""
     profile, message = with_links(1e-3)
     profile = profile.model_copy(update={"shape": profile.shape.model_copy(update={"fp8": fp8})})
     [gradient] = [one for one in MLP.collectives("bwd", True) if one.carries == "gradient" and one.kind == "all_gather"]
     assert _carried_bytes(profile, MLP, gradient, message) == part * message // 2
+
+
+def test_linears_in_fp4_compute_at_their_own_rate():
+    """And in FP8 at that of FP8, whatever a cluster says of FP4."""
+    units = load_cluster("b200-180g", "cluster").fp8
+    assert units is not None
+    assert (units.peak_of("mxfp8"), units.peak_of("nvfp4")) == (4500, 9000)
+    assert units.taken == (*units.recipes, "nvfp4")
 
 
 def test_chunks_in_flight_are_those_of_the_schedule():

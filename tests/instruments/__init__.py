@@ -5,6 +5,7 @@
     transformer_engine    its own Python on a CPU, a stand-in in plain torch for its compiled extension
     apex_norms            the same for the compiled parts of Apex's LayerNorms
     latent_rotary         the same for Megatron's kernels on triton that turn rotary parts of latent attention
+    graphs                captured CUDA graphs: operators of a capture, run again on the same memory
     deep_ep               DeepEP's and HybridEP's buffers, over all-to-alls
 
 They are no part of the wheel. The testbed's ranks take the stand-ins where TESTBED_STAND_INS names this package:

@@ -1,7 +1,8 @@
 """A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
 
-Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`. What every rank
-saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
+Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
+those with a core attention that stands in for Transformer Engine's among context-parallel ranks; `lora`. What every rank saw
+of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
 """
 
 import ast
@@ -18,6 +19,7 @@ if "UNDER" in os.environ:  # not started by the testbed's launcher, which answer
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec, local_layer_spec
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -35,6 +37,9 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.models import backends
+
+from megatron_lynx.testbed.context_attention import ContextAttention
 
 
 def container(local: bool) -> ConfigContainer:
@@ -121,6 +126,10 @@ class Seen(Callback):
 
 if __name__ == "__main__":
     cfg = container(local="local" in sys.argv[1:])
+    if "cut" in sys.argv[1:]:  # Megatron's own core attention refuses to run among several context-parallel ranks
+        backends.DotProductAttention = ContextAttention
+    if "lora" in sys.argv[1:]:
+        cfg.peft = LoRA(dim=8, alpha=16)
     for word in sys.argv[1:]:
         place, found, value = word.partition("=")
         if found:

@@ -30,7 +30,7 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
     from megatron_lynx.measure.cpu_total import CpuTotal
     from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.device_memory import LimitedMemory
+    from megatron_lynx.testbed.script_device import LimitedMemory
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
@@ -60,8 +60,8 @@ def said_in(rank: int, job: Job, plan: Plan, module: str, owner: str, function: 
     from importlib import import_module
     from unittest.mock import patch
 
-    from megatron_lynx.testbed.device_memory import out_of_memory
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.script_device import out_of_memory
 
     def failing(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError(out_of_memory(2**20, 2**30, 2**30))

@@ -6,10 +6,13 @@ BRIDGE_0_5_DIR.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,39 +27,86 @@ HERE = Path(__file__).parent
 LAUNCHER = ["-m", "megatron_lynx.testbed", "--lynx-host", "bridge"]
 TP2 = ["local", "model.tensor_model_parallel_size=2"]
 FOUR = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.sequence_parallel=True"]
+CHUNKS = ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"]
 SIZE = {"hidden": 64, "ffn": 128, "seq": 64, "vocab": 512, "microbatches": 4, "micro": 1}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+OF_TE = {"dtype": "bf16", "implementation": "transformer_engine"}
 
 pytestmark = pytest.mark.long
 
 
-def run(folder: Path, name: str, words: list[str], *, ranks: int = 2, release: str = "0.6", launcher=LAUNCHER, **env: str):
-    """The status of a run, and what was said; what every rank saw of its steps is in the folder, under the run's name."""
+class Nursery:
+    """Processes that have a release of Bridge imported, and fork ranks (`bridge_nursery`)."""
+
+    def __init__(self) -> None:
+        self._of_release: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, release: str, python: str, environment: dict[str, str], request: dict[str, Any]) -> int:
+        if release not in self._of_release:
+            command = [python, "-m", "tests.launch.bridge_nursery"]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            self._of_release[release] = subprocess.Popen(command, env=environment, cwd=HERE.parents[1], **pipes)
+        process = self._of_release[release]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(request), file=process.stdin, flush=True)
+        return int(process.stdout.readline())
+
+    def close(self) -> None:
+        for process in self._of_release.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> Iterator[None]:
+    yield
+    NURSERY.close()
+
+
+NURSERY = Nursery()
+
+
+def run(
+    folder: Path,
+    name: str,
+    words: list[str],
+    *,
+    ranks: int = 2,
+    release: str = "0.6",
+    launcher=LAUNCHER,
+    as_users_do: bool = False,
+    **env: str,
+) -> tuple[int, str]:
+    """The status of a run, and what was said; what every rank saw of its steps is in the folder, under the run's name.
+    `as_users_do`: by torchrun, whose processes import Bridge each for itself."""
     python = os.environ.get("BRIDGE_PYTHON")
     if python is None:
         pytest.skip("no BRIDGE_PYTHON (`make bridge` installs one)")
     path = [folder_of("BRIDGE", release, "megatron/bridge"), folder_of("MEGATRON_CORE", "0.19", "megatron/training")]
     path += [folder_of("TRANSFORMER_ENGINE", "2.20", "transformer_engine"), HERE.parents[1]]
-    environment = {**os.environ, **env, "NAME": name, "SAID_IN": str(folder), "PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in path)}
     environment |= {"TESTBED_STAND_INS": "tests.instruments", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *launcher]
-    command += [str(HERE / "bridge_tiny.py"), *words]
-    done = subprocess.run(
-        command,
-        env=environment | {"TORCHDYNAMO_DISABLE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment |= {"TORCHDYNAMO_DISABLE": "1"}
+    own = {**env, "NAME": name, "SAID_IN": str(folder)}
+    command = [*launcher, str(HERE / "bridge_tiny.py"), *words]
+    said = folder / f"{name}.txt"
+    if not as_users_do:
+        request = {"words": command, "environment": own, "ranks": ranks, "said": str(said)}
+        status = NURSERY.run(release, python, environment, request)
+        return status, said.read_text()
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    pipes: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([*torchrun, *command], env=environment | own, check=False, **pipes)
     return done.returncode, done.stdout + done.stderr
 
 
-def same(folder: Path, one: str, other: str, ranks: int) -> bool:
+def same(folder: Path, one: str, other: str, ranks: int, steps: int = 4) -> bool:
     """Losses, norms and weights of all ranks."""
     for rank in range(ranks):
         seen, expected = (torch.load(folder / f"{name}_{rank}.pt", weights_only=False) for name in (other, one))
-        assert len(seen["steps"]) == len(expected["steps"]) == 4
+        assert len(seen["steps"]) == len(expected["steps"]) == steps
         for (losses, norm), (wanted, wanted_norm) in zip(seen["steps"], expected["steps"], strict=True):
             if norm != wanted_norm or any(not torch.equal(losses[name], wanted[name]) for name in wanted):
                 return False
@@ -70,7 +120,7 @@ def test_local_layers_with_dropout(tmp_path, release):
     save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
     under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
     assert run(tmp_path, "stock", TP2, release=release)[0] == 0
-    status, said = run(tmp_path, "planned", [*TP2, *under], release=release)
+    status, said = run(tmp_path, "planned", [*TP2, *under], release=release, as_users_do=release == "0.6")
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", 2)
     assert "checked 2 steps against stock without recomputation: in each, 8 losses and the gradients of 54 parameters" in said
@@ -98,6 +148,76 @@ def test_transformer_engines_layers_in_a_pipeline(tmp_path):
     status, said = run(tmp_path, "planned", [*FOUR, "--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"], ranks=4)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", 4)
+
+
+EXPERTS = [
+    *("model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=128", "model.moe_grouped_gemm=True"),
+    *("model.expert_model_parallel_size=2", "model.moe_token_dispatcher_type='alltoall'"),
+    *("model.moe_router_load_balancing_type='aux_loss'", "model.moe_aux_loss_coeff=0.01"),
+]
+WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128}, "expert": 2, "expert_tensor": 1, "replicas": 2, **OF_TE}
+CUT = ["local", "cut", "model.context_parallel_size=2", "model.cp_comm_type='all_gather'"]
+LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
+    "two chunks on each stage": (2, CHUNKS, {"pipeline": 2, "layers_per_chunk": 1, **OF_TE}),
+    "sequences cut among ranks": (2, CUT, {"context": 2, "context_exchange": "all_gather"}),
+    "experts": (2, EXPERTS, {**WITH_EXPERTS, "microbatches": 2}),
+    "FP8": (1, ["model.fp8='hybrid'", "model.fp8_recipe='tensorwise'"], {"fp8": {"recipe": "tensorwise"}, **OF_TE}),
+}
+"""Ranks, words of the script, and what makes the same job."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit_is_stocks(tmp_path, layout):
+    ranks, words, facts = LAYOUTS[layout]
+    save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT, **facts})), tmp_path / "plan.yaml")
+    assert run(tmp_path, "stock", words, ranks=ranks)[0] == 0
+    under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
+    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks)
+    assert status == 0, said[-3000:]
+    assert same(tmp_path, "stock", "planned", ranks)
+    assert "checked 2 steps against stock without recomputation: in each, " in said
+    assert re.search(r"rank 0 replayed (64|128) layer halves", said)
+
+
+def test_a_run_saves_ends_by_interval_and_resumes_under_another_plan(tmp_path):
+    """With evaluation behind every step, against stock that resumes what stock saved."""
+    job = tiny_job("llama", **{**SIZE, **DROPOUT}, pipeline=2, layers_per_chunk=1, **OF_TE)
+    save_plan(uniform_plan(job), tmp_path / "first.yaml")
+    save_plan(uniform_plan(job, replay=("activation",)), tmp_path / "second.yaml")
+    words, losses = [*CHUNKS, "validation.eval_interval=1", "validation.eval_iters=1"], {}
+    for name in ("stock", "planned"):
+        plans = (["--lynx-plan", str(tmp_path / f"{part}.yaml")] for part in ("first", "second"))
+        first, second = plans if name == "planned" else ([], [])
+        save = ["train.exit_interval=2", f"checkpoint.save='{tmp_path / name}'", "checkpoint.save_interval=2"]
+        status, said = run(tmp_path, f"{name} begins", [*words, *save, *first])
+        assert status == 0, said[-3000:]
+        assert ("how this run of 2 steps came out" in said) == (name == "planned")
+        status, more = run(tmp_path, f"{name} goes on", [*words, f"checkpoint.load='{tmp_path / name}'", *second])
+        assert status == 0, more[-3000:]
+        losses[name] = re.findall(r"validation loss at .*?lm loss value: (\S+)", said + more)
+    assert same(tmp_path, "stock begins", "planned begins", 2, steps=2)
+    assert same(tmp_path, "stock goes on", "planned goes on", 2, steps=2)
+    assert losses["stock"] == losses["planned"]
+    assert len(losses["stock"]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["lora"], "cfg.peft"),
+        (["ddp.use_megatron_fsdp=True", "dist.use_megatron_fsdp=True", "checkpoint.ckpt_format='fsdp_dtensor'"], "cfg.ddp"),
+    ],
+)
+def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
+    """Before the model is built, without a traceback."""
+    save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT}, **OF_TE)), tmp_path / "plan.yaml")
+    (tmp_path / "weights").mkdir()  # of which LoRA would begin; nobody comes to read them
+    words = [*words, f"checkpoint.pretrained_checkpoint='{tmp_path / 'weights'}'"] if "lora" in words else words
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    status, said = run(tmp_path, "refused", [*words, "--lynx-plan", str(tmp_path / "plan.yaml")], ranks=1, **env)
+    assert status == 2, said[-3000:]
+    assert f"  - {place}" in said
+    assert "Traceback" not in said.partition("megatron-lynx: ")[2]
 
 
 def test_what_does_not_fit_is_named_as_bridges_users_name_it(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron_lynx.launch.out_of_memory import watch
-from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rounded_down
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
-from megatron_lynx.launch.out_of_memory.explanation import explained
+from megatron_lynx.launch.out_of_memory.explanation import budget_bytes, command, explained, rounded_down
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
@@ -21,7 +20,7 @@ from megatron_lynx.runtime.progress import Counts, Whereabouts, note
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.testbed.device_memory import MEMORY_BYTES, LimitedMemory, out_of_memory
+from megatron_lynx.testbed.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 

@@ -104,6 +104,15 @@ def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):
     assert told(None, 0.0) == []
 
 
+def test_halves_of_experts_that_fell_back_are_told(predicting):
+    """Of the rank of each stage on which most did; all ranks that share out experts have as many."""
+    ranks = [replace(figures(stage), counts=Counts(expert_load=1.5, fell_back=2 * stage)) for stage in (0, 1)]
+    found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=1.2)
+    told = [line.strip() for line in lines(found) if "fell back" in line]
+    said = "experts: 2 halves of a step fell back to checkpoints on stage 1, whose bytes hold for less: plan for more with"
+    assert told == [f"{said} --experts-hold"]
+
+
 def test_columns_stand_below_their_names(predicting):
     _, heading, names, *table = lines(report(predicting, figures(0), figures(1)))
     assert len({len(line) for line in (heading, names, *table)}) == 1

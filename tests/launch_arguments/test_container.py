@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +153,19 @@ def test_problems_are_named_as_bridges_users_name_them(tmp_path: Path) -> None:
     }
 
 
+def test_a_vocabulary_that_is_missing_is_asked_for_once(tmp_path: Path) -> None:
+    """Qwen3's recipes take their tokenizer's: `cfg.model.vocab_size` was asked for, too, which Bridge would not have read."""
+    problems = read(tmp_path, "tokenizer.use_tokenizer_vocab_size=True").problems
+    assert [problem.where for problem in problems] == ["cfg.tokenizer.vocab_size"]
+
+
+def test_in_process_restarts_are_refused_when_a_plan_is_made(tmp_path: Path) -> None:
+    cfg = {**CONTAINER, "inprocess_restart": {"enabled": True}}
+    (tmp_path / "cfg.yaml").write_text(write_yaml(cfg))
+    problems = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
+    assert [problem.where for problem in problems] == ["cfg.inprocess_restart.enabled"]
+
+
 def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
     model = {**MODEL, "_target_": "megatron.bridge.models.t5_provider.T5ModelProvider", "vision_config": {"depth": 2}}
     (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
@@ -206,3 +221,45 @@ def test_a_class_of_ones_own_is_told_by_what_it_builds() -> None:
     assert _other_class(Mine()) is None
     assert _other_class(Vision()) == "Vision"
     assert _other_class(SimpleNamespace()) is None
+
+
+def test_neighbours_are_named_in_bridges_settings(tmp_path: Path) -> None:
+    """And a launch line sets them; the number of chunks, where Megatron-LM's flag says layers of a chunk."""
+    asked = ("advise", "--cluster", "h100-80g", "--gpus", 8, "--json", "--bridge", written(tmp_path), "--")
+    alone = ("model.tensor_model_parallel_size=1", "model.sequence_parallel=False", "model.seq_length=1024")
+    result = lynx(*asked, *alone, "model.virtual_pipeline_model_parallel_size=2")
+    assert result.exit_code == 0, result.output
+    near = json.loads(result.stdout)["neighbours"]
+    assert near
+    for each in near:
+        settings = each["flags"].split()
+        assert settings
+        assert all(re.fullmatch(r"cfg\.(model|train)\.\w+=\w+", word) for word in settings)
+        assert "-m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan plan.yaml, set " in each["launch"]
+        assert all(word in each["launch"] for word in settings)
+    chunks = "cfg.model.virtual_pipeline_model_parallel_size"
+    assert any(f"{chunks}=4" in each["flags"] for each in near)  # of one layer each
+    assert not any(f"{chunks}=" in each["launch"] and "drop" in each["launch"] for each in near)
+
+
+def test_flags_become_assignments(tmp_path: Path) -> None:
+    container = read(tmp_path).container
+    assert container is not None
+    flags = ["--micro-batch-size 2", "--sequence-parallel", "--no-rope-fusion", "--lynx-check 2"]
+    said = [container.setting(flag) for flag in [*flags, "--pipeline-model-parallel-layout 'Et*3|t*5L'"]]
+    assert said == [
+        "cfg.train.micro_batch_size=2",
+        "cfg.model.sequence_parallel=True",
+        "cfg.model.apply_rope_fusion=False",
+        "--lynx-check 2",
+        "cfg.model.pipeline_model_parallel_layout='Et*3|t*5L'",
+    ]
+
+
+def test_a_search_for_a_container(tmp_path: Path) -> None:
+    asked = ("search", "--cluster", "h100-80g", "--gpus", 4, "--policies", "none,full", "--top", 2, "--json")
+    found = lynx(*asked, "--bridge", written(tmp_path), "--", "model.seq_length=1024")
+    flags = FLAGS.replace("--seq-length 2048", "--seq-length 1024").split()
+    said = lynx(*asked, "--", *flags)
+    assert found.exit_code == said.exit_code == 0, found.output
+    assert json.loads(found.stdout)["candidates"] == json.loads(said.stdout)["candidates"]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.errors import ConfigError
+
 from .test_reading import SMALL, facts, job_of, problems, read
 
 DEEPSEEK_V3 = (
@@ -43,6 +45,14 @@ LAUNCHES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         "b200-180g",
         {"model.fp8.recipe": "mxfp8", "model.fp8.parameters": True, "model.experts.filled": True, "model.latent.q_rank": 1536},
     ),
+    "DeepSeek-V3 on 256 B200, NVFP4": (
+        f"{DEEPSEEK_V3} --pipeline-model-parallel-layout Et*4|(tttt|)*14tmL --fp4-format e2m1 --fp4-recipe nvfp4 "
+        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 4 "
+        "--moe-router-padding-for-quantization",
+        256,
+        "b200-180g",
+        {"model.fp8.recipe": "nvfp4", "model.fp8.format": "e2m1", "model.fp8.last_in_bf16": 4, "model.experts.filled": True},
+    ),
     "Mixtral 8x22B on 128 H100": (
         f"{MIXTRAL_8X22B} --fp8-recipe blockwise --fp8-format e4m3 --fp8-param-gather --moe-router-padding-for-fp8",
         128,
@@ -61,6 +71,27 @@ def test_what_is_read(name: str) -> None:
     job = job_of(read(words, gpus=gpus), cluster)
     assert job.model.experts is not None
     assert (job.model.fp8_recipe, job.model.experts.filled) == (expected["model.fp8.recipe"], True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster", "said"),
+    [
+        ("--fp4-format e2m1 --fp8-format e4m3", "b200-180g", "found both, needed one of them, as Megatron has it"),
+        ("--fp4-format e2m1 --fp4-recipe custom", "b200-180g", "--fp4-recipe: found custom, needed nvfp4"),
+        ("--fp4-format e2m1 --fp4-quantizer-factory mine.of", "b200-180g", "what another quantizer saves is not known"),
+        ("--fp4-format e2m1 --fp4-param-gather --use-distributed-optimizer", "b200-180g", "no run with weights in FP4 was tried"),
+        ("--fp4-format e2m1", "h100-80g", "GPUs of cluster h100-80g take delayed, tensorwise, blockwise"),
+        (
+            "--fp4-format e2m1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "b200-180g",
+            "such linears have",
+        ),
+    ],
+)
+def test_what_is_refused_of_fp4(flags: str, cluster: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job_of(read(f"{SMALL} {flags}"), cluster)
+    assert said in str(refused.value)
 
 
 def test_rows_that_are_filled_up_are_no_matter_without_experts() -> None:

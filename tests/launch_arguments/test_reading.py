@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.flags import Flags
-from megatron_lynx.launch.without_flushes.refusals import NEEDED
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import flag_table
@@ -21,6 +20,7 @@ from megatron_lynx.launch_arguments.our_flags import FLAGS, WITHOUT_FLUSHES
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.two_versions import LAUNCH
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
@@ -173,7 +173,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
         ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
         ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
-        ("--fp4-format e2m1", "FP4"),
         (
             "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
             "--fp8-param-gather: found given, needed --reuse-grad-buf-for-mxfp8-param-ag beside it",
@@ -181,6 +180,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "found nothing, needed two sizes whose product is"),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes [2 2]",
+            "found [2, needed a whole",
+        ),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
@@ -635,12 +638,12 @@ def test_what_the_launcher_would_refuse_is_refused_when_it_is_planned(said: str,
 
 
 def test_a_launch_says_the_same_of_two_versions_as_a_plan() -> None:
-    """Planning knows neither Megatron nor what refuses a launch: both tables are literal, and neither may know of more."""
+    """Planning does not know which flags are switched off: it names those that it refuses, and none may be missing."""
     flags = {flag.sets: flag for flag in flag_table().flags}
     refused_anyway = {name for name, flag in flags.items() if (kind := kind_of(flag)) is not None and kind.name == "refused"}
     by_value = {"rerun_mode", "overlap_p2p_comm"}  # looked at beside the table; always off here
     left_out = set(REPLACED)  # of the launch that is printed
-    needed = {name: why for name, (_, why) in NEEDED.items() if name in flags.keys() - refused_anyway - by_value - left_out}
+    needed = {name: why for name, (_, why) in LAUNCH.items() if name in flags.keys() - refused_anyway - by_value - left_out}
     assert needed == WITHOUT_FLUSHES
 
 

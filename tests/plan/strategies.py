@@ -34,6 +34,7 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
+from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
@@ -90,10 +91,9 @@ def plans(
 
 def plans_for(job: Job, *, whole: bool = False, defers: bool = False, checkpoints: bool = False) -> st.SearchStrategy[Plan]:
     """Plans that a run of this job takes."""
-    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if hasattr(job.model, name)}
     shared = job.model.experts is not None and job.model.experts.shared_ffn > 0
     return plans(
-        model=ModelFacts(**{**facts, "fp8": job.model.fp8_recipe, "shared_experts": shared}),
+        model=model_facts(job).model_copy(update={"shared_experts": shared}),
         parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         partition=job.partition,
@@ -179,7 +179,7 @@ def stages_of(
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
-    kept = [draw(checkpointed(rule)) for rule in kept] if checkpoints else kept
+    kept = [draw(checkpointed(rule, reduces=parallel.tensor > 1)) for rule in kept] if checkpoints else kept
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -202,8 +202,9 @@ def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, context: int = 1) 
 
 
 @st.composite
-def checkpointed(draw: st.DrawFn, rule: Rule) -> Rule:
-    """The same rule, or one whose layers, or one half of them, keep their input alone."""
+def checkpointed(draw: st.DrawFn, rule: Rule, reduces: bool = False) -> Rule:
+    """The same rule, or one whose layers, or one half of them, keep their input alone. `reduces`: what layers of it reduce again
+    may begin ahead."""
     both = ["layer", "halves", CheckpointGroups(layers=2)]
     chosen = draw(st.sampled_from([None, None, *both, *HALVES]))
     if chosen is None:
@@ -214,7 +215,8 @@ def checkpointed(draw: st.DrawFn, rule: Rule) -> Rule:
         if chosen in HALVES and (item in DENSE["attention"].names) == (chosen == "mlp")
     }
     keep, replay = (tuple(item for item in items if item in left) for items in (rule.keep, rule.replay))
-    return Rule(layers=rule.layers, checkpoint=chosen, keep=keep, replay=replay)
+    ahead = reduces and chosen == "layer" and draw(st.booleans())
+    return Rule(layers=rule.layers, checkpoint=chosen, ahead=ahead, keep=keep, replay=replay)
 
 
 @st.composite

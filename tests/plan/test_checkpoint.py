@@ -14,7 +14,7 @@ from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.plan.rule import CheckpointGroups, joined
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import checkpointed
+from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for
 
 NOTHING = plan_for(tiny_job("llama"), lambda layer: ())
@@ -106,3 +106,41 @@ def test_the_timetable_says_what_runs_again_before_what():
     assert mlp.on_demand.half == (4, "mlp")
     assert (attention.first, attention.on_demand) == ((), None)
     assert isinstance(rule({"layers": 2}).checkpoint, CheckpointGroups)
+
+
+REDUCED = checkpointed(plan_for(tiny_job("llama", tensor=2), lambda layer: ()), "layer")
+
+
+def test_what_begins_ahead_is_written_read_and_explained(tmp_path):
+    plan = ahead(REDUCED)
+    text = dump_plan(plan)
+    (tmp_path / "plan.yaml").write_text(text)
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert "ahead: true\n" in text
+    assert "#   ahead         of a rule" in text
+    assert "ahead" not in dump_plan(REDUCED).replace("ahead_depth", "").replace("ahead_bytes", "").replace("ahead of", "")
+    assert plan.checkpointed == "1-4 (layer, ahead)"
+    console = Console(width=160, file=StringIO())
+    console.print(explanation(plan))
+    assert "begins ahead, at attention+1" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("checkpoint", [None, "attention", {"layers": 2}], ids=str)
+def test_only_a_layer_or_its_mlp_half_begins_ahead(checkpoint):
+    with pytest.raises(ValueError, match=r"ahead is true, but .* needs checkpoint layer, halves or mlp"):
+        rule(checkpoint, ahead=True)
+
+
+@pytest.mark.parametrize(("layout", "checkpoint"), [({}, "layer"), ({"tensor": 2}, "mlp")], ids=str)
+def test_where_nothing_is_waited_for_nothing_begins_ahead(layout, checkpoint):
+    plan = checkpointed(plan_for(tiny_job("llama", **layout), lambda layer: ()), checkpoint)
+    with pytest.raises(ValueError, match="ahead is true, but nothing that runs again there is waited for"):
+        ahead(plan)
+
+
+def test_hybridep_leaves_nothing_under_way():
+    job = tiny_job(
+        "gpt", replicas=2, expert=2, experts={"count": 4, "per_token": 2, "ffn": 32, "dispatcher": "hybridep"}, bias=False
+    )
+    with pytest.raises(ValueError, match="ahead is true, but nothing that runs again there is waited for"):
+        ahead(checkpointed(plan_for(job, lambda layer: ()), "mlp"), expert=2)

@@ -77,6 +77,30 @@ def test_what_experts_refuse(moe_layers: list[int | str], rule: dict[str, Any], 
         Plan.model_validate(plan_of(moe_layers, **rule))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "model", "offload", "needed"),
+    [
+        ({}, {}, None, "experts that are shared out over ranks .parallel.expert.: one rank's load never changes"),
+        ({"expert": 2}, {"moe_dispatcher": "deepep"}, None, "model.moe_dispatcher alltoall: with deepep a rank learns only"),
+        ({"expert": 2}, {"moe_dispatcher": "hybridep"}, None, "model.moe_dispatcher alltoall: with hybridep"),
+        ({"expert": 2}, {"moe_overlapped": True}, None, "model.moe_overlapped false"),
+        ({"expert": 2}, {}, {"bytes": 1, "experts": True}, "offload.experts false: what goes to the host was sent before"),
+    ],
+)
+def test_which_stages_cannot_fall_back(
+    parallel: dict[str, Any], model: dict[str, Any], offload: dict[str, Any] | None, needed: str
+) -> None:
+    """Ranks decide alike by what all of them know; refused where they do not, when a plan is read."""
+    data = plan_of(["3-4"], **ATTENTION)
+    data["parallel"] |= parallel
+    data["model"] |= model
+    for stage in data["stages"]:
+        stage["experts_hold"] = 1.25
+        stage["offload"] = offload
+    with pytest.raises(ValueError, match=rf"stages.0.experts_hold is 1.25, needed .*{needed}"):
+        Plan.model_validate(data)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     plans(

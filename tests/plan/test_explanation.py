@@ -50,13 +50,17 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
     plan = uniform_plan(tiny_job("llama", pipeline=2, layers=4, microbatches=4, experts=experts))
     assert "balanced share" not in shown(plan)
     loads = {0: 0.0, 1: 1.43}
-    stages = (
+    stages = tuple(
         stage.model_copy(update={"predicted": stage.predicted.model_copy(update={"moe_load": loads[stage.stage]})})
         for stage in plan.stages
     )
-    text = shown(plan.model_copy(update={"stages": tuple(stages)}))
+    text = shown(plan.model_copy(update={"stages": stages}))
     said = "at most 1.43 times a balanced share for the experts of one rank (stage 1): the plan is made for 1, and twice that"
     assert said in text
+    assert "beyond that a device may run out of memory: plan for more with model.experts.holds" in text
+    held = (stage.model_copy(update={"experts_hold": stage.predicted.moe_load or None}) for stage in stages)
+    text = shown(plan.model_copy(update={"stages": tuple(held)}))
+    assert "beyond that halves of experts keep their input alone and run again: plan for more" in text
 
 
 def test_what_nobody_looks_into_is_said() -> None:

@@ -94,8 +94,9 @@ def bytes_saved_by_items(
 
     from megatron_lynx.runtime.saved import memory_of
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.te_layer import fp8_context
     from megatron_lynx.testbed.tiny_models import DTYPES, build_model
-    from tests.apply.te_on_ranks import copies_of_weights, in_fp8
+    from tests.apply.te_on_ranks import copies_of_weights
 
     initialise(job)
     (chunk,) = build_model(job, **fields, **({} if capacity is None else {"moe_expert_capacity_factor": capacity}))
@@ -120,7 +121,7 @@ def bytes_saved_by_items(
         return tensor
 
     _tell_items(layer, job.model.kind_sections(experts=True)[1], running)
-    with in_fp8(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with fp8_context(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer._forward_mlp(hidden)
     copies = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in copies_of_weights(layer)}
     held = {at: each for at, each in held.items() if at not in copies}

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from megatron_lynx.cli import app
 from megatron_lynx.cost.host_copy import copy_to_compute_ratio
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_memory
-from megatron_lynx.published import peaks, yuan
+from megatron_lynx.published import all_rows, steps, yuan
 from megatron_lynx.published.row import Row, published_figures
-from megatron_lynx.published.tables import all_rows
 
 ROWS = all_rows()
 
@@ -52,7 +51,7 @@ def test_peaks_of_another_paper_are_those_of_its_second_stage_running_backward()
     assert len(peaks_of_rows) == len(runs) == 12
     assert not any(row.calibrates for row in peaks_of_rows)
     for run in runs:
-        stages = memory_of_stages(peaks.zero_bubble_job(run))
+        stages = memory_of_stages(steps.zero_bubble_job(run))
         fullest = max(stages, key=lambda memory: memory.total)
         assert (stages.index(fullest), fullest.moment) == (1, "backward")
 

@@ -19,8 +19,10 @@ from tests.instruments.queues.recorder import Recorder
 from tests.instruments.queues.replay import replay
 from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
+from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, replayable
+from tests.transparency.test_experts import EXPERTS
 
 Pools = Callable[[int], RankPool]
 QUEUES = (1, 8)
@@ -52,6 +54,12 @@ def half_by_half(job: Job) -> Setting:
     return Setting(plan=plan, trace=True, timers=1)
 
 
+def begun_ahead(job: Job) -> Setting:
+    """Every layer is checkpointed, and what it communicates again travels behind the layer above."""
+    plan = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=job.parallel.expert)
+    return Setting(plan=plan, timers=1)
+
+
 def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
     return pytest.param(tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout}), setting, id=name)
 
@@ -77,6 +85,9 @@ CASES = [
     case("interleaved, p=2, t=2, a plan", {**INTERLEAVED["p=2"], "tensor": 2, "sequence_parallel": True}, received_apart),
     case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
+    case("t=2, p=2, begun ahead", {"pipeline": 2, "tensor": 2, "microbatches": 3}, begun_ahead),
+    case("t=2, begun ahead behind a gather", {"tensor": 2, "sequence_parallel": True}, begun_ahead),
+    case("e=2, p=2, begun ahead", {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False}, begun_ahead),
     case("t=2, half by half", {"tensor": 2}, half_by_half),
     case("interleaved, p=2, half by half", INTERLEAVED["p=2"], half_by_half),
     *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),

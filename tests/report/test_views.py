@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.report import views
 from megatron_lynx.report.kinds import FALLBACK, KINDS, kind_of, with_fallbacks
 from megatron_lynx.report.views import by_kind, memory_of, view
-from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline, curve_of_parts
 from tests.report.samples import as_if_run, simulated
 
 HALF = Span("backward", 0.0, 4e-3, 1, "mlp", 7, None, "backward mlp(1)")
@@ -64,7 +64,7 @@ def test_memory_in_its_kinds_adds_up_to_the_curve() -> None:
 
 
 def test_a_peak_of_no_duration_is_kept() -> None:
-    curve = memory_curve([(1.0, 5), (2.0, 7), (2.0, -9)])
+    curve = curve_of_parts([(0.0, ((1.0, 5), (2.0, 7), (2.0, -9)))])
     assert by_kind(curve) == {"time_ns": [0, 10**9, 2 * 10**9, 2 * 10**9], "kinds": {"kept": [0, 5, 12, 3]}}
     assert by_kind(MemoryCurve((0.0,), (0,))) == {"time_ns": [0], "kinds": {"kept": [0]}}
 

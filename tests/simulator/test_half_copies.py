@@ -9,7 +9,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import Queue, TimedPass
-from megatron_lynx.simulator.timeline import Span, memory_curve
+from megatron_lynx.simulator.timeline import Span, curve_of_parts
 from megatron_lynx.simulator.treated import Leaving, Treated
 from megatron_lynx.simulator.walk import Walk
 from megatron_lynx.timetable import PlannedHalf
@@ -57,7 +57,7 @@ def test_short_copies_cost_nothing() -> None:
     assert copies(out) == [(2.0, 4.0), (4.0, 6.0)]
     assert copies(back) == [(4.0, 6.0), (8.0, 10.0)], "of the second half when backward comes to the third"
     assert out.memory == ((2.0, 100), (4.0, 100), (4.0, -60), (6.0, 100), (6.0, -60), (8.0, 100))
-    assert memory_curve(out.memory).bytes[-1] == 280
+    assert curve_of_parts([(0.0, out.memory)]).bytes[-1] == 280
     assert back.memory == ((4.0, -100), (4.0, 60), (8.0, -100), (8.0, 60), (12.0, -100), (16.0, -100))
 
 

@@ -14,6 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED
@@ -39,6 +40,11 @@ BOTH_OVERLAPS = {**OVERLAPPED, "overlap_param_gather": True}
 def replaying(job: Job, **how: Any) -> Plan:
     """Everything that can be is replayed, in the windows that there are."""
     return plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel), **how)
+
+
+def begun_ahead(job: Job) -> Plan:
+    """Every layer is checkpointed, and what its attention returns is reduced again while the layer above runs backward."""
+    return ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"))
 
 
 def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
@@ -76,6 +82,8 @@ DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accum
 
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "TP2": (TP2, [replaying], Trial(steps=2), False),
+    "TP2, begun ahead": (TP2, [begun_ahead], Trial(steps=2), False),
+    "sequence parallel, begun ahead": (SP, [begun_ahead], Trial(steps=2), False),
     "sequence parallel, gathered once": (SP, [replaying], Trial(steps=2), False),
     "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(steps=2), False),
     "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),

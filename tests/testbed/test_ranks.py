@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from megatron_lynx.testbed.gloo import share_one_device
+from megatron_lynx.testbed.groups import share_one_device
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

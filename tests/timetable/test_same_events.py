@@ -59,7 +59,7 @@ def passes(
             continue
         ran = []
         for half in timetable.backward(action.chunk, phase).halves:
-            ran += [(each, ON_DEMAND) for each in (*half.first, half.on_demand) if each is not None]
+            ran += [(each, ON_DEMAND) for each in (*half.first, half.on_demand, *half.ahead) if each is not None]
             ran += run_in(*half.waits)
         last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
         yield action, action.micro_batch, ran, [] if last else list(run_in(timetable.receive(action.chunk, phase)))
@@ -68,6 +68,7 @@ def passes(
 def run_in(*waits: Wait) -> Iterator[Event]:
     for wait in waits:
         yield from ((each, str(wait.window)) for each in (*wait.replays, *wait.weight_gradients))
+        yield from ((each, ON_DEMAND) for each in wait.ahead)
 
 
 def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:

@@ -28,6 +28,15 @@ def checkpointed(plan: Plan, checkpoint: Any, layers: Iterable[int] | None = Non
     return Plan.model_validate(raw)
 
 
+def ahead(plan: Plan, *, expert: int = 1) -> Plan:
+    """The same plan in which what checkpointed layers communicate begins ahead. `expert`: ranks that share out experts."""
+    raw = plan.model_dump(mode="json", exclude_defaults=True)
+    raw["parallel"]["expert"] = expert
+    for rule in (rule for stage in raw["stages"] for rule in stage["rules"] if rule.get("checkpoint")):
+        rule["ahead"] = True
+    return Plan.model_validate(raw)
+
+
 def _leave_out(rule: dict[str, Any], plan: Plan, layer: int, halves: tuple[str, ...]) -> None:
     names = {name for section in plan.model.sections_of(layer) if section.half in halves for name in section.names}
     for key in ("keep", "replay"):

@@ -48,7 +48,7 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             continue
         for half in timetable.backward(action.chunk, phase).halves:
             layer, name = half.half
-            result.replayed += len(half.first)
+            result.replayed += len(half.first) + sum(replay.whole for replay in half.ahead)
             if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
                 result.replayed += half.on_demand is not None
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import DENSE, HALVES, Facts, Half, Section, all_items, filling, sections_of
 from megatron_lynx.config.job import Job
+from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import ByPhase, Plan, Windows
 
 SECTIONS = tuple(section for half in HALVES for section in filling(half))
@@ -42,7 +43,9 @@ def plan_for(
             "version": 1,
             "model": {name: getattr(model, name) for name in facts}
             | {"fp8": model.fp8_recipe, "fp8_parameters": model.fp8_parameters, "shared_experts": has_shared_experts(job)}
-            | {"mtp": model.mtp, "moe_dispatcher": model.moe_dispatcher, "moe_overlapped": model.moe_overlapped},
+            | {name: len(getattr(model, name)) for name in IN_BF16}
+            | {"mtp": model.mtp, "moe_dispatcher": model.moe_dispatcher, "moe_overlapped": model.moe_overlapped}
+            | {"captured": model.captured},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,

@@ -22,7 +22,7 @@ from tests.transparency.trials import Trial
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "shared_gate": True, "layers": [2, 4]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "TP2": {"tensor": 2},
+    "TP2": {"tensor": 2, "experts": None},  # experts beside tensor-parallel ranks need sequence parallelism
     "TP2+SP": {"tensor": 2, "sequence_parallel": True},
     "PP2": {"pipeline": 2, "microbatches": 4},
     "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
@@ -40,7 +40,7 @@ def pool_of() -> Iterator[Any]:
 def job_of(layout: str, **model: Any) -> Job:
     """A delta net, an attention, two delta nets; every second layer has experts whose shared ones have a gate."""
     fields: dict[str, Any] = {"opaque": delta_net_in([1, "3-4"]), "experts": EXPERTS}
-    return tiny_job("llama", **{**LAYOUTS[layout], **fields, **model}, hidden_dropout=0.1)
+    return tiny_job("llama", **{**fields, **LAYOUTS[layout], **model}, hidden_dropout=0.1)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("one rank", "TP2", "PP2")])
@@ -57,7 +57,7 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
 
 
 def test_weight_gradients_in_waits(pool_of: Any) -> None:
-    job = job_of("TP2", experts=None)
+    job = job_of("TP2")
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
     for [outcome] in pool_of(2).run(compare, job, [deferring(uniform_plan(job))], trial):
         assert outcome.differing == []

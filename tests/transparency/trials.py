@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from tests.transparency.capturing import Captured, capturing
 from tests.transparency.fp8_state import fp8_state, reset_fp8
 from tests.transparency.tampering import tampered_copies
 
@@ -47,6 +48,8 @@ class Trial:
     """Whether the first two experts get all tokens (routers with an expert bias only)."""
     recompile_limit: int | None = None
     """How many times one function is compiled until the compiler gives up and runs it as plain code; none: torch's own number."""
+    captured: Captured | None = None
+    """How graphs are captured; None: nothing is."""
     compared: str = "everything"
     """Or `weights`: with the distributed optimizer a rank's own shard of gradients is reduced, the rest is not."""
 
@@ -63,6 +66,8 @@ class Seen:
     compiled: list[list[str]] = field(default_factory=list)
     """The functions that were compiled in each step; of a backward's compilation the function that it is the backward of."""
     overwritten: int = 0
+    graph_replays: int = 0
+    """How many times a captured graph ran its forward."""
     copies: list[tuple[str, int]] = field(default_factory=list)
     """Beginnings and ends of copies, each with the address of its host memory, in the order in which they came."""
     live_bytes: list[int] = field(default_factory=list)
@@ -116,10 +121,11 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         reset_fp8()
         routing = _routers_figures()
         routing.clear()
+        graphs = stack.enter_context(capturing(job, trial.captured)) if trial.captured is not None else None
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
         if trial.starved:
-            _starve(training.chunks)
+            starve(training.chunks)
         seed_random_numbers(7)
         installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
         if trial.backward_thread:
@@ -130,6 +136,8 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
             stack.enter_context(_canaries(seen))
         for step in range(trial.steps):
             last = step == trial.steps - 1
+            if graphs is not None and step == graphs.asked.after:
+                graphs.capture(training)
             _step(training, installation, job, step, trial, seen, last)
         if trial.compared == "weights":
             seen.tensors.clear()
@@ -140,6 +148,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         for number, chunk in enumerate(training.chunks):
             buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if buffer is not None)
             seen.tensors.update({f"buffer {number}.{name}": buffer.detach().clone() for name, buffer in buffers})
+        seen.graph_replays = graphs.replays if graphs is not None else 0
     seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects())
     return seen
 
@@ -152,7 +161,7 @@ def _routers_figures() -> dict[str, dict[str, Any]]:
     return figures if isinstance(figures, dict) else {}
 
 
-def _starve(chunks: list[torch.nn.Module]) -> None:
+def starve(chunks: list[torch.nn.Module]) -> None:
     biases = (buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
     for bias in biases:
         bias[:2] += 100

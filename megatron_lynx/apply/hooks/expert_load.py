@@ -22,12 +22,16 @@ from megatron_lynx.kinds.experts.section import MIXTURE
 from megatron_lynx.runtime.engine import Engine
 
 
-def claims(engine: Engine, layers: Iterable[tuple[int, Module]], tokens: int, per_token: int) -> Iterator[Claim]:
-    """`layers`: those with experts, by number. `tokens`: of one micro-batch, before they travel, on each rank. `per_token`: how
-    many experts each of them is for."""
+def balanced_rows(tokens: int, per_token: int) -> int:
+    """Rows that experts of each rank get if all are asked as often. `tokens`: of a micro-batch, on each rank, before they travel;
+    `per_token`: how many experts each of them is for."""
     from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
 
-    balanced = tokens * per_token * get_expert_tensor_parallel_world_size()
+    return tokens * per_token * int(get_expert_tensor_parallel_world_size())
+
+
+def claims(engine: Engine, layers: Iterable[tuple[int, Module]], balanced: int) -> Iterator[Claim]:
+    """`layers`: those with experts, by number. `balanced`: rows that a rank would get if all experts were asked as often."""
 
     def counting(original: Any) -> Any:
         def forward(permuted_local_hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -49,16 +49,16 @@ class Capacity:
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
     for policy in policies.values():
-        if policy.section.opaque:
+        if policy.section.kept_whole:
             continue
         owner = owner_of(layer, policy.section.half, policy.section.owner)
 
         def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
-            code = _leaving_as_it_was(owner, original) if policy.replay else original
+            code = _leaving_as_it_was(owner, original) if policy.may_replay else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 of_call = policy
-                if policy.replay and torch.is_grad_enabled():
+                if policy.may_replay and torch.is_grad_enabled():
                     _check_call(policy, kwargs)
                     hidden_SBH = args[0] if args else kwargs["hidden_states"]
                     if not policy.section.owner and not capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]):

@@ -3,6 +3,11 @@
 The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: a fork inside a fork
 would otherwise draw other numbers in the replay (rule R13).
 
+    usual tracker        a state is a tensor, and a fork copies it into the device's generator and back
+    graph-safe tracker   (--te-rng-tracker, and with captured graphs Megatron's own) a state is a generator. A fork makes it the
+                         one that the device draws from: graphs hold on to these objects, so that a replay of a graph moves them
+                         on. Here they stay the same objects, too: what is put back is what is in them, and which one is in use
+
 Megatron's NVTX ranges around a replay are put back as well (no hook): a replay stops early, between a push and its pop. What was
 pushed since is popped, so that the next pop finds its own message.
 """
@@ -11,17 +16,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.surroundings import TorchRandom
 
-RandomState = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
-
 _NAME = "_current_state_name"
-"""The tracker's attribute that names the state in use. 0.15's has none."""
+"""The tracker's attribute that names the state in use. 0.15's has none, nor Transformer Engine's tracker."""
+
+
+class Tracked(NamedTuple):
+    """One state of the tracker."""
+
+    state: Any
+    """The tensor, or the generator."""
+    value: torch.Tensor
+    """What is in it."""
+
+
+class RandomState(NamedTuple):
+    """Everything that Megatron draws from, as a value."""
+
+    default: tuple[torch.Tensor, ...]
+    tracked: dict[str, Tracked]
+    name: str | None
+    """Of the state in use, where the tracker knows it."""
+    in_use: Any
+    """The generator that the device draws from, where states are generators."""
 
 
 class MegatronRandom:
@@ -31,30 +54,42 @@ class MegatronRandom:
     """
 
     def __init__(self, device: Device | None = None) -> None:
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+        from megatron.core.tensor_parallel import random
 
-        self._present_tracker: Callable[[], Any] = get_cuda_rng_tracker
+        self._megatron: Any = random
+        self._present_tracker: Callable[[], Any] = random.get_cuda_rng_tracker
         self._torch = TorchRandom(device)
 
     def capture(self) -> RandomState:
         tracker = self._present_tracker()
-        return self._torch.capture(), tracker.get_states(), getattr(tracker, _NAME, None)
+        tracked = {name: _tracked(state) for name, state in tracker.get_states().items()}
+        graph_safe = any(each.state is not each.value for each in tracked.values())
+        in_use = self._megatron._get_cuda_rng_state(graph_safe=True) if graph_safe else None
+        return RandomState(self._torch.capture(), tracked, getattr(tracker, _NAME, None), in_use)
 
     def restore(self, state: RandomState) -> None:
-        default, tracked, name = state
-        self._torch.restore(default)
+        if state.in_use is not None:
+            self._megatron._set_cuda_rng_state(state.in_use, graph_safe=True)
+        self._torch.restore(state.default)
+        for each in state.tracked.values():
+            if each.state is not each.value:
+                each.state.set_state(each.value)
         tracker = self._present_tracker()
-        tracker.set_states(dict(tracked))
-        if name is not None:
-            setattr(tracker, _NAME, name)
+        tracker.set_states({name: each.state for name, each in state.tracked.items()})
+        if state.name is not None:
+            setattr(tracker, _NAME, state.name)
 
     def same(self, one: RandomState, other: RandomState) -> bool:
         return (
-            one[2] == other[2]
-            and one[1].keys() == other[1].keys()
-            and all(torch.equal(state, other[1][name]) for name, state in one[1].items())
-            and self._torch.same(one[0], other[0])
+            one.name == other.name
+            and one.tracked.keys() == other.tracked.keys()
+            and all(torch.equal(each.value, other.tracked[name].value) for name, each in one.tracked.items())
+            and self._torch.same(one.default, other.default)
         )
+
+
+def _tracked(state: Any) -> Tracked:
+    return Tracked(state, state if isinstance(state, torch.Tensor) else state.get_state())
 
 
 @contextmanager

@@ -38,8 +38,7 @@ class Release:
     only_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The functions that matter only in runs that have something, by what that is: `experts`, `latent` attention, a `head` in
     pieces, exchanges of experts that are `overlapped`, or layers of Transformer Engine (`te`: they can be imported only where it
-    is installed); of Transformer Engine itself
-    `fp8`."""
+    is installed); of Transformer Engine itself `fp8`, `fp4`, and `grouped` experts."""
     also: Mapping[str, str] = field(default_factory=dict)
     """How functions read in another patch release of the same minor one, where that is known to be as good."""
 

@@ -114,13 +114,18 @@ def gathers_input(linear: Module) -> bool:
 
 
 def parts_saved(linear: Any) -> int:
-    """How many tensors a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or those of each."""
-    return 3 if linear.quantizers[FORWARD][0].supports_only_rowwise_all_gather() else 4
+    """How many tensors a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or those of each; in FP4
+    the largest number for each as well."""
+    quantizer = linear.quantizers[FORWARD][0]
+    if quantizer.supports_only_rowwise_all_gather():
+        return 3
+    return 6 if hasattr(quantizer, "stochastic_rounding") else 4
 
 
 def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
-    """These tensors. What was made by rows stays where it is gathered again by rows, and made columns of then."""
-    if not gathers_input(linear) or parts_saved(linear) > 3:
+    """These tensors. What was made by rows stays where it is gathered again by rows, and made columns of then; of FP4 it stays
+    wherever it is gathered, for nothing."""
+    if not gathers_input(linear) or parts_saved(linear) == 4:
         normalised.update_usage(rowwise_usage=False)
     return list(normalised.prepare_for_saving()[0])
 

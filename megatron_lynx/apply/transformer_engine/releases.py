@@ -49,6 +49,18 @@ TE_2_9 = TeRelease(  # recorded from 2.9.0
             "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "a8df90e129613aa3",
             "transformer_engine.pytorch.distributed:_all_gather_fp8": "50f5a489c8264dc6",
         },
+        "grouped": {
+            "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "95963e23370be521",
+            "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "b26b53496eb8792c",
+            "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "b2c67beead8bf4f5",
+            "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "90defe83d60414b6",
+        },
+        "fp4": {
+            "transformer_engine.common.recipe:NVFP4BlockScaling": "fc2038c7d247593c",
+            "transformer_engine.pytorch.quantization:NVFP4BlockScalingRecipeState": "4a012934e0107119",
+            "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "b44479d916088df6",
+            "transformer_engine.pytorch.distributed:_all_gather_nvfp4": "438b5924b9f5e3be",
+        },
     },
 )
 
@@ -75,6 +87,16 @@ TE_2_10 = TE_2_9.then(  # recorded from 2.10.0
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "a915334e8b4240bf",
         "transformer_engine.pytorch.distributed:_all_gather_fp8": "9ad2419a3217ef98",
     },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "179ea4b5ad804227",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "24e2da8dc54cec3b",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "3241151b427b31b3",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "31889e9991d048b4",
+    },
+    fp4={
+        "transformer_engine.common.recipe:NVFP4BlockScaling": "840a1f503b14424a",
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "91a98fef120a755a",
+    },
 )
 
 TE_2_11 = TE_2_10.then(  # recorded from 2.11.0
@@ -82,6 +104,14 @@ TE_2_11 = TE_2_10.then(  # recorded from 2.11.0
     fingerprints={
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess": "924c16732120c7b6",
         f"{ATTENTION}.dot_product_attention:DotProductAttention.forward": "345181930ec26661",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "af9697a82392418d",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "963d9b114916c915",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "aa88514f7bf50bf0",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "c2b722bebcce24f7",
     },
 )
 
@@ -106,6 +136,13 @@ TE_2_12 = TE_2_11.then(  # recorded from 2.12.0
         "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "4ec89bdf3df6b7d5",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "7222a46a16cb1f2c",
     },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "22460cfb2e92caca",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "7fafcf12ff04b04a",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "f73c7df2ec7d99c1",
+    },
 )
 
 TE_2_13 = TE_2_12.then(  # recorded from 2.13.0
@@ -117,6 +154,14 @@ TE_2_13 = TE_2_12.then(  # recorded from 2.13.0
         "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "2deb50831738905b",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "4b911c4a93c86e03",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "d22ebd6607d17fad",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "e2b5b4f3249e2ae2",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "7fce5e6d16c5b295",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "0f17617dd168dc2c",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "e50495eb0850b39c",
     },
 )
 
@@ -137,6 +182,15 @@ TE_2_14 = TE_2_13.then(  # recorded from 2.14.0
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "2a6112d1b62703c5",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "aff0b1a06304ba2f",
         "transformer_engine.pytorch.distributed:_all_gather_fp8": "9e754e73ced0815f",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "dba9438cb8fb45d7",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "b48b15700c442881",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "3785524662351964",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "9105d1723bb25fc0",
+        "transformer_engine.pytorch.distributed:_all_gather_nvfp4": "dc5a59d890b2bca8",
     },
 )
 
@@ -169,6 +223,14 @@ TE_2_15 = TE_2_14.then(  # recorded from 2.15.0
         "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "dc6030f9d69e76d3",
         "transformer_engine.pytorch.module.base:quantize_weight": "1d71a50e2eb53ffb",
     },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "f51cc6af0fcb4e41",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "70c49449bc293935",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "4250051eea99ee17",
+    },
+    fp4={
+        "transformer_engine.common.recipe:NVFP4BlockScaling": "56a7aa58c48025c3",
+    },
 )
 
 TE_2_16 = TE_2_15.then(  # recorded from 2.16.0
@@ -199,6 +261,15 @@ TE_2_16 = TE_2_15.then(  # recorded from 2.16.0
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "9fc6fa60ec85394b",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "ea70dd5e2ebb2d03",
     },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "1343f055d0a6e445",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "5b50b4e692449c62",
+    },
+    fp4={
+        "transformer_engine.common.recipe:NVFP4BlockScaling": "65b819720b0ddce2",
+        "transformer_engine.pytorch.quantization:NVFP4BlockScalingRecipeState": "e49ba21ab98bae64",
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "0b7e5c9a02717569",
+    },
 )
 
 TE_2_17 = TE_2_16.then(  # recorded from 2.17.0
@@ -216,6 +287,17 @@ TE_2_17 = TE_2_16.then(  # recorded from 2.17.0
         "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "3b0b5ffcceba4323",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "39e86f5ef56e7ace",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "5e38054527a540ab",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "c475b6c794f1f1c5",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "4ce0696ecb0ca42d",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "e2408d63af3539e5",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "cc48f8eb2be73749",
+    },
+    fp4={
+        "transformer_engine.common.recipe:NVFP4BlockScaling": "e1cbf5aa25b0eaf8",
+        "transformer_engine.pytorch.quantization:NVFP4BlockScalingRecipeState": "1769c2cd9ebec8f6",
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "e4562cc66aab349c",
     },
 )
 
@@ -235,6 +317,14 @@ TE_2_18 = TE_2_17.then(  # recorded from 2.18.0
     fp8={
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "91224e7591a7f6dd",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "45146cbe8012d5fc",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "9b8300cc8a6b0cfb",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "2b28084b4fd72d80",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "86fc284bb1057b55",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "1546c7b85db1a7e0",
     },
 )
 
@@ -259,6 +349,16 @@ TE_2_19 = TE_2_18.then(  # recorded from 2.19.0
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "be0d63cd34d18a10",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "3801a2e1a7df1410",
     },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "a137bd6047d8875f",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "bcbd1864278c8e65",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "f86a974138dffad1",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.backward_dw": "ccba0cb94e9d9b15",
+    },
+    fp4={
+        "transformer_engine.pytorch.tensor.nvfp4_tensor:NVFP4Quantizer": "578967bc53471e87",
+        "transformer_engine.pytorch.distributed:_all_gather_nvfp4": "a7cb445fb4044c7d",
+    },
 )
 
 TE_2_20 = TE_2_19.then(  # recorded from 2.20.2
@@ -278,6 +378,11 @@ TE_2_20 = TE_2_19.then(  # recorded from 2.20.2
     },
     fp8={
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "0b82fb81fd37c186",
+    },
+    grouped={
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.forward": "06cc48e78984f117",
+        "transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.backward": "6161afec230da015",
+        "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.forward": "d863befe8001525e",
     },
 )
 

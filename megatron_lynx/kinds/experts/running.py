@@ -11,11 +11,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
+from megatron_lynx.apply.hooks import exchanges, expert_load, expert_rows, fused_exchanges
 from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.section import Section
@@ -80,7 +82,7 @@ class HeldExperts(Running):
         if name_of(mixture) != LAYER_CLASS:
             return None
         config: Any = layer.config
-        mixtures = IN_NODES if overlapped(config) else MIXTURES
+        mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
         return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
 
     def refused_settings(self, config: Any) -> Iterator[Problem]:
@@ -102,7 +104,7 @@ class HeldExperts(Running):
                 needed = "off where a plan replays, offloads or defers inside experts"
                 yield Problem(f"config.{name}", str(value), needed, f"drop {drop}; {TODO}")
         config: Any = run.config
-        if overlapped(config) and config.fp8 and config.num_moe_experts == run.expert:
+        if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
         layer = layers[touched[0]]  # all are built from one config
@@ -152,12 +154,20 @@ class HeldExperts(Running):
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
-            tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
-            yield from expert_load.claims(engine, layers.items(), tokens, run.config.moe_router_topk)
+            balanced = _balanced_rows(plan, run)
+            yield from expert_load.claims(engine, layers.items(), balanced)
+            if any(entry.experts_hold is not None for entry in plan.chunks_of(run.stage)):
+                yield from expert_rows.claims(engine, run.config.num_moe_experts, run.expert, balanced)
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
             yield from fused_exchanges.claims(engine)
         elif plan.exchanging:
             yield from exchanges.claims(engine, run.expert_group)
+
+
+def _balanced_rows(plan: Plan, run: LiveRun) -> int:
+    """How many rows experts of each rank would get of one micro-batch if all were asked as often."""
+    tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
+    return expert_load.balanced_rows(tokens, run.config.moe_router_topk)
 
 
 def _dispatcher(config: Any) -> Dispatcher:
@@ -173,12 +183,13 @@ def _dispatched_by(config: Any) -> str:
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
-    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of."""
+    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of; or that may fall back."""
     offloads = entry.offload is not None and entry.offload.experts
     for layer in entry.layers:
         rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
         defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
-        if (section.name == EXPERTS.name) and (offloads or defers or rule.recomputed(section)):
+        falls_back = entry.experts_hold is not None
+        if (section.name == EXPERTS.name) and (offloads or defers or falls_back or rule.recomputed(section)):
             yield layer
 
 

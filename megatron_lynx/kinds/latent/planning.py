@@ -30,7 +30,7 @@ from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tens
 from megatron_lynx.kinds.section import Collective, Item
 from megatron_lynx.profiler.element_wise import Kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape
-from megatron_lynx.profiler.quantized import saved_bytes
+from megatron_lynx.profiler.quantized import normed_bytes, saved_bytes
 from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -129,7 +129,8 @@ class LatentAttention(Planning):
         if model.qk_norm:
             normed = shape.own_tokens * rank * element
             yield from statistics(shape, norm.name, normed)
-            normed = normed if recipe is None else saved_bytes(recipe, shape.own_tokens, rank)
+            if recipe is not None:
+                normed = normed_bytes(recipe, shape.own_tokens, rank, gathered=shape.parallel.sequence_parallel)
             yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:

@@ -11,7 +11,6 @@ step            one checked step: passes over it, each from the same state
 batches         what a step reads is read once and given to every pass
 training_state  everything else that a pass changes: random numbers, buffers, FP8 scales, logged losses
 outcome         losses and gradients of one pass, and the first difference between two
-bits            tensors compared by their bits
 reference       which stock: without recomputation, or with full recomputation where the former does not fit in memory
 verdict         the errors where something differs
 

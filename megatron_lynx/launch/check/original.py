@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lynx.launch.check.bits import bits, unlike
+from megatron_lynx.launch.check.outcome import bits, unlike
 
 
 class _Compared(NamedTuple):

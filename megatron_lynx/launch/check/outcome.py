@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_lynx.anatomy import ITEMS
-from megatron_lynx.launch.check.bits import bits, unlike
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
 
@@ -176,3 +175,18 @@ def backward_position(name: str, parameter: Parameter) -> Position:
         return 1, 0  # behind all layers
     item = next((ITEMS.index(part) for part in reversed(parts) if part in ITEMS), len(ITEMS))
     return 2, -int(parts[2]), -item
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bits as integers of the same size."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def unlike(one: Tensor, other: Tensor, names: tuple[str, str]) -> str:
+    """How two tensors differ in shape or type, in words; empty where they can be compared by their bits."""
+    if (one.shape, one.dtype) == (other.shape, other.dtype):
+        return ""
+    return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"

@@ -3,7 +3,7 @@
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
 extra states       of modules that save one in checkpoints
-scales             and amax histories of Transformer Engine's FP8 (`fp8_scales`)
+scales             and amax histories of Transformer Engine's FP8
 logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
 validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.launch.check.fp8_scales import Fp8Scales, in_fp8
 from megatron_lynx.nest import map_nest
 
 
@@ -60,7 +59,7 @@ class TrainingState:
         self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
         self._scales = Fp8Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
-        self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
+        self._validated = [(machine, _copies(vars(machine))) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
         """Put everything back. This can be repeated."""
@@ -74,7 +73,7 @@ class TrainingState:
             losses.update(_copied(sums))
         for machine, fields in self._validated:
             vars(machine).clear()
-            vars(machine).update({name: copy.copy(value) for name, value in fields.items()})
+            vars(machine).update(_copies(fields))
         self._random.restore(self._drawn)
 
 
@@ -108,8 +107,8 @@ def _has_extra_state(module: Module) -> bool:
     return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
-def _shallow(owner: Any) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in vars(owner).items()}
+def _copies(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in fields.items()}
 
 
 def _copied(value: Any) -> Any:
@@ -121,3 +120,40 @@ def _copied(value: Any) -> Any:
         vars(twin).update({name: _copied(part) for name, part in vars(value).items()})
         return twin
     return map_nest(Tensor, torch.clone, value)
+
+
+TensorKey = tuple[int, str, str]
+
+
+def in_fp8(module: Module) -> bool:
+    """Whether it is one of Transformer Engine's, which may run in FP8."""
+    return hasattr(module, "fp8_meta")
+
+
+class Fp8Scales:
+    """FP8 scales and amax histories of some modules, as they were when this was made: every pass in FP8 changes them.
+
+    Transformer Engine makes them in a module's first forward. The modules' extra states, which checkpoints hold, say nothing of
+    a module that has not run yet, so a second pass would begin with the scales of the first; and newer releases refuse to read
+    them.
+    """
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = [module for module in modules if in_fp8(module)]
+        self._before = {key: tensor.clone() for key, tensor in self._present()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put values back into the same tensors, as lists of the whole process refer to them. New tensors get initial values."""
+        for key, tensor in self._present():
+            before = self._before.get(key)
+            tensor.copy_(before if before is not None else torch.full_like(tensor, float(key[2] == "scale")))
+
+    def _present(self) -> Iterator[tuple[TensorKey, Tensor]]:
+        for number, module in enumerate(self._modules):
+            meta: Any = module.fp8_meta
+            for direction in ("scaling_fwd", "scaling_bwd"):
+                for part in ("scale", "amax_history"):
+                    tensor = getattr(meta.get(direction), part, None)
+                    if isinstance(tensor, Tensor):
+                        yield (number, direction, part), tensor

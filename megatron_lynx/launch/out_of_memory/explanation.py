@@ -1,20 +1,31 @@
-"""An error of PyTorch's allocator as an error of ours: what happened where, what was planned, and what would fit."""
+"""An error of PyTorch's allocator as an error of ours: what happened where, what was planned, and what would fit.
+
+The nearest change after which it fits, as a command:
+
+fragmentation alone   segments that grow where they are, but   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+                      for --use-nccl-ub with an older torch
+something lacks       a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
+                      can have, less what this moment took
+                      beyond its prediction
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.out_of_memory.advice import command
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
-from megatron_lynx.units import format_bytes
+from megatron_lynx.torch_release import ALLOCATOR, GROWING
+from megatron_lynx.units import GIB, format_bytes
 
 LARGEST = 5
 """Kinds of bytes that are named."""
@@ -53,7 +64,10 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
         yield Problem(where, str(error).partition("\n")[0], "")
     else:
         found = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
-        yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", _needed(at_most))
+        needed = "no more than was planned"
+        if at_most is not None:
+            needed = f"at most {format_bytes(at_most[0])} at this moment, as planned"
+        yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", needed)
     yield Problem("planned", _planned(predicted, at_most), "")
     yield from _load(error, rank)
     if allocator is not None:
@@ -71,10 +85,6 @@ def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
         found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
         todo = "make a plan for such a load (model.experts.load)"
         yield Problem("experts", found, f"{planned:.2f}, for which the plan was made", todo)
-
-
-def _needed(at_most: tuple[int, str] | None) -> str:
-    return "no more than was planned" if at_most is None else f"at most {format_bytes(at_most[0])} at this moment, as planned"
 
 
 def _planned(predicted: Predicted, at_most: tuple[int, str] | None) -> str:
@@ -125,3 +135,43 @@ def _fragmented(allocator: Allocator) -> str:
     if not allocator.lacking_bytes:
         return f"{there}: together enough, so it is to blame alone"
     return f"{there}: without it {format_bytes(allocator.lacking_bytes)} would lack all the same"
+
+
+DIGITS = 4
+"""Of a budget, rounded down."""
+
+
+def command(
+    allocator: Allocator,
+    planned_bytes: int | None,
+    plan: str,
+    asked: str | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    may_grow: bool = True,
+) -> str:
+    """What to paste. `planned_bytes`: of this moment; `asked`: the words with which the plan was asked for; `may_grow`: whether
+    segments may be told to."""
+    name = next((name for name in ALLOCATOR if name in environment), ALLOCATOR[-1])
+    present = environment.get(name, "")
+    if not allocator.lacking_bytes and GROWING not in present and may_grow:
+        return f"export {name}={','.join(filter(None, [present, GROWING]))}"
+    memory_gib = rounded_down(budget_bytes(allocator, planned_bytes) / GIB)
+    job = "JOB (JOB: what this plan was made of)" if asked is None else asked
+    return f"megatron-lynx plan --memory-gib {memory_gib} -o {plan} {job}"
+
+
+def budget_bytes(allocator: Allocator, planned_bytes: int | None) -> int:
+    """What a plan may need so that what it really takes is there. What is fragmented cannot be used."""
+    lost = 0 if allocator.lacking_bytes else allocator.unused_bytes
+    beyond = 0 if planned_bytes is None else max(0, allocator.needed_bytes - planned_bytes)
+    return max(0, allocator.limit_bytes - lost - beyond)
+
+
+def rounded_down(gib: float) -> str:
+    """With so many significant digits that models of all sizes get a figure, never above what there is."""
+    if gib <= 0:
+        return "0"
+    places = max(0, DIGITS - 1 - math.floor(math.log10(gib)))
+    text = f"{math.floor(gib * 10**places) / 10**places:.{places}f}"
+    return text.rstrip("0").rstrip(".") if places else text

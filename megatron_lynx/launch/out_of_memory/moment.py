@@ -21,7 +21,7 @@ half comes the embedding's backward, in front of the last layer's MLP half the h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_lynx.anatomy import HALVES
@@ -127,7 +127,7 @@ def _in_backward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> M
         first = rank.plan.chunks_of(rank.stage)[where.chunk].layers.first
         embedding = (rank.stage, where.chunk, where.half) == (0, 0, (first, ATTENTION))
         moment = _at("the backward of", where, "backward", ("backward", *(["embedding_backward"] if embedding else [])))
-        return _with_words(moment, f"{moment.words}, or of the embedding behind it") if embedding else moment
+        return replace(moment, words=f"{moment.words}, or of the embedding behind it") if embedding else moment
     if not rank.is_last(where.chunk):
         return _at("the backward of", where, "backward", ("backward",))
     if any(one.function == "backward" and "cross_entropy" in one.module for one in passed):
@@ -143,10 +143,6 @@ def _at(what: str, where: Whereabouts, name: str, planned: Sequence[str] = (), h
     words += [f"chunk {where.chunk}"] if where.chunk else []
     words += [] if half is None else [f"layer {half[0]}", f"{half[1]} half"]
     return Moment(f"{what} {', '.join(words) or 'a micro-batch'}", name, tuple(planned), where.micro_batch, where.chunk, half)
-
-
-def _with_words(moment: Moment, words: str) -> Moment:
-    return Moment(words, moment.name, moment.planned, moment.micro_batch, moment.chunk, moment.half)
 
 
 def _half_called(passed: Sequence[_Passed]) -> FrameKey | None:

@@ -83,6 +83,7 @@ def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
         exposed_copy_s=max(each.counts.exposed_copy_s for each in ranks),
         host_bytes=max(each.counts.host_bytes for each in ranks),
         expert_load=max(each.counts.expert_load for each in ranks),
+        fell_back=max(each.counts.fell_back for each in ranks),
         parts=together(each.parts for each in ranks),
     )
 

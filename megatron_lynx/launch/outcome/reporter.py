@@ -78,7 +78,7 @@ class Reporter:
         self._replays: ReplaySeconds | None = None
         self._parts: StepParts | None = None
         self._counts = Counts()
-        self._load = 0.0
+        self._load, self._fell_back = 0.0, 0
         """The most that experts got in any step."""
         self._reports: list[Report] = []
 
@@ -110,7 +110,7 @@ class Reporter:
 
     def step_ends(self, counts: Counts, *, usual: bool) -> None:
         """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
-        self._load = max(self._load, counts.expert_load)
+        self._load, self._fell_back = max(self._load, counts.expert_load), max(self._fell_back, counts.fell_back)
         if usual:
             self._counts = counts
         if usual and self._measured <= FIRST:
@@ -142,7 +142,7 @@ class Reporter:
 
     def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
         self._seconds = seconds or self._seconds
-        counts = replace(self._counts, expert_load=self._load)
+        counts = replace(self._counts, expert_load=self._load, fell_back=self._fell_back)
         mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts, self._parts)
         if not (ranks := gathered_on_rank_0(mine)):
             return

@@ -109,6 +109,10 @@ def _load(report: Report) -> Iterator[str]:
     planned = f"its plan was made for {report.planned_load:.2f}"
     more = ": expect more bytes and seconds than predicted" if most.measured.expert_load > report.planned_load else ""
     yield f"{found}, {planned}{more}"
+    fallen = max(report.stages, key=lambda row: row.measured.fell_back)
+    if fallen.measured.fell_back:
+        often = f"{fallen.measured.fell_back} halves of a step fell back to checkpoints on stage {fallen.stage}"
+        yield f"experts: {often}, whose bytes hold for less: plan for more with --experts-hold"
 
 
 def _stages(stages: Sequence[int]) -> str:

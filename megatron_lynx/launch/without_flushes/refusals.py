@@ -9,43 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lynx.double_buffered import unproven
-from megatron_lynx.double_buffered.unproven import Needed, otherwise
 from megatron_lynx.errors import Problem
+from megatron_lynx.two_versions import LAUNCH, otherwise
 
 FLAG = "--lynx-schedule double-buffered"
 ALONE = f"or drop {FLAG}"
-
-NEEDED: Needed = {
-    "rerun_mode": ("disabled", "batches overlap: none can be run again alone"),
-    "rampup_batch_size": (None, "every batch must have as many micro-batches"),
-    "step_batch_size_schedule": (None, "every batch must have as many micro-batches"),
-    "decrease_batch_size_if_needed": (False, "every batch must have as many micro-batches"),
-    "perform_rl_step": (False, "rollouts need weights that are one version, in every step"),
-    "async_save": (False, "weights move to other memory while it saves"),
-    "adlr_autoresume": (False, "it would save while micro-batches are in flight"),
-    "inprocess_restart": (False, "what is in flight would be lost"),
-    "save_wgrads_interval": (None, "gradients of the next batch have begun"),
-    "save_dgrads_interval": (None, "gradients of the next batch have begun"),
-    "save_params_interval": (None, "it was not tried"),
-    "save_activations_interval": (None, "it would mix micro-batches of two batches"),
-    "save_tokens_per_expert_interval": (None, "it would mix micro-batches of two batches"),
-    "decoder_seq_length": (None, "all stages exchange messages of one length"),
-    "vision_pretraining": (False, "it was not tried"),
-    "hybrid_context_parallel": (False, "it has a schedule of its own"),
-    "num_experts": unproven.MODEL["num_moe_experts"],
-    "use_torch_fsdp2": (False, "it moves weights itself"),
-    **{name: needed for name, needed in unproven.MODEL.items() if name != "overlap_p2p_comm"},  # interleaving sets it
-    **unproven.DDP,
-    **unproven.OPTIMIZER,
-}
-"""Megatron's arguments: what they must be, and why. One that a release does not have is as it must be."""
 
 
 def problems(args: Any) -> Iterator[Problem]:
     """Every argument that does not go together with two versions of the weights."""
     yield from _layout(args)
-    for name, found, needed, why in otherwise(args, NEEDED):
+    for name, found, needed, why in otherwise(args, LAUNCH):
         yield Problem(f"--{name.replace('_', '-')}", str(found), f"{needed} with {FLAG}", why)
 
 

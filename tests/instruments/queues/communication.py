@@ -25,7 +25,8 @@ from megatron_lynx.testbed.posted import Posted, WorkListener, listening_to_work
 from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.log import Communicator, Direction, Event, Log, Message
 
-ROOTED = ("gather", "scatter")
+UNEQUAL = ("gather", "scatter", "all_to_all_single")
+"""Collectives of which members may be given tensors of other sizes: those with a root, and rows of experts on their way."""
 DIRECTIONS: dict[str, Direction] = {"send": "send", "recv": "receive"}
 
 
@@ -92,8 +93,8 @@ def _pair(group: Any, other: int) -> Communicator:
 
 
 def _described(name: str, args: tuple[Any, ...]) -> str:
-    """The collective and the size of the first tensor it is given, which is equal on all members of those that have no root."""
-    first = args[0] if args and name not in ROOTED else None
+    """The collective and the size of the first tensor it is given, where that is equal on all members."""
+    first = args[0] if args and name not in UNEQUAL else None
     while isinstance(first, list | tuple) and first:
         first = first[0]
     return f"{name} of {first.numel()} elements" if isinstance(first, torch.Tensor) else name

@@ -14,7 +14,7 @@ The Python of a release is in pip's `transformer_engine` wheel (about 1 MB, no d
 A process of its own that is no rank calls `stand_in_for_transformer_engine()`, after `stand_in_for_cuda()` and before Megatron is
 imported: Megatron decides at its import whether Transformer Engine is there.
 
-FP8 with one scale per tensor (delayed and current scaling) or per block, and userbuffers are there; attention is unfused.
+FP8 with one scale per tensor (delayed and current scaling) or per block, FP4 and userbuffers are there; attention is unfused.
 Numbers are computed in fp32 and rounded once, as cuBLAS's epilogues do; they are deterministic, and close to a GPU's, not equal
 to them. A function of the extension that is not answered raises `NotImplementedError` with its name when it is called.
 """

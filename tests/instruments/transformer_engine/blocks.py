@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.instruments.transformer_engine.enums import DType, Float8BlockScaleTensorFormat
+from tests.instruments.transformer_engine.fp4 import fp4_parts, in_fp4, numbers_in_fp4
 
 __all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_cast"]
 
@@ -27,6 +28,7 @@ BLOCK, MX_BLOCK, MX_BIAS = 128, 32, 127
 OF_TENSORS = {
     "Float8BlockQuantizer": ("float8_blockwise_tensor", "Float8BlockwiseQTensor"),
     "MXFP8Quantizer": ("mxfp8_tensor", "MXFP8Tensor"),
+    "NVFP4Quantizer": ("nvfp4_tensor", "NVFP4Tensor"),
 }
 """By the class of a quantizer, where that of its tensors is, below `transformer_engine.pytorch.tensor`."""
 
@@ -76,6 +78,8 @@ def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any = None) ->
 
 def parts(tensor: torch.Tensor, quantizer: Any, columns: bool) -> dict[str, torch.Tensor]:
     """Data and scales in one direction, as they are stored."""
+    if is_fp4(quantizer):
+        return fp4_parts(tensor, quantizer, columns)
     numbers = tensor.detach().float().reshape(-1, tensor.shape[-1])
     cut = cut_of(quantizer, columns)
     amaxes = cut.amaxes(numbers)
@@ -117,8 +121,10 @@ def built(tensor: torch.Tensor, quantizer: Any, made: dict[str, torch.Tensor]) -
     module, name = OF_TENSORS[type(quantizer).__name__]
     full = getattr(__import__(f"transformer_engine.pytorch.tensor.{module}", fromlist=[name]), name)
     storage = full.__mro__[1]
-    fields: dict[str, Any] = {f"{way}_{part}": None for way in ("rowwise", "columnwise") for part in ("data", "scale_inv")} | made
-    fields |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "fake_dtype": tensor.dtype}
+    fields: dict[str, Any] = {f"{way}_{part}": None for way in ("rowwise", "columnwise") for part in ("data", "scale_inv")}
+    fields |= {"amax_rowwise": None, "amax_columnwise": None, **made}
+    fields |= {"quantizer": quantizer, "fake_dtype": tensor.dtype} | dict.fromkeys(("fp8_dtype", "fp4_dtype"), quantizer.dtype)
+    fields |= {"row_scaled_nvfp4": False, "nvfp4_use_4over6": False, "nvfp4_e4m3_max": 448}
     fields |= {"is_2D_scaled": getattr(quantizer, "block_scaling_dim", 1) == 2, "with_gemm_swizzled_scales": False}
     ready = Float8BlockScaleTensorFormat.COMPACT if travels(quantizer) else Float8BlockScaleTensorFormat.GEMM_READY
     known = inspect.signature(storage.__new__).parameters
@@ -132,6 +138,8 @@ def numbers_in_blocks(tensor: Any, columns: bool) -> torch.Tensor:
     Raises:
         RuntimeError: it was not stored in that direction.
     """
+    if in_fp4(tensor):
+        return numbers_in_fp4(tensor, columns)
     name = "_columnwise" if columns else "_rowwise"
     data, kept = getattr(tensor, f"{name}_data"), getattr(tensor, f"{name}_scale_inv")
     if data is None or kept is None:
@@ -190,6 +198,10 @@ def whole_of(part: torch.Tensor, h: int, w: int, start: int) -> torch.Tensor:
 
 def is_mx(quantizer: Any) -> bool:
     return type(quantizer).__name__ == "MXFP8Quantizer"
+
+
+def is_fp4(quantizer: Any) -> bool:
+    return type(quantizer).__name__ == "NVFP4Quantizer"
 
 
 def travels(quantizer: Any) -> bool:

@@ -12,6 +12,7 @@ from tests.instruments.transformer_engine import (
     enums,
     facts,
     float8,
+    fp4,
     gemm,
     multi_tensor,
     normalization,
@@ -22,7 +23,7 @@ from tests.instruments.transformer_engine import (
 )
 from tests.instruments.transformer_engine.unanswered import Unanswered
 
-PARTS = (blocks, enums, facts, float8, gemm, multi_tensor, normalization, packed, rope, softmax, userbuffers)
+PARTS = (blocks, enums, facts, float8, fp4, gemm, multi_tensor, normalization, packed, rope, softmax, userbuffers)
 
 globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
 

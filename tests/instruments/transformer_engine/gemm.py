@@ -107,7 +107,7 @@ def te_general_grouped_gemm(
 
 def numbers(tensor: Any, by_columns: bool) -> torch.Tensor:
     """An operand in fp32. In FP8 it is read from the bytes that lie as the product goes through them."""
-    return operand(tensor, by_columns) if hasattr(tensor, "_fp8_dtype") else in_fp32(tensor)
+    return operand(tensor, by_columns) if hasattr(tensor, "get_metadata") else in_fp32(tensor)
 
 
 def product_of(left: torch.Tensor, transpose_left: bool, right: torch.Tensor, transpose_right: bool) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE as PACKAGE
 from megatron_lynx.testbed.compiled_parts import has_compiled_extension
 from megatron_lynx.testbed.stand_in import StandIn, replace_entry
 from tests.instruments.transformer_engine.device import answer_transformer_engine
+from tests.instruments.transformer_engine.fp4 import padded
 from tests.instruments.transformer_engine.unanswered import UnansweredModule
 
 EXTENSION = Path(__file__).with_name("extension.py")
@@ -84,6 +85,8 @@ class Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if self._around is not None:
             self._around(self._original, module)
+        elif module.__name__ == f"{PACKAGE}.pytorch.triton.pad":
+            module.pad_columnwise_scale_inv = padded  # type: ignore[attr-defined]
 
 
 def without_libraries(loader: Any, module: ModuleType) -> None:

@@ -1,6 +1,8 @@
 """Settings of Megatron that cannot go together with two versions of the weights, or of which nobody has proven that they do.
 
-Fields of its configurations, for what a run has built (`match`); most are arguments of a launch too (`launch.without_flushes`).
+fields of its configurations    of what a run has built              `double_buffered.match`
+arguments of a launch           before a model is built              `launch.without_flushes`
+                                when it is planned                   `launch_arguments.our_flags`
 """
 
 from __future__ import annotations
@@ -59,6 +61,31 @@ OPTIMIZER: Needed = {
     "use_layer_wise_distributed_optimizer": (False, "it was not tried"),
 }
 """Fields of the optimizer's configuration."""
+
+LAUNCH: Needed = {
+    "rerun_mode": ("disabled", "batches overlap: none can be run again alone"),
+    "rampup_batch_size": (None, "every batch must have as many micro-batches"),
+    "step_batch_size_schedule": (None, "every batch must have as many micro-batches"),
+    "decrease_batch_size_if_needed": (False, "every batch must have as many micro-batches"),
+    "perform_rl_step": (False, "rollouts need weights that are one version, in every step"),
+    "async_save": (False, "weights move to other memory while it saves"),
+    "adlr_autoresume": (False, "it would save while micro-batches are in flight"),
+    "inprocess_restart": (False, "what is in flight would be lost"),
+    "save_wgrads_interval": (None, "gradients of the next batch have begun"),
+    "save_dgrads_interval": (None, "gradients of the next batch have begun"),
+    "save_params_interval": (None, "it was not tried"),
+    "save_activations_interval": (None, "it would mix micro-batches of two batches"),
+    "save_tokens_per_expert_interval": (None, "it would mix micro-batches of two batches"),
+    "decoder_seq_length": (None, "all stages exchange messages of one length"),
+    "vision_pretraining": (False, "it was not tried"),
+    "hybrid_context_parallel": (False, "it has a schedule of its own"),
+    "num_experts": MODEL["num_moe_experts"],
+    "use_torch_fsdp2": (False, "it moves weights itself"),
+    **{name: needed for name, needed in MODEL.items() if name != "overlap_p2p_comm"},  # interleaving sets it
+    **DDP,
+    **OPTIMIZER,
+}
+"""Megatron's arguments: what they must be, and why. One that a release does not have is as it must be."""
 
 
 def otherwise(settings: Any, needed: Needed) -> Iterator[tuple[str, object, object, str]]:

@@ -1,0 +1,121 @@
+"""What checkpoints communicate begins ahead: it travels while the layer above runs backward, and is not used before it came.
+
+Losses and gradients equal stock's in every bit, dropout included; as much is communicated as without; and what travels is waited
+for behind work of the half above, not at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
+from tests.transparency import test_flex
+from tests.transparency.checkpoints import ahead, checkpointed
+from tests.transparency.plans import plan_for
+from tests.transparency.test_checkpoints import EXPERTS
+from tests.transparency.test_every_bit import LAYOUTS, checked
+from tests.transparency.test_experts import job_of, trial_of
+from tests.transparency.timeline import timelines
+from tests.transparency.trials import Trial
+
+Pools = Callable[[int], RankPool]
+
+
+def late(job: Job, checkpoint: Any = "layer", layers: Any = None) -> Plan:
+    return checkpointed(plan_for(job, lambda layer: ()), checkpoint, layers)
+
+
+def begun(job: Job, checkpoint: Any = "layer", layers: Any = None) -> Plan:
+    return ahead(late(job, checkpoint, layers), expert=job.parallel.expert)
+
+
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
+@pytest.mark.parametrize("layout", ["TP2", "TP2+SP", *long("TP2xPP2xVPP2+SP")])
+def test_what_attention_returns_is_reduced_ahead(pool_of: Pools, layout: str, like: Any) -> None:
+    """As many collectives as on demand. The top layer of a chunk has nothing above it."""
+    job = tiny_job(like, **LAYOUTS[layout])
+    plans = [begun(job), late(job), begun(job, layers=(2, 3))]
+    for outcomes in checked(pool_of, job, plans, Trial(counted=True)):
+        first, second, some = (outcome.planned for outcome in outcomes)
+        assert Counter(first.collectives) == Counter(second.collectives)
+        if layout != "TP2xPP2xVPP2+SP":
+            times = job.microbatches
+            assert [one.counts[-1].ahead for one in (first, second, some)] == [(job.model.layers - 1) * times, 0, 2 * times]
+
+
+@pytest.mark.parametrize("layout", ["EP2", *long("TP2+SP, EP2, every second layer", "PP2xVPP2, EP2")])
+def test_tokens_are_dispatched_ahead(pool_of: Pools, layout: str) -> None:
+    """As the router decided; routers' state, auxiliary losses and bias are stock's."""
+    job, trial = job_of(layout), EXPERTS[layout]
+    trial.training, trial.counted = {"ddp": True, "optimizer": "megatron"}, True
+    plans = [begun(job), late(job), begun(job, "mlp"), begun(job, "halves")]
+    for outcomes in checked(pool_of, job, plans, trial):
+        first, second, *others = (outcome.planned for outcome in outcomes)
+        assert Counter(first.collectives) == Counter(second.collectives)
+        if layout == "EP2":
+            times = (job.model.layers - 1) * job.microbatches
+            assert [one.counts[-1].ahead for one in (first, second, *others)] == [times, 0, times, times]
+
+
+def test_what_travels_by_deepep_is_not_used_before_it_is_there(pool_of: Pools) -> None:
+    """Outputs of its stand-in are NaN until they were waited for."""
+    job = test_flex.job_of("EP2", "deepep", shared_ffn=32)
+    for outcomes in checked(pool_of, job, [begun(job), begun(job, "mlp")], trial_of(steps=3)):
+        assert [outcome.planned.counts[-1].ahead for outcome in outcomes] == [job.microbatches] * 2
+
+
+TRAVELS: dict[str, tuple[Callable[[], Job], str]] = {
+    "TP2": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1), "allreduce"),
+    "TP2+SP": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1, sequence_parallel=True), "reduce_scatter_single"),
+    "EP2": (lambda: job_of("EP2"), "all_to_all_single"),
+}
+
+
+@pytest.mark.parametrize("layout", TRAVELS)
+def test_it_travels_while_the_half_above_runs_backward(pool_of: Pools, layout: str) -> None:
+    """Between its issue and the wait for it stock's own collectives of the half above are issued, or its backward ends: on demand
+    the wait is the very next thing."""
+    made, work = TRAVELS[layout]
+    job = made()
+    for of_rank in pool_of(job.gpus).run(timelines, job, [begun(job), late(job)], {"ddp": True}, {}):
+        first, second = (held_up(timeline, work) for timeline in of_rank)
+        assert first - second == (job.model.layers - 1) * job.microbatches * (2 if work.startswith("all_to") else 1)
+
+
+def held_up(timeline: Any, name: str) -> int:
+    """How many works of this name are not waited for at once."""
+    events = timeline.events
+    issued = {event.work: place for place, event in enumerate(events) if event.what == "issued" and event.name == name}
+    waited = {event.work: place for place, event in reversed(list(enumerate(events))) if event.what == "waited"}
+    return sum(any(one.what != "waited" for one in events[place + 1 : waited[work]]) for work, place in issued.items())
+
+
+def test_where_it_begins_is_one_place_for_all_ranks() -> None:
+    """With sequence parallelism a reduction begins behind the gather of the gradient, which it would hold up; tokens and all
+    other reductions where backward enters the half above."""
+    for layout, place in (("TP2", None), ("TP2+SP", "bwd.attention.0@4")):
+        timetable = timetable_of(begun(tiny_job("gpt", **LAYOUTS[layout])), 0)
+        for phase in ("warmup", "steady", "cooldown"):
+            above = timetable.backward(0, phase).halves[1]
+            waits = [wait for wait in above.waits if wait.ahead]
+            [replay] = waits[0].ahead if waits else above.ahead
+            assert [str(wait.window) for wait in waits] == ([place] if place else [])
+            assert (replay.half, replay.starts, replay.whole) == ((3, "attention"), "linear_proj", False)
+            mlp = timetable.backward(0, phase).halves[2]
+            assert [(one.half, one.started, one.whole) for one in mlp.first] == [((3, "attention"), "linear_proj", True)]
+    timetable = timetable_of(begun(job_of("EP2")), 0)
+    above, mlp = timetable.backward(0, "steady").halves[1:3]
+    assert [(one.half, one.whole, one.starts) for one in above.ahead] == [
+        ((3, "attention"), True, None),
+        ((3, "mlp"), False, "dispatch"),
+    ]
+    assert (mlp.first, mlp.on_demand and mlp.on_demand.started) == ((), "dispatch")
