@@ -71,7 +71,8 @@ def row(name: str, job: Job, setting: StockSetting, *, offloads: bool) -> tuple[
     none, today = priced(job, profile, NONE), priced(job, profile, setting)
     begin = f"| {name} | {setting.name} | {today.most_bytes / GIB:.2f} | {today.step_s / none.step_s:.2f} |"
     try:
-        decision, beside = decided(job.model_copy(update={"offload_ratio": "auto" if offloads else 0.0}), profile, today.most_bytes)
+        asked_for = job.model_copy(update={"offload_ratio": "auto" if offloads else 0.0})
+        decision, beside = decided(asked_for, profile, today.most_bytes)
     except LynxError as error:
         return f"{begin} none: {error.headline} | | |", None
     rules = [rule for stage in decision.plan.stages for rule in stage.rules if rule.checkpoint]

@@ -203,7 +203,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             continue
         costs = profile.of(section)
         items = Checkpoint(fed).items(section) if rule.checkpoints(section.half) else rule.replays(section.half)
-        size_bytes = movable_bytes(section, costs, replay_of(section, costs.tensors, items, whole=fed), smallest_bytes, fed=was_fed)
+        replay = replay_of(section, costs.tensors, items, whole=fed)
+        size_bytes = movable_bytes(section, costs, replay, smallest_bytes, fed=was_fed)
         yield size_bytes - (received_bytes if received and number == 0 else 0)
 
 

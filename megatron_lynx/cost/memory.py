@@ -149,8 +149,8 @@ def _wrapped(section: Section, tensor: SavedTensor) -> bool:
 
 
 def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int, *, fed: bool = False) -> int:
-    """How much of a half can go to the host: its input, unless it is `fed` and keeps none, and what stays, but for small blocks and
-    arguments that layers share."""
+    """How much of a half can go to the host: its input, unless it is `fed` and keeps none, and what stays, but for small blocks
+    and arguments that layers share."""
     stays = (tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor))
     blocks = [0 if fed else profile.input_bytes, *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)

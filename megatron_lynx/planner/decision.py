@@ -48,8 +48,8 @@ WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
 
 WORTH_FILLING = 1e-2
-"""By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it the
-shorter one after all: 0.9 % is the most that was seen."""
+"""By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it
+the shorter one after all: 0.9 % is the most that was seen."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""

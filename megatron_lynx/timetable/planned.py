@@ -107,8 +107,8 @@ class PlannedHalf:
     @property
     def ahead(self) -> int:
         """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and more where
-        halves behind it begin with what it returns. What lies in a forward or in the receive of a gradient does not count: nothing of
-        that comes between a forward and its own backward."""
+        halves behind it begin with what it returns. What lies in a forward or in the receive of a gradient does not count:
+        nothing of that comes between a forward and its own backward."""
         place = _place_in_stage(self.key)
         served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
         if self.ahead_to is not None:
