@@ -11,6 +11,7 @@
 # Needs Python >= 3.10 and a way to reach packages; pip's own settings (PIP_INDEX_URL, ...) are respected.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BRIDGE_BASE ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-input --quiet
@@ -80,16 +81,17 @@ build/transformer-engine-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		transformer_engine==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
 
-# Bridge's wheels ask for Python 3.12 and for packages that need a GPU. What it imports where there is none is less, and any Python of ours.
+# Bridge's wheels ask for Python 3.12 and for packages that need a GPU. What it and its recipes import where there is none is less, and
+# where no 3.12 is, any Python of ours does.
 build/megatron-bridge-%/downloaded: | $(VENV)/installed
 	$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		megatron-bridge==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
 
 build/bridge/installed: | $(VENV)/installed
-	$(PYTHON) -m venv build/bridge
+	$(BRIDGE_BASE) -m venv build/bridge
 	build/bridge/bin/python -m pip install --no-input --quiet $(TORCH)
 	build/bridge/bin/python -m pip install --no-input --quiet transformers==5.12.1 'hydra-core>=1.3.2,<1.4' omegaconf einops tensorboard \
-		rich six regex tqdm requests peft accelerate datasets megatron-energon nvidia-modelopt
+		rich six regex tqdm requests peft accelerate datasets megatron-energon nvidia-modelopt diffusers
 	build/bridge/bin/python -m pip install --no-input --quiet --editable .
 	touch $@
 

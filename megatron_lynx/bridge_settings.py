@@ -89,7 +89,8 @@ def refused_settings(cfg: Any) -> Iterator[Problem]:
         yield Problem("cfg.inprocess_restart.enabled", "True", needed, "unset it: a job that is started again resumes")
     if (peft := getattr(cfg, "peft", None)) is not None:
         needed = "None under a plan: the linears that it wraps are not those that a plan recomputes"
-        yield Problem("cfg.peft", type(peft).__name__, needed, "train without a plan, or all weights")
+        kind = str(getattr(peft, "_target_", type(peft).__name__)).rpartition(".")[2]
+        yield Problem("cfg.peft", kind, needed, "train without a plan, or all weights")
 
 
 def in_settings(text: str, has: Callable[[str, str], bool]) -> str:

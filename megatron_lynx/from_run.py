@@ -11,6 +11,9 @@
     beside_bytes   of each stage: the most that was allocated  -  predicted peak
     device_bytes   the device  -  used outside PyTorch's allocator  -  reserved and not allocated; of the stages the least
 
+Seconds of a run whose micro-batches were fewer, or not full, are learned against what the plan's come to for these
+(`Report.predicted_of`); what one half takes, and bytes, only from full ones.
+
 The outcome says what its own plan had been taught: factors multiply, and offsets add up, from run to run.
 
 A stage's offset is there at all moments. One peak does not say which of them was counted wrongly; it does say what the device
@@ -165,7 +168,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)
     last, before = outcome.reports[-1], outcome.learned or Learned()
-    stages = tuple(_peak(row) for row in last.stages)
+    stages = tuple(_peak(last, row) for row in last.stages)
     off = [0 if peak is None else peak[1] - peak[0] for peak in stages]
     device_bytes = min((found for row in last.stages if (found := _left_bytes(job, row)) is not None), default=None)
     was_s, is_s = _seconds(last, job)
@@ -173,7 +176,8 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     apart = before.model_copy(update={NAMES[each.part]: getattr(before, NAMES[each.part]) * each.times for each in prices})
     at_these_s = was_s
     if prices and plan is not None:
-        at_these_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients, job=job).step_s
+        full_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients, job=job).step_s
+        at_these_s = full_s if last.met is None else full_s * last.met.passes
     bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
     learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})
     own = job.memory_budget_bytes
@@ -206,6 +210,8 @@ NAMES: dict[str, str] = {
 def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) -> tuple[tuple[Price, ...], list[str]]:
     """What moved by itself, and why something did not. `profile`: as the run's plan had learned it."""
     last = outcome.reports[-1]
+    if last.met is not None and not last.met.usual:
+        return (), ["seconds of halves and waits: micro-batches were not as full, or as long, as planned"]
     if all(row.measured.parts is None for row in last.stages):
         return (), ["seconds of halves and waits: no step of the run was traced for them"]
     if plan is None:
@@ -274,19 +280,22 @@ def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
             most_s += (wait.longer_replays_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
     if not all_s:
         return None
-    predicted_s = sum(row.predicted.hidden_replay_s or 0.0 for row in rows if row.predicted is not None)
+    predicted_s = sum(own.hidden_replay_s or 0.0 for row in rows if (own := report.predicted_of(row)) is not None)
     return Hidden(predicted_s, least_s, most_s, all_s)
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:
     """Passes of a step, as predicted and as measured, on the stage that took longest."""
-    predicted = [row.predicted.passes_s for row in report.stages if row.predicted is not None and row.predicted.passes_s]
+    predicted = [own.passes_s for row in report.stages if (own := report.predicted_of(row)) is not None and own.passes_s]
     measured = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
     return max(predicted), max(measured) - reduction_s(job)
 
 
-def _peak(row: StageRow) -> tuple[int, int] | None:
-    """What a stage was predicted to hold, and held; None where one of them is not known."""
+def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
+    """What a stage was predicted to hold, and held; None where one of them is not known, or is of micro-batches that were not
+    full."""
+    if report.met is not None and not report.met.full:
+        return None
     if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
         return None
     return row.predicted.memory_bytes, row.measured.allocated_bytes
@@ -299,7 +308,9 @@ def _left_bytes(job: Job, row: StageRow) -> int | None:
 
 
 def _not_learned(report: Report) -> Iterator[str]:
-    if unknown := [str(row.stage) for row in report.stages if _peak(row) is None]:
+    if report.met is not None and not report.met.full:
+        yield f"bytes: micro-batches had {100 * report.met.tokens:.3g} % of the tokens that a plan's bytes are for"
+    elif unknown := [str(row.stage) for row in report.stages if _peak(report, row) is None]:
         yield f"bytes of {_stages(unknown)}: not measured, or not predicted"
 
 
@@ -353,7 +364,7 @@ def _nonsense(outcome: RunOutcome, job: Job, where: str) -> Iterator[Problem]:
         if not 1 / MOST_TIMES <= is_s / was_s <= MOST_TIMES:
             needed = f"{format_seconds(was_s / MOST_TIMES)} to {format_seconds(was_s * MOST_TIMES)}, around what was predicted"
             yield Problem(f"{where}: passes_s", format_seconds(is_s), needed, "another machine's run? Then say so with --cluster")
-    for stage, peak in enumerate(map(_peak, last.stages)):
+    for stage, peak in enumerate(_peak(last, row) for row in last.stages):
         if peak is not None and abs(peak[1] - peak[0]) > MOST_OFF * peak[0]:
             low, high = (format_bytes((1 + sign * MOST_OFF) * peak[0]) for sign in (-1, 1))
             needed = f"{low} to {high}, around what was predicted"

@@ -88,6 +88,10 @@ class _Loader(yaml.SafeLoader):
             first_line.setdefault(key.value, line)
         return super().construct_mapping(node, deep)
 
+    def construct_members(self, node: yaml.MappingNode) -> list[Any]:
+        """Of a set, as Bridge writes one."""
+        return list(self.construct_mapping(node))
+
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MOST_DIGITS:
             self.add_problem(node, f"a number of {len(node.value)} digits", f"at most {MOST_DIGITS}", "")
@@ -114,6 +118,7 @@ for _kind in ("null", "bool", "str", "seq", "map"):
     _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
+_Loader.add_constructor("tag:yaml.org,2002:set", _Loader.construct_members)
 _Loader.add_constructor(_OCTAL, _Loader.refuse_octal)
 _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: ignore[type-var]
 

@@ -20,6 +20,7 @@ from megatron_lynx.measure.run_outcome import (
     RunOutcome,
     StageMeasured,
     StageRow,
+    StepMet,
     StepParts,
     WaitSeconds,
     load_outcome,
@@ -102,6 +103,38 @@ def test_the_next_plan_predicts_what_was_measured_and_keeps_the_budget(job, cost
     assert all(entry.predicted.memory_bytes <= job.memory_budget_bytes for entry in again.stages)
     first, second = (each.stages[0].predicted.resident_activation_bytes for each in (plan, again))
     assert second < first, "stage 0 gives up what it held beyond its prediction"
+
+
+def came(plan: Plan, **changes: Any) -> StepMet:
+    facts = {"microbatches": plan.batch.microbatches, "planned_microbatches": plan.batch.microbatches, "by_squares": True}
+    return StepMet(**{**facts, "tokens": 1.0, "squares": 1.0, "passes": 1.0, "replays": 1.0, **changes})
+
+
+def told_that(run: RunOutcome, met: StepMet) -> RunOutcome:
+    return run.model_copy(update={"reports": (run.reports[-1].model_copy(update={"met": met}),)})
+
+
+def test_micro_batches_that_were_not_full_teach_no_prices_and_no_bytes(job, costs, plan):
+    """Half as full, they took 0.55 of the plan's seconds, 1.1 times what it says for them; prices would have been halved, and
+    each stage's bytes been less by what did not come."""
+    met = came(plan, tokens=0.5, squares=0.5, passes=0.5, replays=0.5)
+    reduction = reduction_s(job) / plan.stages[0].predicted.step_s
+    found = lesson(told_that(run_of(plan, times=0.55 + reduction), met), job, costs, "o.json", plan)
+    assert found.learned.seconds == pytest.approx(1.1)
+    assert (found.learned.beside_bytes, found.prices, found.stages) == ((0, 0), (), (None, None))
+    said = "\n".join(found.lines)
+    assert "not learned: bytes: micro-batches had 50 % of the tokens that a plan's bytes are for" in said
+    assert "not learned: seconds of halves and waits: micro-batches were not as full, or as long, as planned" in said
+
+
+def test_fewer_full_micro_batches_teach_everything(job, costs, plan):
+    """Only the step is shorter."""
+    fewer = came(plan, microbatches=plan.batch.microbatches / 2, passes=0.5, replays=0.5)
+    reduction = reduction_s(job) / plan.stages[0].predicted.step_s
+    whole = lesson(run_of(plan, times=1.1 + reduction), job, costs, "o.json", plan)
+    half = lesson(told_that(run_of(plan, times=0.55 + reduction), fewer), job, costs, "o.json", plan)
+    assert half.learned.seconds == pytest.approx(whole.learned.seconds)
+    assert half.learned.beside_bytes == whole.learned.beside_bytes == MORE
 
 
 def test_a_plan_that_does_not_change_predicts_the_measured_seconds_and_bytes():

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_over, policies
 from megatron_lynx.apply.head_refusals import head_chunk
@@ -192,14 +193,17 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
-    capacity = halves.Capacity(-(-plan.model.seq // run.shards_of(plan.parallel.sequence_parallel)) * plan.batch.micro)
+    shards = run.shards_of(plan.parallel.sequence_parallel)
+    capacity = halves.Capacity(-(-plan.model.seq // shards) * plan.batch.micro, shards)
     gather = gathered_input.start_gather(run.tensor_group)
     chunks = plan.chunks_of(run.stage)
     of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, timetable, gather, run.layers).items()}
     of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
+    attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
+    telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
-        yield from halves.claims(engine, layer, of_layer[number], capacity)  # type: ignore[arg-type]
+        yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
         recorded = [
             half for half, policy in of_layer[number].items() if policy.may_replay or policy.goes_out(engine.offloader.chunks)
         ]

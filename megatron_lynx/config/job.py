@@ -67,8 +67,12 @@ class Lengths(Part):
 
         l tokens have l (l + 1) / 2 pairs, and there are seq / mean sequences in a pack.
         """
-        square = self.mean**2 if self.mean_square is None else self.mean_square
-        return min(1.0, (square / self.mean + 1) / (seq + 1))
+        return min(1.0, (self.squares_per_token + 1) / (seq + 1))
+
+    @property
+    def squares_per_token(self) -> float:
+        """The sum of the squares over the sum: how long a sequence is in which a token finds itself."""
+        return self.mean if self.mean_square is None else self.mean_square / self.mean
 
 
 class Batch(Part):

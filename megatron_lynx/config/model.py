@@ -299,8 +299,16 @@ class Model(Part):
 
     def sections(self, layer: int) -> LayerKind:
         """What fills the halves of a layer (its number from 1), in the order of a forward."""
-        named = tuple(each.kind for each in self.opaque if layer in each.numbers(self.layers))
-        return self.kind_sections(experts=layer in self.expert_layers, opaque=named)
+        return self.each_kind([layer])[0]
+
+    def each_kind(self, layers: Iterable[int]) -> list[LayerKind]:
+        """The same of every one of these layers."""
+        contents = [
+            (layer in self.expert_layers, tuple(each.kind for each in self.opaque if layer in each.numbers(self.layers)))
+            for layer in layers
+        ]
+        kinds = {content: self.kind_sections(experts=content[0], opaque=content[1]) for content in set(contents)}
+        return [kinds[content] for content in contents]
 
     def kind_sections(self, *, experts: bool, opaque: tuple[OpaqueName, ...] = ()) -> LayerKind:
         """The same of one of its kinds of layers."""
@@ -316,11 +324,7 @@ class Model(Part):
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
         """How many layers of each kind there are among these."""
-        return Counter(map(self.sections, layers)) if self.experts is not None or self.opaque else self._all_alike(layers)
-
-    def _all_alike(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        count = sum(1 for _ in layers)
-        return Counter({self.kind_sections(experts=False): count} if count else {})
+        return Counter(self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
         """The figures of a half that nobody looks into."""

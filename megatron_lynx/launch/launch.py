@@ -182,8 +182,9 @@ class Launch:
         run: Any = live_run(model)  # the plan is installed for it
         path = path_of(self.flags.outcome, self.flags.trace, getattr(self._args, "tensorboard_dir", None))
         device = device_for(next(run.chunks[0].parameters()).device)
-        engine, plan_path, checked = self._installation.engine, str(self.flags.lynx_plan), self._check is not None
-        return Reporter(engine, device, self._peak, self._plan, run.stage, plan_path, path, checked=checked)
+        given = (self._installation.engine, device, self._peak, self._plan, run.stage, str(self.flags.lynx_plan), path)
+        shards, checked = run.shards_of(self._plan.parallel.sequence_parallel), self._check is not None
+        return Reporter(*given, shards=shards, checked=checked)
 
     def _new_check(self) -> Check | FrameCheck | None:
         if self.flags.lynx_check is None or self._plan is None:

@@ -42,11 +42,18 @@ HEADLINE = "the configuration cannot be read"
 FILES = (".yaml", ".yml")
 NEEDED_PARTS = ("model", "train", "optimizer", "ddp")
 
-MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig")
+HYBRID = "HybridModelProvider"
+MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", HYBRID)
 """Classes of models whose layers are those of a launch of Megatron-LM; and those made of them that build nothing else."""
 
 LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
 LAYERS_OF_MEGATRON = "local_layer_spec"
+STACKS = {
+    "hybrid_stack_spec": ("get_default_hybrid_stack_spec", "transformer_engine_hybrid_stack_spec"),
+    "mamba_chunk_size": ("128",),
+}
+"""What hybrid stacks are planned with: Transformer Engine's layers, and Mamba layers that scan as many tokens at a time as
+Megatron-LM's do."""
 KNOWN_PRECISIONS = {"bf16_mixed": {"bf16": True, "fp16": False, "grad_reduce_in_fp32": True}}
 """What a name stands for in a file. In a recipe Bridge is asked."""
 
@@ -133,7 +140,15 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
     if _vocabulary(container) is None:  # that it is missing is said above
         flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
         values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
-    return Given(values, (release,), table), problems
+    return Given(values, (release,), table, packed=_packed_by(container)), problems
+
+
+PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
+"""Settings of data sets whose sequences are packed: of 0.6, and of 0.5."""
+
+
+def _packed_by(container: Container) -> str:
+    return next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
 
 
 def plain(value: Any) -> Any:
@@ -196,6 +211,11 @@ def _strange_layers(container: Container) -> str | None:
     return None if spec in (*LAYERS_OF_TE, LAYERS_OF_MEGATRON) else spec
 
 
+def _is_stack(container: Container) -> bool:
+    """Whether it is a hybrid stack whose layers a pattern names, as for Megatron-LM's `pretrain_hybrid.py`."""
+    return bool(container.get("model.hybrid_layer_pattern"))
+
+
 TOLD: dict[str, Callable[[Container], Any]] = {
     "swiglu": lambda container: _activation(container) == ("silu", True),
     "squared_relu": lambda container: _activation(container) == ("squared_relu", False),
@@ -209,6 +229,10 @@ TOLD: dict[str, Callable[[Container], Any]] = {
     ),
     "transformer_impl": _implementation,
     "spec": _strange_layers,
+    "is_hybrid_model": lambda container: None if _is_stack(container) else container.get("model.is_hybrid_model"),
+    "cuda_graph_modules": lambda container: (
+        own if (own := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
+    ),
     "use_distributed_optimizer": lambda container: bool(
         container.get("ddp.use_distributed_optimizer") or container.get("optimizer.use_distributed_optimizer")
     ),
@@ -241,7 +265,8 @@ def _refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
     """What no flag says, and nobody has modelled. Fields of a class of the user's own are among them."""
     model = container.cfg.model
     if (kind := _other_class(model)) is not None:
-        yield Problem("cfg.model", kind, f"{' or '.join(MODELS[:2])}, which build a GPT", "other models are not planned for")
+        needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {HYBRID}"
+        yield Problem("cfg.model", kind, needed, "other models are not planned for")
     if _activation(container) not in ACTIVATIONS:
         name, gated = _activation(container)
         needed = "gelu or squared_relu without a gate, silu or quick_gelu with one (cfg.model.gated_linear_unit)"
@@ -249,6 +274,8 @@ def _refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
     fields = {**vars(model), **vars(getattr(model, "transformer", None) or SimpleNamespace())}
     known = {field for name in table.of_name for part, field in places_of(name) if part == "model"}
     for field, value in fields.items():
+        if str(plain(value)) in STACKS.get(field, ()):
+            continue
         if field.startswith("_") or field in NO_MATTER or field in known or not value or (value == 1 and value is not True):
             continue
         yield Problem(f"cfg.model.{field}", str(plain(value)), "a model without it: what it takes is not known")
@@ -288,15 +315,20 @@ def _of_recipe(name: str) -> Any:
         try:
             return getattr(import_module(module), function)()
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code, and a hub's
-            raise ConfigError(HEADLINE, [_failed(where, error)]) from None
+            raise ConfigError(HEADLINE, [_failed(where, module, error)]) from None
 
 
-def _failed(where: str, error: BaseException) -> Problem:
+def _failed(where: str, module: str, error: BaseException) -> Problem:
     text = " ".join(str(error).split()) or "no reason"
     found = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
     written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
+    needed = "what can be imported here, with Megatron-Bridge and all that it needs"
+    missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
+    if missing is not None and not f"{module}.".startswith(f"{missing}."):
+        package = missing.partition(".")[0]
+        return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
     if isinstance(error, ImportError):
-        return Problem(where, found, "what can be imported here, with Megatron-Bridge and all that it needs", f"or {written}")
+        return Problem(where, found, needed, f"or {written}")
     if _asked_a_hub(error):
         needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
         return Problem(where, found, needed, f"let it ask ({OFFLINE}=0), or {written}")
@@ -304,14 +336,18 @@ def _failed(where: str, error: BaseException) -> Problem:
 
 
 def _asked_a_hub(error: BaseException) -> bool:
-    """Whoever raised it; libraries wrap such errors in others."""
+    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
+    return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error))
+
+
+def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
+    """An error and those behind it: libraries wrap what went wrong. `stated`: only what is said to be a cause."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in chain:
         chain.append(one)
-        one = one.__cause__ or one.__context__
-    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
-    return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in chain)
+        one = one.__cause__ or (None if stated else one.__context__)
+    return chain
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Given:
     unknown: tuple[str, ...] = ()
     """Flags that Megatron does not know, each with the words behind it; and values that it does not know of flags that neither
     activations nor seconds depend on. A fork knows them."""
+    packed: str = ""
+    """What says that sequences are packed, where no flag does: a setting of a data set."""
 
     @property
     def release(self) -> str:

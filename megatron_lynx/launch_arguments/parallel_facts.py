@@ -137,7 +137,9 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
             problems.append(Problem("--micro-batch-size", "nothing", "this flag"))
         return
     yield Fact("batch.micro", micro, given.origin("micro_batch_size"))
-    if packs(given) and not given["apply_rope_fusion"]:  # lengths decide what its rotary positions cost
+    if given.packed:
+        yield Fact("batch.packed", True, given.packed)
+    elif packs(given) and not given["apply_rope_fusion"]:  # lengths decide what its rotary positions cost
         yield Fact("batch.packed", True, given.origin("seq_length"))
     ranks = given["tensor_model_parallel_size"] * given["context_parallel_size"] * given["pipeline_model_parallel_size"]
     if given["step_batch_size_schedule"] is not None:

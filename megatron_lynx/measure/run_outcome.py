@@ -121,6 +121,42 @@ class PlannedReserve(Part):
     """For what PyTorch has reserved and not allocated."""
 
 
+AS_PLANNED = 5e-4
+"""What came is as planned where it is off by a smaller part: lengths are stated in few digits."""
+
+
+class StepMet(Part):
+    """What came in a step, of one rank."""
+
+    microbatches: float
+    """In the mean of the steps that are told of."""
+    planned_microbatches: int
+    tokens: float
+    """Of a micro-batch, padding included, as a part of a full one's."""
+    squares: float
+    """The sum of the squares of a micro-batch's lengths, as a part of the planned one."""
+    by_squares: bool
+    """Whether the plan says what attention takes. Else seconds are taken to go with tokens alone."""
+    passes: float
+    """By this the plan's seconds of passes are multiplied."""
+    replays: float
+    """By this those of replays."""
+
+    @property
+    def full(self) -> bool:
+        """Whether micro-batches held what they were planned to hold."""
+        return abs(self.tokens - 1) < AS_PLANNED
+
+    @property
+    def usual(self) -> bool:
+        """Whether each of them had the work that was planned, however many there were."""
+        return self.full and abs(self.squares - 1) < AS_PLANNED
+
+    @property
+    def as_planned(self) -> bool:
+        return self.usual and abs(self.microbatches / self.planned_microbatches - 1) < AS_PLANNED
+
+
 class Report(Part):
     """All stages at one time."""
 
@@ -133,6 +169,17 @@ class Report(Part):
     """None: the plan does not say."""
     planned_load: float | None = None
     """The load of experts that the plan was made for, on the same scale as `expert_load`. None: the model has none."""
+    met: StepMet | None = None
+    """What the rank met that had most to do. None: what was planned, or nobody counted (outcome files of before)."""
+
+    def predicted_of(self, row: StageRow) -> StagePredicted | None:
+        """What the plan says of a stage for what came: seconds go by that; bytes are the most, and stay. None: it predicts
+        nothing."""
+        if row.predicted is None or self.met is None:
+            return row.predicted
+        times = {"passes_s": self.met.passes, "hidden_replay_s": self.met.replays, "exposed_replay_s": self.met.replays}
+        scaled = {name: None if (own := getattr(row.predicted, name)) is None else own * by for name, by in times.items()}
+        return row.predicted.model_copy(update=scaled)
 
 
 class RunOutcome(Part):

@@ -44,6 +44,12 @@ class PlanContents(Part):
         """The entries of a pipeline stage: one, or one for each of its chunks."""
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
+    def passes(self, microbatches: float) -> float:
+        """How many micro-batches of its slowest stage, one behind the other, a step of so many takes: the pipeline fills, and is
+        emptied."""
+        filling = 0 if self.schedule == "double_buffered" else (self.parallel.pipeline - 1) / self.parallel.chunks
+        return microbatches + filling
+
     @property
     def exchanging(self) -> frozenset[int]:
         """The layers whose windows in the MLP half are exchanges of tokens."""

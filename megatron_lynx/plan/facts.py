@@ -150,11 +150,22 @@ class ParallelFacts(Part):
         return self.microbatch_group or self.pipeline
 
 
+class PackedFacts(Part):
+    """Packed sequences, as far as seconds go by them: attention goes with the sum of the squares of their lengths."""
+
+    squares_per_token: float = Field(ge=1)
+    """The sum of the squares of the lengths that were planned with, over the sum of these lengths."""
+    core_share: float = Field(ge=0, le=1)
+    """What the core attention takes of the predicted passes."""
+
+
 class BatchFacts(Part):
     """Micro-batch size, and how many micro-batches a pipeline runs per step."""
 
     micro: int = Field(ge=1)
     microbatches: int = Field(ge=1, le=1_000_000)
+    packed: PackedFacts | None = None
+    """None: sequences are not packed, or the plan does not say what attention takes."""
 
 
 class Provenance(Part):

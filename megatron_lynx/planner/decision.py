@@ -31,6 +31,7 @@ from megatron_lynx.planner.checks import check_plannable, check_profile, why_non
 from megatron_lynx.planner.filling import Filler, Known, Refused
 from megatron_lynx.planner.left_open import best_share
 from megatron_lynx.planner.nearest import loads_that_fit, nearest_change
+from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
@@ -163,7 +164,7 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     if any(rule.ahead for entry in filled.plan.stages for rule in entry.rules):  # weight gradients may then find shorter waits
         most_s = (1 + WORTH_FILLING) * decision.simulation.step_s
         filled = _held_against(filled, job, Stages(decision.job, profile, ahead=False), known, most_s)
-    finished = _with_loads(filled, profile)
+    finished = _with_lengths(_with_loads(filled, profile), profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
 
@@ -235,6 +236,15 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
         return entry.model_copy(update={"predicted": predicted, "experts_hold": hold})
 
     return replace(decision, plan=plan.model_copy(update={"stages": tuple(map(stated, plan.stages))}))
+
+
+def _with_lengths(decision: Decision, profile: Profile) -> Decision:
+    """The decision whose plan says for which lengths of packed sequences it is, where they are packed."""
+    packed = packed_facts(decision.plan, decision.job, profile, decision.simulation.step_s)
+    if packed is None:
+        return decision
+    batch = decision.plan.batch.model_copy(update={"packed": packed})
+    return replace(decision, plan=decision.plan.model_copy(update={"batch": batch}))
 
 
 def plannable(job: Job, profile: Profile) -> bool:

@@ -157,17 +157,18 @@ def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
 def outcome_table(outcome: RunOutcome) -> Table:
     """A row for each stage, at every time that was told of."""
     ended = "the run has ended" if outcome.finished else "the run has not ended, or broke off"
+    met = ", predicted ones for what came" if any(report.met for report in outcome.reports) else ""
     return Table(
         id="outcome",
         title="How the run came out",
-        note=f"Of each stage the rank that needs most; seconds of one step. {outcome.ranks} ranks; {ended}.",
+        note=f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}.",
         columns=[Column(label=label, unit=unit) for label, unit in COLUMNS],
         rows=[_cells(report, row) for report in outcome.reports for row in report.stages],
     )
 
 
 def _cells(report: Report, row: StageRow) -> list[Cell]:
-    predicted, measured = row.predicted or StagePredicted(), row.measured
+    predicted, measured = report.predicted_of(row) or StagePredicted(), row.measured
     return [
         "the end" if report.when == "end" else f"step {report.step}",
         row.stage,

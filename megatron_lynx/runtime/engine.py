@@ -33,6 +33,7 @@ from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.loads import Loads, Rows
+from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Counts, Progress
@@ -95,6 +96,8 @@ class Engine:
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
+        self.met: Met | None = None
+        """Who is told what micro-batches come, if somebody is."""
 
     @property
     def in_half(self) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -83,20 +83,20 @@ MILLION = 1_000_000
 
 def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
     """All of them. `release`: of megatron-core, such as `0.17`."""
-    most = max(job.partition)
+    most, sets = max(job.partition), tuple(module_sets(job, release))
     yield (NONE,)
     yield (*(block(layers) for layers in range(1, most)), FULL)
     for layers in range(2, most + 1):
         if not any(count % layers for count in job.partition):  # releases before 0.18 need that
             yield (StockSetting(method="uniform", layers=layers),)
-    for setting in module_sets(job, release):
+    for setting in sets:
         shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(_of_part(setting, share) for share in shares), setting)
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
         if beside and setting.offload and not setting.recompute and offered(beside[0], Facts.of(job, release)):
             yield beside
     facts = Facts.of(job, release)
-    for setting in (NONE, *module_sets(job, release)):
+    for setting in (NONE, *sets):
         overlapped = replace(setting, overlap=True)
         if offered(overlapped, facts) and "moe" not in setting.recompute:
             yield (overlapped,)
@@ -104,34 +104,34 @@ def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
 
 def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS) -> Iterator[StockSetting]:
     """Every set of recomputed and offloaded modules with which the job can train, and in which each makes a difference."""
-    facts = Facts.of(job, release)
+    facts, shape, kinds = Facts.of(job, release), LayerShape.of(job), tuple(job.model.kinds_of(range(1, job.model.layers + 1)))
+
+    def held(recompute: Modules, offload: Modules) -> list[LayerBytes]:
+        setting = StockSetting(recompute=recompute, offload=offload)
+        return [layer_bytes(shape, setting, kind, least) for kind in kinds]
+
     for recompute in _subsets([module.name for module in RECOMPUTED]):
-        if not _each_differs(job, StockSetting(recompute=recompute), least):
+        if not _each_differs(held, recompute, ()):
             continue
         for offload in _subsets([module.name for module in OFFLOADED]):
             setting = StockSetting(recompute=recompute, offload=offload)
-            if setting != NONE and offered(setting, facts) and _each_differs(job, setting, least):
+            if setting != NONE and offered(setting, facts) and _each_differs(held, recompute, offload):
                 yield setting
 
 
-def _each_differs(job: Job, setting: StockSetting, least: int) -> bool:
+Modules = tuple[str, ...]
+
+
+def _each_differs(held: Callable[[Modules, Modules], list[LayerBytes]], recompute: Modules, offload: Modules) -> bool:
     """Whether every module of a set changes what some layer holds."""
-    held = _held(job, setting, least)
-    without = [
-        StockSetting(recompute=tuple(other for other in setting.recompute if other != name), offload=setting.offload)
-        for name in setting.recompute
-    ]
-    without += [
-        StockSetting(recompute=setting.recompute, offload=tuple(other for other in setting.offload if other != name))
-        for name in setting.offload
-    ]
-    return all(_held(job, each, least) != held for each in without)
+    whole = held(recompute, offload)
+    return all(held(_without(name, recompute), offload) != whole for name in recompute) and all(
+        held(recompute, _without(name, offload)) != whole for name in offload
+    )
 
 
-def _held(job: Job, setting: StockSetting, least: int) -> list[LayerBytes]:
-    """What the job's kinds of layers hold."""
-    kinds = job.model.kinds_of(range(1, job.model.layers + 1))
-    return [layer_bytes(LayerShape.of(job), setting, kind, least) for kind in kinds]
+def _without(name: str, names: Modules) -> Modules:
+    return tuple(other for other in names if other != name)
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -237,8 +237,8 @@ class StockLayer:
 
 def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) -> tuple[StockLayer, ...]:
     """The layers of one chunk of a stage."""
-    shape, numbers = LayerShape.of(job), job.layers_of(stage, chunk)
-    kinds = [(job.model.sections(number), *_in_checkpoint(setting, at)) for at, number in enumerate(numbers)]
+    shape, of_layers = LayerShape.of(job), job.model.each_kind(job.layers_of(stage, chunk))
+    kinds = [(kind, *_in_checkpoint(setting, at)) for at, kind in enumerate(of_layers)]
     known = {kind: _layer(shape, setting, *kind) for kind in set(kinds)}
     layers = [known[kind] for kind in kinds]
     if setting.offload:

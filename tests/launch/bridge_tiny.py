@@ -1,8 +1,9 @@
 """A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
 
 Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
-those with a core attention that stands in for Transformer Engine's among context-parallel ranks; `lora`. What every rank saw
-of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
+those with a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid
+stack of the usual layers; `lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of
+gradients and, at the end, weights.
 """
 
 import ast
@@ -38,17 +39,26 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.models import backends
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_lynx.testbed.context_attention import ContextAttention
 
 
-def container(local: bool) -> ConfigContainer:
+def container(local: bool, hybrid: bool) -> ConfigContainer:
     bf16 = not local
     dtype = torch.bfloat16 if bf16 else torch.float32
-    model = GPTModelProvider(
-        transformer_layer_spec=local_layer_spec if local else default_layer_spec,
-        transformer_impl="local" if local else "transformer_engine",
-        num_layers=4,
+    layers = {
+        "transformer_layer_spec": local_layer_spec if local else default_layer_spec,
+        "transformer_impl": "local" if local else "transformer_engine",
+        "num_layers": 4,
+    }
+    provider = GPTModelProvider
+    if hybrid:  # 0.6
+        from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as provider
+
+        layers = {"hybrid_layer_pattern": "*-*-*-*-", "attention_backend": AttnBackend.auto}
+    model = provider(
+        **layers,
         hidden_size=64,
         ffn_hidden_size=128,
         num_attention_heads=4,
@@ -125,7 +135,7 @@ class Seen(Callback):
 
 
 if __name__ == "__main__":
-    cfg = container(local="local" in sys.argv[1:])
+    cfg = container(local="local" in sys.argv[1:], hybrid="hybrid" in sys.argv[1:])
     if "cut" in sys.argv[1:]:  # Megatron's own core attention refuses to run among several context-parallel ranks
         backends.DotProductAttention = ContextAttention
     if "lora" in sys.argv[1:]:

@@ -22,6 +22,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..te_releases import folder_of
+from ..test_cli import lynx
 
 HERE = Path(__file__).parent
 LAUNCHER = ["-m", "megatron_lynx.testbed", "--lynx-host", "bridge"]
@@ -76,6 +77,7 @@ def run(
     ranks: int = 2,
     release: str = "0.6",
     launcher=LAUNCHER,
+    script: str = "bridge_tiny.py",
     as_users_do: bool = False,
     **env: str,
 ) -> tuple[int, str]:
@@ -90,7 +92,7 @@ def run(
     environment |= {"TESTBED_STAND_INS": "tests.instruments", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment |= {"TORCHDYNAMO_DISABLE": "1"}
     own = {**env, "NAME": name, "SAID_IN": str(folder)}
-    command = [*launcher, str(HERE / "bridge_tiny.py"), *words]
+    command = [*launcher, str(HERE / script), *words]
     said = folder / f"{name}.txt"
     if not as_users_do:
         request = {"words": command, "environment": own, "ranks": ranks, "said": str(said)}
@@ -161,6 +163,7 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "two chunks on each stage": (2, CHUNKS, {"pipeline": 2, "layers_per_chunk": 1, **OF_TE}),
     "sequences cut among ranks": (2, CUT, {"context": 2, "context_exchange": "all_gather"}),
     "experts": (2, EXPERTS, {**WITH_EXPERTS, "microbatches": 2}),
+    "a hybrid stack that is a GPT": (2, ["hybrid", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
     "FP8": (1, ["model.fp8='hybrid'", "model.fp8_recipe='tensorwise'"], {"fp8": {"recipe": "tensorwise"}, **OF_TE}),
 }
 """Ranks, words of the script, and what makes the same job."""
@@ -218,6 +221,27 @@ def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
     assert status == 2, said[-3000:]
     assert f"  - {place}" in said
     assert "Traceback" not in said.partition("megatron-lynx: ")[2]
+
+
+def test_recipes_are_planned_for(tmp_path):
+    """Experts and hybrid stacks with Mamba layers; adapters are refused by name."""
+    status, said = run(tmp_path, "recipes", [str(tmp_path)], ranks=1, launcher=[], script="bridge_recipes.py", HF_HUB_OFFLINE="1")
+    assert status == 0, said[-3000:]
+    for name in ("qwen3_30b", "qwen3_30b_lora", "nemotron_h_8b", "nemotron_3_nano"):
+        asked = (
+            "plan",
+            "--cluster",
+            "h100-80g",
+            "--gpus",
+            16,
+            "-o",
+            tmp_path / "plan.yaml",
+            "--bridge",
+            tmp_path / f"{name}.yaml",
+        )
+        result = lynx(*asked, "--", "tokenizer.vocab_size=151936")
+        assert result.exit_code == (2 if name.endswith("lora") else 0), result.output
+        assert ("cfg.peft: found LoRA" in result.output) == name.endswith("lora")
 
 
 def test_what_does_not_fit_is_named_as_bridges_users_name_it(tmp_path):

@@ -15,6 +15,7 @@ from megatron_lynx.launch.outcome.device_peak import Peak
 from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
 from megatron_lynx.launch.outcome.reporter import path_of
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
+from megatron_lynx.launch.outcome.step_met import most, step_met
 from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
@@ -28,8 +29,10 @@ from megatron_lynx.measure.run_outcome import (
     save_outcome,
 )
 from megatron_lynx.plan import load_plan
+from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ON_DEMAND, ReplayClock, ReplaySeconds
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -102,6 +105,68 @@ def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):
     assert told(1.0, 0.63, 1.37) == [f"{said} 1.00: expect more bytes and seconds than predicted"]
     assert told(1.5, 1.37, 0.63) == [f"{said} 1.50"]
     assert told(None, 0.0) == []
+
+
+FULL = SIZE["seq"] * JOB.batch.micro
+"""Tokens of a micro-batch."""
+
+
+def met_of(plan, *came: tuple[int, int, float], steps: int = 1, shards: int = 1):
+    """Micro-batches, rows of this rank and squares of lengths of each, as hooks count them."""
+    seen = Met()
+    for microbatches, tokens, squares in came:
+        for _ in range(microbatches):
+            seen.add(tokens, squares)
+    return step_met(plan, seen, steps, shards)
+
+
+def packed_plan(plan, core_share: float, squares_per_token: float = SIZE["seq"]):
+    packed = PackedFacts(squares_per_token=squares_per_token, core_share=core_share)
+    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"packed": packed})})
+
+
+def test_what_came_as_planned_changes_nothing(predicting):
+    """Whatever this rank has of each sequence. A rank that counted nothing says nothing."""
+    whole = FULL * SIZE["seq"]
+    one, cut = met_of(predicting, (4, FULL, whole)), met_of(predicting, (8, FULL // 2, whole), steps=2, shards=2)
+    assert one == cut
+    assert (one.passes, one.replays) == (1.0, 1.0)
+    assert met_of(predicting) is None
+    assert most([one, cut, None]) is None
+
+
+def test_predicted_seconds_are_those_for_what_came(predicting):
+    """Two of four micro-batches, of half the tokens and a quarter of the squares: (2 + 1) / (4 + 1) of the passes, 2 / 4 of the
+    replays; x (0.6 * 0.5 + 0.4 * 0.25) where attention's core takes 0.4 of a pass, x 0.5 where nobody knows."""
+    came = (2, FULL // 2, FULL * SIZE["seq"] / 4)
+    known, unknown = met_of(packed_plan(predicting, 0.4), came), met_of(predicting, came)
+    assert (known.microbatches, known.tokens, known.squares) == (2.0, 0.5, 0.25)
+    assert known.passes == pytest.approx(3 / 5 * 0.4)
+    assert known.replays == pytest.approx(2 / 4 * 0.4)
+    assert unknown.passes == pytest.approx(3 / 5 * 0.5)
+    twice = met_of(packed_plan(predicting, 0.4), came, came, steps=2)
+    assert twice == known, "what a step takes, of two that came alike"
+    row = rows(predicting, [figures(0)])[0]
+    found = Report(when="step", step=2, stages=(row,), met=known)
+    scaled = found.predicted_of(row)
+    assert scaled.passes_s == pytest.approx(0.24 * row.predicted.passes_s)
+    assert scaled.exposed_replay_s == pytest.approx(0.2 * row.predicted.exposed_replay_s)
+    assert scaled.memory_bytes == row.predicted.memory_bytes
+    *_, what, how = (line.strip() for line in lines(found))
+    assert what == "what came: 2 of 4 micro-batches, 50 % of their tokens, 25 % of the squares of lengths"
+    assert how == "predicted seconds are for that: the plan's x 0.240; predicted bytes are the plan's, the most"
+    assert format_seconds(0.24 * row.predicted.passes_s) in "\n".join(lines(found))
+    said = lines(found.model_copy(update={"met": unknown}))[-1]
+    assert "x 0.300, by tokens alone: the plan does not say what attention takes; " in said
+
+
+def test_the_rank_with_most_to_do_is_waited_for(predicting):
+    """Replicas get other lengths; where one had what was planned, the step took as long as that."""
+    plan = packed_plan(predicting, 0.4)
+    less, more = (met_of(plan, (4, tokens, FULL * SIZE["seq"] / 4)) for tokens in (FULL // 2, FULL))
+    assert most([less, more, None]) == more
+    assert most([less, met_of(plan, (4, FULL, FULL * SIZE["seq"]))]) is None
+    assert most([None, None]) is None
 
 
 def test_halves_of_experts_that_fell_back_are_told(predicting):
@@ -225,6 +290,7 @@ def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
     assert found.plan_digest == load_plan(plan).digest
     assert [(each.when, each.step) for each in found.reports] == [("step", 1), ("step", 2), ("end", 4)]
     for each in found.reports:
+        assert each.met is None
         for stage, row in enumerate(each.stages):
             assert row.predicted == predicted_of(predicting, stage)
             assert row.measured.passes_s is not None
@@ -240,9 +306,9 @@ def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
 
 def test_a_run_that_megatron_stops_says_how_it_came_out(run, predicting, tmp_path):
     """Its loop exits by itself, with status 0, for --exit-interval, --exit-duration-in-mins and a signal: what is told at the end
-    was lost, and the outcome called the run unfinished."""
+    was lost, and the outcome called the run unfinished. It has half as many micro-batches as planned, which is told, too."""
     plan = saved(predicting, tmp_path / "plan.yaml")
-    flags = [*MODEL, *flags_of("pipeline 2"), "--exit-interval", "3", "--lynx-plan", plan]
+    flags = [*MODEL, *flags_of("pipeline 2"), "--global-batch-size", "4", "--exit-interval", "3", "--lynx-plan", plan]
     launched = run(Path(__file__).with_name("pretrain_tiny.py"), [*flags, "--lynx-outcome", tmp_path / FILE_NAME], ranks=2)
     assert launched.status == 0, launched.text
     assert "exiting program at iteration 3" in launched.text
@@ -252,3 +318,7 @@ def test_a_run_that_megatron_stops_says_how_it_came_out(run, predicting, tmp_pat
     found = load_outcome(tmp_path / FILE_NAME)
     assert found.finished
     assert [(each.when, each.step) for each in found.reports] == [("step", 1), ("step", 2), ("end", 3)]
+    came = "what came: 2 of 4 micro-batches, 100 % of their tokens, 100 % of the squares of lengths"
+    how = "predicted seconds are for that: the plan's x 0.600, by tokens alone: the plan does not say what attention takes; "
+    assert launched.text.count(came) == launched.text.count(how) == 3, launched.text
+    assert [each.met.passes for each in found.reports] == [pytest.approx(3 / 5)] * 3

@@ -166,6 +166,76 @@ def test_in_process_restarts_are_refused_when_a_plan_is_made(tmp_path: Path) -> 
     assert [problem.where for problem in problems] == ["cfg.inprocess_restart.enabled"]
 
 
+def test_adapters_in_a_file_are_refused_by_name(tmp_path: Path) -> None:
+    """As Bridge writes them: their empty set of names ended in "could not determine a constructor"."""
+    text = write_yaml({**CONTAINER, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}})
+    (tmp_path / "cfg.yaml").write_text(text.replace("  dim: 8", "  dim: 8\n  params_to_save: !!set {}"))
+    [problem] = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
+    assert (problem.where, problem.found) == ("cfg.peft", "LoRA")
+
+
+STACK = {
+    "_target_": "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider",
+    "is_hybrid_model": True,
+    "mamba_chunk_size": 128,
+    "hybrid_override_pattern": None,
+    "hybrid_stack_spec": {
+        "_target_": "megatron.bridge.models.hybrid.hybrid_provider.get_default_hybrid_stack_spec",
+        "_call_": False,
+    },
+}
+OF_MAMBA = {"mamba_num_heads": 32, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128}
+
+
+def stack(folder: Path, pattern: str, **changes: object) -> Reading:
+    model = {name: value for name, value in MODEL.items() if name != "transformer_layer_spec"}
+    model |= {**STACK, "hybrid_layer_pattern": pattern, "num_layers": None, **changes}
+    (folder / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
+    return read_launch(["--bridge", str(folder / "cfg.yaml")], gpus=8)
+
+
+def test_a_hybrid_stack_that_is_a_gpt_is_the_same_job(tmp_path: Path) -> None:
+    """As `HybridModelProvider` says it: two symbols are a layer, and stages are alike."""
+    same = read(tmp_path, "model.pipeline_model_parallel_layout='Etttt|ttttL'")
+    assert job_of(stack(tmp_path, "*-" * 8), "h100-80g") == job_of(same, "h100-80g")
+
+
+def test_mamba_layers_of_a_hybrid_stack_are_kept_whole(tmp_path: Path) -> None:
+    reading = stack(tmp_path, "M-M-M*-M-M-M*-M-", **OF_MAMBA)
+    assert reading.problems == ()
+    [mamba] = next(fact.value for fact in reading.facts if fact.place == "model.opaque" and fact.value[0]["kind"] == "mamba")[:1]
+    assert mamba["layers"]
+
+
+def test_what_of_a_hybrid_stack_is_not_priced_is_named(tmp_path: Path) -> None:
+    strange = {"mamba_chunk_size": 256, "hybrid_stack_spec": {"_target_": "mine.stack", "_call_": False}}
+    wheres = sorted(problem.where for problem in stack(tmp_path, "M-M-M*-M-M-M*-M-", **OF_MAMBA, **strange).problems)
+    assert wheres == ["cfg.model.hybrid_stack_spec", "cfg.model.mamba_chunk_size"]
+
+
+def test_graphs_are_those_that_bridge_says_by_either_name(tmp_path: Path) -> None:
+    """Recipes say the older one, beside the newer one's default, "full", which was read letter by letter."""
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"}
+    for scope, captured in ((["attn"], ["attn"]), (None, [])):
+        (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": {**MODEL, **graphs, "cuda_graph_scope": scope}}))
+        reading = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8)
+        said = str([fact for fact in reading.facts if "captured" in fact.place]) + str(reading)
+        assert ("'attn'" in said) == bool(captured)
+        assert "transformer_engine with f" not in said
+
+
+@pytest.mark.parametrize("setting", ["enable_in_batch_packing", "packed_sequence_specs"])
+def test_a_packed_data_set_is_told(setting: str, tmp_path: Path) -> None:
+    """Its plan says what attention takes, and keeps what turns queries and keys where that asks the host for lengths."""
+    dataset = {"seq_length": 2048, setting: {"packed_sequence_size": 2048} if setting.endswith("specs") else True}
+    model = {**MODEL, "apply_rope_fusion": False}
+    (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model, "dataset": dataset}))
+    reading = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8)
+    assert {fact.place: fact.origin for fact in reading.facts}["batch.packed"] == f"cfg.dataset.{setting}"
+    assert job_of(reading, "h100-80g").rotary_asks_host
+    assert not job_of(read(tmp_path), "h100-80g").batch.is_packed
+
+
 def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
     model = {**MODEL, "_target_": "megatron.bridge.models.t5_provider.T5ModelProvider", "vision_config": {"depth": 2}}
     (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
@@ -182,6 +252,11 @@ def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "    cfg = SimpleNamespace(**{n: SimpleNamespace(**p) if isinstance(p, dict) else p for n, p in parts.items()})\n"
         "    cfg.model.activation_func, cfg.model.recompute_granularity = F.silu, 'selective'\n"
         "    return cfg\n"
+        "def lacking():\n"
+        "    try:\n"
+        "        import a_package_nobody_has.inner\n"
+        "    except ImportError as error:\n"
+        "        raise RuntimeError('no pipeline') from error\n"
         "def asking():\n"
         "    import os\n"
         "    raise OSError('no connection to https://huggingface.co: offline ' + os.environ['HF_HUB_OFFLINE'])\n"
@@ -195,6 +270,9 @@ def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan plan.yaml" in last
     assert last.endswith("and drop cfg.model.recompute_granularity")
     assert "a word of a framework" not in result.stdout
+    result = lynx(*plan, "--bridge", "my_recipes:lacking")
+    assert result.exit_code == 2
+    assert "found no package a_package_nobody_has (import a_package_nobody_has" in " ".join(result.output.split())
     result = lynx(*plan, "--bridge", "my_recipes:asking")
     assert result.exit_code == 2
     assert "needed a recipe that needs no network" in result.output

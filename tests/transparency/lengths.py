@@ -26,6 +26,8 @@ class Step:
 class Seen:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: list[Any] = field(default_factory=list)
+    met: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of each step: micro-batches, rows of this rank, squares of lengths."""
     live_bytes: list[int] = field(default_factory=list)
     graphs: int = 0
     """The most recorded graphs of one half."""
@@ -49,6 +51,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
     from contextlib import ExitStack
 
     from megatron_lynx.apply import install
+    from megatron_lynx.runtime.met import Met
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -61,12 +64,16 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
         said = stack.enter_context(_listening())
         installation = None if plan is None else stack.enter_context(install(training.chunks, plan))
         for number, step in enumerate(steps):
+            if installation is not None:
+                installation.engine.met = Met()
             losses = _step(training, job, step, number)
             seen.tensors.update({f"step {number}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
             seen.tensors.update({f"step {number}: {name}": grad for name, grad in training.gradients().items()})
             del losses
             if installation is not None:
                 seen.counts.append(installation.engine.take_counts())
+                met = installation.engine.met
+                seen.met.append((met.microbatches, met.tokens, float(met.squares)))
                 seen.graphs = max((len(known) for known in installation.engine._graphs._known.values()), default=0)
             seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
     seen.said = said

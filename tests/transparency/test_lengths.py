@@ -9,6 +9,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import pool_with
+from .checkpoints import checkpointed
 from .lengths import Step, changing_lengths
 from .offloaded import offloading
 
@@ -41,6 +42,19 @@ def test_every_bit_is_stocks_whatever_comes(pool_of, layout):
         passes = [len(step.lengths) for step in steps]
         own = 2 * sum(len(job.layers_of(0, chunk)) for chunk in range(job.chunks))
         assert [counts.replayed for counts in seen.counts] == [own * count for count in passes]
+
+
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *long("experts", "pipeline 2, two chunks")])
+def test_what_came_is_counted_once_a_micro_batch(pool_of, layout):
+    """On every rank, whatever of a sequence it has; checkpoints, whose halves run again, do not count again."""
+    job = tiny_job(**LAYOUTS[layout])
+    steps = (Step(((16,), (8,), (4,), (12,))),)
+    plan = checkpointed(uniform_plan(job), "layer")
+    shards = job.parallel.context * (job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    for differing, seen in pool_of(job.gpus).run(changing_lengths, job, plan, steps, {}):
+        assert differing == []
+        micro, squares = job.batch.micro, sum(length**2 for (length,) in steps[0].lengths)
+        assert seen.met == [(4, micro * 40 // shards, micro * squares)]
 
 
 def test_recorded_graphs_do_not_pile_up(pool_of):
@@ -95,3 +109,8 @@ def test_packed_sequences(te_pool_of, layout):
     for differing, seen in te_pool_of(job.gpus).run(changing_lengths, job, plan, PACKED, {}):
         assert (differing, seen.frames_left, seen.said) == ([], 0, [])
         assert all(counts.replayed > 0 for counts in seen.counts)
+        shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
+        assert seen.met == [
+            (len(step.lengths), sum(map(sum, step.lengths)) // shards, sum(each**2 for of in step.lengths for each in of))
+            for step in PACKED
+        ]

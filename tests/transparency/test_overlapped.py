@@ -59,7 +59,11 @@ def compared(pool_of: Pools, job: Job, **fields: Any) -> None:
         assert outcomes[1].planned.overwritten > 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COMBINED = "TP2xPP2xVPP2, EP2"
+"""Whose every part is in another layout, and which Transformer Engine's layers have as a whole below."""
+
+
+@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout != COMBINED), *long(COMBINED)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """With shared experts, and a layer that has an MLP."""
     compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))

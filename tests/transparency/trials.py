@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -174,16 +174,13 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
         installation.engine.trace.start()
     with ExitStack() as stack:
         if trial.counted and last:
-            flops = stack.enter_context(FlopCounterMode(display=False))
-            collectives = stack.enter_context(_Collectives())
+            stack.enter_context(_Counting(seen))
         clear_compilation_metrics()
         losses = training.step(synthetic_batches(job, step))
     seen.compiled.append([metrics.co_name for metrics in get_compilation_metrics() if metrics.co_name is not None])
     seen.tensors.update({f"step {step}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
     seen.tensors.update({f"step {step}: {name}": grad for name, grad in training.gradients().items()})
     seen.tensors.update({f"step {step}: {name}": tensor for name, tensor in fp8_state(training.chunks)})
-    if trial.counted and last:
-        seen.flops, seen.collectives = flops.get_total_flops(), collectives.names
     if installation is not None:
         seen.counts.append(installation.engine.take_counts())
         seen.events = [event.as_dict() for event in installation.engine.trace.stop()] if last else []
@@ -201,17 +198,24 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-class _Collectives(TorchDispatchMode):
-    """The names of the collectives that this rank issues, in order."""
+class _Counting(TorchDispatchMode):
+    """What this rank computes, by torch's formulas of GEMMs and attention, and the names of its collectives in order.
 
-    def __init__(self) -> None:
+    `FlopCounterMode` asks every operation whether it is made of others, which takes most of a tiny step. None is, where autograd
+    records: those are taken apart above this mode.
+    """
+
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
+            self._seen.collectives.append(func.name())
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        self._seen.flops += formula(*args, **(kwargs or {}), out_val=result) if formula is not None else 0
+        return result
 
 
 @contextmanager

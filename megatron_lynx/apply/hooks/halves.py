@@ -5,7 +5,8 @@ Replaces              `_forward_attention` and `_forward_mlp` on each layer *ins
 Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
-Holds                 the policy of the half, and for how many tokens the plan holds; nothing per call.
+Holds                 the policy of the half, and for how many tokens the plan holds; nothing per call. One attention half of a
+                      rank tells what came, where somebody asks (`Engine.met`).
 Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan holds for keeps all that
                       it saves, and this is said once.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
@@ -29,10 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """For how many tokens of a micro-batch a plan holds on one rank; shared by all halves, so that it is said once."""
+    """For how many tokens of a micro-batch a plan holds on one rank; shared by all halves, so that it is said once.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    `shards`: ranks among which a sequence is cut."""
+
+    def __init__(self, tokens: int, shards: int) -> None:
+        self.tokens, self.shards = tokens, shards
         self._said = False
 
     def holds(self, tokens: int) -> bool:
@@ -47,7 +51,10 @@ class Capacity:
         return tokens <= self.tokens
 
 
-def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity) -> Iterator[Claim]:
+def claims(
+    engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity, telling: HalfPolicy | None = None
+) -> Iterator[Claim]:
+    """`telling`: the half that tells what came."""
     for policy in policies.values():
         if policy.section.kept_whole:
             continue
@@ -58,16 +65,38 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], ca
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 of_call = policy
+                if policy is telling and engine.met is not None and torch.is_grad_enabled():
+                    engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
                 if policy.may_replay and torch.is_grad_enabled():
                     _check_call(policy, kwargs)
-                    hidden_SBH = args[0] if args else kwargs["hidden_states"]
-                    if not policy.section.owner and not capacity.holds(hidden_SBH.shape[0] * hidden_SBH.shape[1]):
+                    if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
                         of_call = policy.keeping
                 return engine.half(of_call, code, args, kwargs)
 
             return run_half
 
         yield Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
+
+
+def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Of what a half is given on this rank: s, b."""
+    s, b, _ = (args[0] if args else kwargs["hidden_states"]).shape
+    return s, b
+
+
+def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    s, b = _shape(args, kwargs)
+    return s * b
+
+
+def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> int | Tensor:
+    """The sum of the squares of a micro-batch's lengths; of packed ones on the device, for which nothing waits."""
+    ends = getattr(kwargs.get("packed_seq_params"), "cu_seqlens_q", None)
+    if ends is None:
+        s, b = _shape(args, kwargs)
+        return b * (shards * s) ** 2
+    squares: Tensor = ends.detach().diff().to(torch.float64).square().sum()
+    return squares
 
 
 PER_CALL = "mlp_norm_manager"

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_lynx.launch.outcome.device_peak import Peak
 from megatron_lynx.launch.outcome.step_clock import StepSeconds
 from megatron_lynx.launch.outcome.step_parts import together
-from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow, StepParts
+from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow, StepMet, StepParts
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ReplaySeconds
@@ -29,6 +29,8 @@ class RankFigures:
     """Of one step."""
     parts: StepParts | None = None
     """Of the step that was traced for it."""
+    met: StepMet | None = None
+    """What came; None: not counted."""
 
 
 def rows(plan: Plan, ranks: Sequence[RankFigures]) -> tuple[StageRow, ...]:

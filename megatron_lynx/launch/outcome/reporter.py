@@ -28,12 +28,14 @@ from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.outcome.device_peak import DevicePeak
 from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, reserve_of, rows
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
+from megatron_lynx.launch.outcome.step_met import most, step_met
 from megatron_lynx.launch.outcome.step_parts import parts_of
 from megatron_lynx.launch.outcome.table import lines
-from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, StepParts, save_outcome
+from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, StepMet, StepParts, save_outcome
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ReplaySeconds
 from megatron_lynx.torch_release import records_operands
@@ -53,8 +55,8 @@ def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path |
 
 
 class Reporter:
-    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it. `checked`: whether
-    steps are compared with stock's."""
+    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it. `shards`: ranks
+    among which a sequence is cut; `checked`: whether steps are compared with stock's."""
 
     def __init__(
         self,
@@ -66,17 +68,21 @@ class Reporter:
         plan_path: str,
         path: Path | None,
         *,
+        shards: int = 1,
         checked: bool = False,
     ) -> None:
         self._engine, self._clock, self._peak = engine, StepClock(device), peak
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
-        self._checked = checked
+        self._checked, self._shards = checked, shards
         self._step = self._measured = 0
         """Steps of this run, and those of them that were like others."""
         self._seconds: StepSeconds | None = None
         """Of the latest step that was told of."""
         self._replays: ReplaySeconds | None = None
         self._parts: StepParts | None = None
+        self._came, self._steps_of_it = Met(), 0
+        """What came in the steps whose seconds are to be told next, and how many these are."""
+        self._met: StepMet | None = None
         self._counts = Counts()
         self._load, self._fell_back = 0.0, 0
         """The most that experts got in any step."""
@@ -90,10 +96,14 @@ class Reporter:
         self._engine.clock.runs = timed = usual and self._is_timed
         arguments["forward_backward_func"] = self._clock.around(arguments["forward_backward_func"])
         traced = usual and self._measured == TRACED and not records_operands(torch.__version__, os.environ)
+        self._engine.met = Met()
         self._clock.begin()
         with self._peak.counting() if usual and self._measured <= FIRST else nullcontext(), self._tracing(traced):
             yield
         self._clock.end(counts=usual and not traced)
+        if usual and not traced:
+            self._came, self._steps_of_it = self._came + self._engine.met, self._steps_of_it + 1
+        self._engine.met = None
         if timed:
             self._replays = self._engine.clock.take()
         self._engine.clock.runs = False
@@ -142,13 +152,21 @@ class Reporter:
 
     def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
         self._seconds = seconds or self._seconds
+        if self._steps_of_it:
+            self._met = step_met(self._plan, self._came, self._steps_of_it, self._shards)
+            self._came, self._steps_of_it = Met(), 0
         counts = replace(self._counts, expert_load=self._load, fell_back=self._fell_back)
-        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts, self._parts)
+        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts, self._parts, self._met)
         if not (ranks := gathered_on_rank_0(mine)):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None
         report = Report(
-            when=when, step=self._step, stages=rows(self._plan, ranks), planned_load=load, reserve=reserve_of(self._plan)
+            when=when,
+            step=self._step,
+            stages=rows(self._plan, ranks),
+            planned_load=load,
+            reserve=reserve_of(self._plan),
+            met=most(rank.met for rank in ranks),
         )
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))

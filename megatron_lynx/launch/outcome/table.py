@@ -26,7 +26,7 @@ BETWEEN = "  "
 def lines(report: Report) -> list[str]:
     """What is printed of a report; the first line says of when it is."""
     columns = [column for group in GROUPS.values() for column in group]
-    rows = [columns, *(_cells(row) for row in report.stages)]
+    rows = [columns, *(_cells(report, row) for row in report.stages)]
     widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
     heading = _heading(widths)
     table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -50,8 +50,8 @@ def _title(report: Report) -> str:
     return f"step {report.step} of this run, beside what its plan predicts:"
 
 
-def _cells(row: StageRow) -> tuple[str, ...]:
-    predicted, measured = row.predicted or StagePredicted(), row.measured
+def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
+    predicted, measured = report.predicted_of(row) or StagePredicted(), row.measured
     return (
         str(row.stage),
         _in(format_bytes, predicted.memory_bytes),
@@ -82,7 +82,18 @@ def _notes(report: Report) -> list[str]:
     notes += [f"{_stages(forgetful)}: the plan does not say what a device holds"] if forgetful else []
     notes += ["seconds: not measured, as this step ran more than once, to be checked, or was traced"] if untimed else []
     notes += ["bytes: not measured, as something else profiles, or PyTorch does not tell"] if uncounted else []
-    return [*notes, *_reserve(report), *_load(report)]
+    return [*notes, *_met(report), *_reserve(report), *_load(report)]
+
+
+def _met(report: Report) -> Iterator[str]:
+    """What came, where that is not what the plan was made for."""
+    if (met := report.met) is None:
+        return
+    came = f"{met.microbatches:.3g} of {met.planned_microbatches} micro-batches"
+    full = f"{100 * met.tokens:.3g} % of their tokens, {100 * met.squares:.3g} % of the squares of lengths"
+    yield f"what came: {came}, {full}"
+    alone = "" if met.by_squares else ", by tokens alone: the plan does not say what attention takes"
+    yield f"predicted seconds are for that: the plan's x {met.passes:.3f}{alone}; predicted bytes are the plan's, the most"
 
 
 def _reserve(report: Report) -> Iterator[str]:
