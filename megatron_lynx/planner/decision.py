@@ -5,7 +5,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── once more with layers that differ, if that is much faster ─────┤
                                                        ├── with weight gradients in what waits are left (`filling`) ──────┤
                                                        ├── all of it with less for the layers, where these lack memory ───┤
-                                                       └── all of it without what begins early: memory, and waits ────────┘
+                                                       └── all of it without what begins early, if that may be faster ────┘
     what is finished is counted once more, at every moment, against the budget (`budget_kept`)
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, get_args
 
 from megatron_lynx.config.job import Job
@@ -47,6 +48,10 @@ was found is taken if it is faster at all: else more memory could make a step lo
 
 WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
+
+WORTH_FILLING = 1e-2
+"""By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it
+the shorter one after all: 0.9 % is the most that was seen."""
 
 Early = Literal["early_exchanges", "ahead"]
 EARLY: tuple[Early, ...] = get_args(Early)
@@ -158,12 +163,13 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     known = Known()
-    filled = _with_both_fillers(job, decision, stages, profile, known)
+    filled = with_both_fillers(job, decision, stages, profile, known)
     deferring = why_none_deferred(job) is None  # else the solver has weighed what is asked once more
     for early in EARLY if deferring else ():
         if early in begun_early(filled.plan):
-            later = without(early, job, decision.job, profile, known)
-            filled = filled if _faster(filled.simulation, later) else later
+            other = replace(Stages(decision.job, profile), **{early: False})  # type: ignore[arg-type]
+            most_s = (1 + WORTH_FILLING) * decision.simulation.step_s if early == "ahead" else inf
+            filled = _held_against(filled, job, other, known, most_s)
     finished = _with_lengths(_with_loads(filled, profile), profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
@@ -187,13 +193,17 @@ def begun_early(plan: Plan) -> tuple[Early, ...]:
     return tuple(early for early, used in zip(EARLY, (replays_beside_forwards(plan), ahead), strict=True) if used)
 
 
-def without(early: Early, job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
-    """The decision for a job whose partition is known that has nothing of this kind."""
-    decision, stages = _fitting(job, replace(Stages(parted, profile), **{early: False}))  # type: ignore[arg-type]
-    return _with_both_fillers(job, decision, stages, profile, known)
+def _held_against(filled: Decision, job: Job, other: Stages, known: Known, most_s: float) -> Decision:
+    """The faster of a decision and that of other stages of the same job, which before weight gradients are placed may take so
+    many seconds."""
+    decision, stages = _fitting(job, other)
+    if decision.simulation.step_s > most_s:
+        return filled
+    late = with_both_fillers(job, decision, stages, other.profile, known)
+    return filled if _faster(filled.simulation, late) else late
 
 
-def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
+def with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
     """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
     filled, refused = _best_filled(decision, stages, job, profile, known)
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
