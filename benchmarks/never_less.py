@@ -2,6 +2,7 @@
 
 python -m benchmarks.never_less                              bundled jobs, and Llama 3: `docs/when_not.md` has both tables
 python -m benchmarks.never_less --launches FOLDER            launches that recompute today, each at its own bytes
+                                --offloading                 plans may offload, where stock does not
 
 Simulated, without the optimizer's update. Where no plan fits them, a job with experts gets what its routers keep beside them:
 they decide once, where stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as
@@ -64,13 +65,14 @@ def kept_by_routers(job: Job, profile: Profile) -> int:
     return each * max(chunks_in_flight(job, stage) * max(job.chunk_layers(stage)) for stage in stages)
 
 
-def row(name: str, job: Job, setting: StockSetting) -> tuple[str, float | None]:
-    """A line of Markdown, and the plan's step over stock's."""
+def row(name: str, job: Job, setting: StockSetting, *, offloads: bool) -> tuple[str, float | None]:
+    """A line of Markdown, and the plan's step over stock's, which offloads nothing."""
     profile = analytic_profile(job)
     none, today = priced(job, profile, NONE), priced(job, profile, setting)
     begin = f"| {name} | {setting.name} | {today.most_bytes / GIB:.2f} | {today.step_s / none.step_s:.2f} |"
     try:
-        decision, beside = decided(job, profile, today.most_bytes)
+        asked_for = job.model_copy(update={"offload_ratio": "auto" if offloads else 0.0})
+        decision, beside = decided(asked_for, profile, today.most_bytes)
     except LynxError as error:
         return f"{begin} none: {error.headline} | | |", None
     rules = [rule for stage in decision.plan.stages for rule in stage.rules if rule.checkpoint]
@@ -119,7 +121,7 @@ def asked(folder: Path | None) -> Iterator[tuple[str, tuple[Job, StockSetting] |
             yield path.stem, error
 
 
-def lines(folder: Path | None) -> Iterator[str]:
+def lines(folder: Path | None, *, offloads: bool) -> Iterator[str]:
     yield "| job | stock | GiB | stock's step / none's | ours / none's | layers checkpointed | ours / stock |"
     yield "|---|---|--:|--:|--:|--:|--:|"
     ratios = []
@@ -130,7 +132,7 @@ def lines(folder: Path | None) -> Iterator[str]:
         job, setting = found
         if setting == NONE:
             continue
-        line, ratio = row(name, job, setting)
+        line, ratio = row(name, job, setting, offloads=offloads)
         ratios += [] if ratio is None else [ratio]
         yield line
     yield f"\nMean of the last column: {statistics.mean(ratios):.2f}, at most {max(ratios):.2f}."
@@ -139,7 +141,9 @@ def lines(folder: Path | None) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=Path)
-    for line in lines(parser.parse_args().launches):
+    parser.add_argument("--offloading", action="store_true")
+    asked_for = parser.parse_args()
+    for line in lines(asked_for.launches, offloads=asked_for.offloading):
         print(line, flush=True)
 
 

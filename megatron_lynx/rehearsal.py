@@ -192,18 +192,20 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
     """How much of each half can go to the host, in forward order: not what the chunk was given, which Megatron holds until its
-    forward is over, what experts keep only where the plan says so, and nothing of a checkpoint."""
-    received_bytes = profile.attention.input_bytes
+    forward is over, and what experts keep only where the plan says so."""
+    received_bytes, fed = profile.attention.input_bytes, False
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        rule = stage.rule_for(layer)
-        unasked = section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts))
-        if unasked or rule.checkpoints(section.half):
+        rule, was_fed = stage.rule_for(layer), fed
+        fed = rule.checkpoints(section.half) and rule.feeds(layer, section.half)
+        if section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts)):
             yield 0
             continue
         costs = profile.of(section)
-        replay = replay_of(section, costs.tensors, rule.replays(section.half))
-        yield movable_bytes(section, costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+        items = Checkpoint(fed).items(section) if rule.checkpoints(section.half) else rule.replays(section.half)
+        replay = replay_of(section, costs.tensors, items, whole=fed)
+        size_bytes = movable_bytes(section, costs, replay, smallest_bytes, fed=was_fed)
+        yield size_bytes - (received_bytes if received and number == 0 else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:

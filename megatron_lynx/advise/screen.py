@@ -102,7 +102,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if launch.at_best_s is not None:
         yield "today's seconds: if overlapped exchanges and computing slow each other down not at all, to as much as on H100s"
     if launch.graphs:
-        yield "today's graphs: as if the host took no time for anything; what they hold in memory themselves is not counted"
+        yield launch.graphs_priced_in_words
         yield launch.graphs_in_words
     if answer.on_host is not None:
         yield answer.on_host.in_words

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside
+from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
@@ -17,7 +18,7 @@ from megatron_lynx.launch_arguments.today import Today, cannot_train
 from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import priced
-from megatron_lynx.units import format_seconds
+from megatron_lynx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Launch:
     measured elsewhere."""
     unknown: str = ""
     graphs: bool = False
-    """Whether anything is captured: then neither the host's time nor the graphs' memory is counted."""
+    """Whether anything is captured: then the host's time is not counted."""
+    graph_bytes: int = 0
+    """What the graphs hold besides, in `row`: of those that a plan may be beside. Of others it is not counted."""
     written: bool = True
     """Whether there is a launch; a job has none, and is held against stock without recomputation."""
 
@@ -59,6 +62,14 @@ class Launch:
         if self.alone:
             return f"graphs: no plan is beside them: {self.alone}"
         return "graphs: the plan is faster, or fits, without them"
+
+    @property
+    def graphs_priced_in_words(self) -> str:
+        """What is counted of them."""
+        held = "what they hold in memory themselves is not counted"
+        if self.graph_bytes:
+            held = f"they hold {format_bytes(self.graph_bytes)} besides"
+        return f"today's graphs: as if the host took no time for anything; {held}"
 
     @property
     def least_s(self) -> float:
@@ -90,9 +101,10 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     unknown = _unknown(job, reading)
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
-    row = _row(job, costs, today, MEASURED)
+    more = graph_bytes(job) if today.graphs else 0
+    row = _row(job, costs, today, MEASURED, more)
     best = _row(job, costs, today).step_s if today.setting.overlap else None
-    return Launch(today.name, today.flags, row, best, graphs=today.graphs, alone=today.alone)
+    return Launch(today.name, today.flags, row, best, graphs=today.graphs, graph_bytes=more, alone=today.alone)
 
 
 def _unknown(job: Job, reading: Reading) -> str:
@@ -107,11 +119,22 @@ def _unknown(job: Job, reading: Reading) -> str:
     return ""
 
 
-def _row(job: Job, costs: Profile, today: Today, beside: Beside = UNDISTURBED) -> Row:
+def graph_bytes(job: Job) -> int:
+    """By how much captured graphs raise the fullest stage of stock without recomputation (`cost.graphs`)."""
+    plain = as_stock(job)
+    beside = plain.model_copy(update={"model": job.model})
+    return _fullest(beside) - _fullest(plain) if job.model.captured else 0
+
+
+def _fullest(job: Job) -> int:
+    return max(memory.total for memory in memory_of_stages(job))
+
+
+def _row(job: Job, costs: Profile, today: Today, beside: Beside = UNDISTURBED, more_bytes: int = 0) -> Row:
     own = as_stock(job)
     issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
     price = priced(own, issued, today.setting, beside)
-    return Row(today.name, price.step_s + update_s(own, costs), price.most_bytes)
+    return Row(today.name, price.step_s + update_s(own, costs), price.most_bytes + more_bytes)
 
 
 @dataclass(frozen=True)

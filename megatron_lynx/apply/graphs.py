@@ -25,7 +25,8 @@ def captured_modules(config: Any) -> tuple[CapturedModule, ...]:
 
 def refused_graphs(config: Any) -> Iterator[Problem]:
     """The same of a live config, as a problem."""
-    refused = refused_capture(_implementation(config), modules_in_config(config))
+    hybrid = bool(getattr(config, "is_hybrid_model", False))
+    refused = refused_capture(_implementation(config), modules_in_config(config), hybrid=hybrid)
     if refused is not None:
         found, why = refused
         yield Problem("config.cuda_graph_impl", found, f"none under a plan, or {BESIDE}", f"drop --cuda-graph-impl: {why}")

@@ -106,15 +106,14 @@ def half_memory(
     less_in_hand_bytes: int = 0,
 ) -> HalfMemory:
     """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once. `exchanging`: whether
-    its windows are exchanges of tokens. `checkpoint`: of one that keeps its input at most. What that keeps does not go to the
-    host; where the half behind it needs what it returns, it runs again when that one does. `less_in_hand_bytes`: as
-    `HalfMemory` has it."""
+    its windows are exchanges of tokens. `checkpoint`: of one that keeps its input at most; where the half behind it needs what it
+    returns, it runs again when that one does. `less_in_hand_bytes`: as `HalfMemory` has it."""
     resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
     feeds, fed, _ = checkpoint or Checkpoint()
     if fed:
         resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
     windows = section.has_windows or exchanging
-    movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes)) if checkpoint is None else 0
+    movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes), fed=fed)
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
@@ -149,10 +148,11 @@ def _wrapped(section: Section, tensor: SavedTensor) -> bool:
     return tensor.saved_by == (tensor.made_by,) and section.of_name[tensor.made_by].of_experts
 
 
-def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
-    """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
+def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int, *, fed: bool = False) -> int:
+    """How much of a half can go to the host: its input, unless it is `fed` and keeps none, and what stays, but for small blocks
+    and arguments that layers share."""
     stays = (tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor))
-    blocks = [profile.input_bytes, *(tensor.bytes for tensor in stays)]
+    blocks = [0 if fed else profile.input_bytes, *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)
 
 

@@ -14,12 +14,13 @@ did, between dispatch and combine: the same as where exchanges are overlapped (`
 No plan is beside other captures:
 
     transformer_engine, without modules    whole layers
-    local                                  layers of a GPT model whole, whatever modules are named
+    local                                  layers of a GPT model whole, or nothing of them
     full_iteration                         forward and backward of whole steps
 
-Why `local` captures layers whole: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager for a layer as soon as any
-of its modules is named, and that manager runs all of the layer's forward (0.16 to 0.19). Only `MoETransformerLayer` has managers
-for parts, which hybrid stacks alone are built of.
+Why `local` captures layers whole: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager for a layer if no module is
+named, or `attn` or `mlp` is, and that manager runs all of the layer's forward (0.16 to 0.19). Only `MoETransformerLayer`, which
+hybrid stacks alone are built of, has managers for parts: `local` with `moe_router` and `moe_preprocess` captures nothing of a GPT
+model (`captures_nothing`), and a plan is beside it as beside a launch without graphs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _captured(section: Section) -> Section:
 BESIDE = "transformer_engine with --cuda-graph-modules (--cuda-graph-scope until 0.17): attn, mlp, moe_router, moe_preprocess"
 """What a plan can be beside."""
 NOTHING_LEFT = {
-    "local": "it captures layers whole, whatever modules are named, and nothing is left to recompute, to offload or to fill",
+    "local": "it captures layers whole, if only attn or mlp is named, and nothing is left to recompute, to offload or to fill",
     "full_iteration": "forward and backward are one graph, in which nothing can be recomputed, offloaded or put into a wait",
     "whole layers": "without modules whole layers are captured, and nothing is left to recompute, to offload or to fill",
     "moe": "exchanges of experts are in its graph",
@@ -59,9 +60,19 @@ NOTHING_LEFT = {
 """What would be lost, by what is captured."""
 
 
-def refused_capture(implementation: str, modules: tuple[str, ...]) -> tuple[str, str] | None:
+OF_HYBRID_LAYERS = frozenset({"moe_router", "moe_preprocess", "mamba"})
+"""What `local` captures of the layers of hybrid stacks alone."""
+
+
+def captures_nothing(implementation: str, modules: Collection[str], *, hybrid: bool) -> bool:
+    """Whether no layer of such a model runs as a graph. `modules`: by Megatron's names."""
+    only_hybrid = bool(modules) and OF_HYBRID_LAYERS.issuperset(modules)
+    return implementation == "none" or (implementation == "local" and only_hybrid and not hybrid)
+
+
+def refused_capture(implementation: str, modules: tuple[str, ...], *, hybrid: bool) -> tuple[str, str] | None:
     """What no plan can be beside, and what would be lost; None where a plan can be. `modules`: by Megatron's names."""
-    if implementation == "none":
+    if captures_nothing(implementation, modules, hybrid=hybrid):
         return None
     unknown = next((module for module in modules if module not in CAPTURED_MODULES), None)
     if "full_iteration" in (implementation, unknown):

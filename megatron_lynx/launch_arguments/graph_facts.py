@@ -2,14 +2,15 @@
 
 --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router     ──> model.captured attn, moe_router
 --external-cuda-graph --cuda-graph-scope attn                                 ──> the same, in words of older releases
---cuda-graph-impl local, full_iteration, or whole layers                      ──> nothing: no plan is beside them
+--cuda-graph-impl local --cuda-graph-modules moe_router moe_preprocess        ──> nothing: a GPT model has no such graphs
+--cuda-graph-impl local with others, full_iteration, or whole layers          ──> nothing: no plan is beside them
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, refused_capture
+from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, captures_nothing, refused_capture
 from megatron_lynx.launch_arguments.given import Fact, Given
 
 IMPLEMENTATION, LOCAL, EXTERNAL = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
@@ -28,7 +29,7 @@ WHOLE = "full"
 
 def captures(given: Given) -> bool:
     """Whether a launch captures anything."""
-    return any(given[name] not in (None, False, "none") for name in GRAPHS)
+    return not captures_nothing(_implementation(given), _modules(given), hybrid=_is_hybrid(given))
 
 
 def why_alone(given: Given) -> str:
@@ -36,7 +37,7 @@ def why_alone(given: Given) -> str:
     if not captures(given):
         return ""
     modules = _modules(given)
-    if (refused := refused_capture(_implementation(given), modules)) is not None:
+    if (refused := refused_capture(_implementation(given), modules, hybrid=_is_hybrid(given))) is not None:
         found, why = refused
         return f"{found}: {why}; nearest: --cuda-graph-impl {BESIDE}"
     if {"attn", "mlp"}.issubset(modules) and not given["num_experts"]:
@@ -57,6 +58,10 @@ def _implementation(given: Given) -> str:
     if given[LOCAL]:
         return "local"
     return "transformer_engine" if given[EXTERNAL] else str(given[IMPLEMENTATION] or "none")
+
+
+def _is_hybrid(given: Given) -> bool:
+    return given["hybrid_layer_pattern"] is not None
 
 
 def _named_by(given: Given) -> str:

@@ -75,7 +75,7 @@ class Today:
     beside: bool = False
     """Whether its exchanges are overlapped under a plan, too."""
     graphs: bool = False
-    """Whether anything is captured. It is priced as if the host took no time, and graphs no memory of their own."""
+    """Whether anything is captured. It is priced as if the host took no time."""
     graph_flags: tuple[str, ...] = ()
     """Those of `flags` that are about them."""
     alone: str = ""

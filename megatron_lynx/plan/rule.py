@@ -161,9 +161,14 @@ class Rule(Part):
 
     def feeds(self, layer: int, half: Half) -> bool:
         """Whether the half behind this one of a layer keeps no input, and gets it when this one runs again whole."""
-        if half == HALVES[0] or not isinstance(self.checkpoint, CheckpointGroups):
-            return half == HALVES[0] and (self.checkpoint == "layer" or isinstance(self.checkpoint, CheckpointGroups))
-        return layer != self.layers.last and (layer - self.layers.first + 1) % self.checkpoint.layers != 0
+        return self.fed_behind(layer, half) > 0
+
+    def fed_behind(self, layer: int, half: Half) -> int:
+        """How many halves behind this one of a layer keep no input: it runs again when the last of them does."""
+        if self.checkpoint != "layer" and not isinstance(self.checkpoint, CheckpointGroups):
+            return 0
+        group = next(part for part in self.parts if layer in part)
+        return len(HALVES) * (group.last - layer) + len(HALVES) - 1 - HALVES.index(half)
 
     @property
     def parts(self) -> Iterator[LayerRange]:

@@ -51,10 +51,10 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         if linear in rule.weight_gradients
     }
     if rule.checkpoints(half):
-        feeds = rule.feeds(layer, half)
-        again = section.run_again(whole=feeds)
-        ahead = ahead_to(section, experts=experts, feeds=feeds) if rule.ahead else None
-        return PlannedHalf(layer, section, again, checkpoint=True, feeds=feeds, ahead_to=ahead, deferred=deferred)
+        behind = rule.fed_behind(layer, half)
+        again = section.run_again(whole=behind > 0)
+        ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
+        return PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, ahead_to=ahead, deferred=deferred)
     if not (replay := rule.replays(half)):
         return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (

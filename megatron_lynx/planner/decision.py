@@ -5,7 +5,8 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── once more with layers that differ, if that is much faster ─────┤
                                                        ├── with weight gradients in what waits are left (`filling`) ──────┤
                                                        ├── all of it with less for the layers, where these lack memory ───┤
-                                                       └── all of it without replays while tokens travel in forwards ─────┘
+                                                       ├── all of it without replays while tokens travel in forwards ─────┤
+                                                       └── all of it without what begins ahead, if that may be faster ────┘
     what is finished is counted once more, at every moment, against the budget (`budget_kept`)
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -45,6 +47,10 @@ was found is taken if it is faster at all: else more memory could make a step lo
 
 WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
+
+WORTH_FILLING = 1e-2
+"""By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it
+the shorter one after all: 0.9 % is the most that was seen."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -152,13 +158,12 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     known = Known()
-    filled = _with_both_fillers(job, decision, stages, profile, known)
+    filled = with_both_fillers(job, decision, stages, profile, known)
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
-        late = without_early_exchanges(job, decision.job, profile, known)
-        filled = filled if _faster(filled.simulation, late) else late
+        filled = _held_against(filled, job, Stages(decision.job, profile, early_exchanges=False), known)
     if any(rule.ahead for entry in filled.plan.stages for rule in entry.rules):  # weight gradients may then find shorter waits
-        on_demand = _without_ahead(job, decision.job, profile, known)
-        filled = filled if _faster(filled.simulation, on_demand) else on_demand
+        most_s = (1 + WORTH_FILLING) * decision.simulation.step_s
+        filled = _held_against(filled, job, Stages(decision.job, profile, ahead=False), known, most_s)
     finished = _with_lengths(_with_loads(filled, profile), profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
@@ -176,19 +181,17 @@ def _as_of(job: Job, found: Decision) -> Decision:
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
-def without_early_exchanges(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
-    """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
-    decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
-    return _with_both_fillers(job, decision, stages, profile, known)
+def _held_against(filled: Decision, job: Job, other: Stages, known: Known, most_s: float = inf) -> Decision:
+    """The faster of a decision and that of other stages of the same job, which before weight gradients are placed may take so
+    many seconds."""
+    decision, stages = _fitting(job, other)
+    if decision.simulation.step_s > most_s:
+        return filled
+    late = with_both_fillers(job, decision, stages, other.profile, known)
+    return filled if _faster(filled.simulation, late) else late
 
 
-def _without_ahead(job: Job, parted: Job, profile: Profile, known: Known) -> Decision:
-    """The decision for a job whose partition is known in which checkpoints begin nothing ahead."""
-    decision, stages = _fitting(job, Stages(parted, profile, ahead=False))
-    return _with_both_fillers(job, decision, stages, profile, known)
-
-
-def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
+def with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
     """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
     filled, refused = _best_filled(decision, stages, job, profile, known)
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too

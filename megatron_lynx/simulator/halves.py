@@ -211,7 +211,10 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        for replay in (*planned.first, *((planned.on_demand,) if planned.on_demand else ()), *planned.ahead):
+        again = (*planned.first, *((planned.on_demand,) if planned.on_demand else ()), *planned.ahead)
+        for replay in again:
+            if coming is not None:
+                coming.needed(walk, walk.halves[replay.half])
             walk.on_demand(replay)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
@@ -253,7 +256,7 @@ def _back_through(
             wait = _wait(planned, "bwd", ordinal)
             spared_s = half.spared_s(planned.gathered) if wait.over else 0.0
             if coming is not None:
-                coming.ahead(walk, [walk.halves[replay.half] for replay in wait.replays])
+                coming.ahead(walk, [walk.halves[replay.half] for replay in (*wait.replays, *wait.ahead)])
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)

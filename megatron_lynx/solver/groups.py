@@ -171,13 +171,13 @@ class _Groups:
         return None if mixed is None else Mixed(mixed.halves[len(HALVES) * layers :])
 
     def _group(self, begin: int, end: int) -> Iterator[Option]:
-        """The halves of one group, in forward order."""
+        """The halves of one group, in forward order. One layer alone is none."""
         first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
-        for half in range(first, last + 1):
-            option = self._grouped[half][half not in (first, last)]
-            if end == begin + 1:
-                yield option
-                continue
+        options = [self._grouped[half][half not in (first, last)] for half in range(first, last + 1)]
+        if end == begin + 1:
+            yield from options
+            return
+        for option in options:
             memory = option.memory
             left = replace(memory, regenerated=memory.regenerated + there, tail=memory.tail + there, ahead=(0, 0, 0, 0))
             there += memory.regenerated

@@ -71,8 +71,8 @@ class PlannedHalf:
     first that comes takes the oldest one."""
     checkpoint: bool = False
     """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
-    feeds: bool = False
-    """Of a checkpointed half: whether it runs again to its end, because the half behind it keeps no input and gets it so."""
+    fed_behind: int = 0
+    """Of a checkpointed half: how many halves behind it keep no input, and get it when this one runs again to its end."""
     ahead_to: str | None = None
     """Of a checkpointed half: the item to which it runs again where backward enters the attention half of the layer above. What
     that item communicates travels meanwhile; behind the half's last item all of it has run. None: it begins where backward enters
@@ -81,6 +81,10 @@ class PlannedHalf:
     @property
     def half(self) -> Half:
         return self.section.half
+
+    @property
+    def feeds(self) -> bool:
+        return self.fed_behind > 0
 
     @property
     def key(self) -> FrameKey:
@@ -102,13 +106,14 @@ class PlannedHalf:
 
     @property
     def ahead(self) -> int:
-        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1. What lies in a
-        forward or in the receive of a gradient does not count: nothing of that comes between a forward and its own backward."""
+        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and more where
+        halves behind it begin with what it returns. What lies in a forward or in the receive of a gradient does not count:
+        nothing of that comes between a forward and its own backward."""
         place = _place_in_stage(self.key)
         served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
         if self.ahead_to is not None:
             served.append((self.layer + 1, HALVES[0]))
-        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1)
+        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.fed_behind)
 
     def _windows(self) -> Iterator[Window | None]:
         """Every window in which something of its replay runs, or behind which its input is gathered."""

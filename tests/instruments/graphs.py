@@ -23,12 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_lynx.testbed.stand_in import ignore
 
 
 class Recording(TorchDispatchMode):
@@ -231,11 +233,32 @@ class _AnyDevice(tuple[GraphSafeGenerator, ...]):
         return tuple.__getitem__(self, 0)
 
 
+Tracker = Literal["graph-safe", "te", "inference"]
+"""Whose random numbers: Megatron's own tracker with graph-safe generators, Transformer Engine's (--te-rng-tracker), or none
+beside the device's generator (--inference-rng-tracker, whose forks are empty)."""
+
+
 @contextmanager
-def stand_in_for_graphs(*, te_tracker: bool = False) -> Iterator[None]:
-    """Let Megatron capture: with a graph-safe tracker of random numbers, Megatron's own or Transformer Engine's, seeded as the
-    usual one is. The usual one is back behind it."""
+def stand_in_for_graphs(tracker: Tracker = "graph-safe") -> Iterator[None]:
+    """Let Megatron capture, with such a tracker of random numbers. The usual one is back behind it."""
     from megatron.core.tensor_parallel import random
+
+    with stand_in_for_captures() as put:
+        put(random, "_CUDA_RNG_STATE_TRACKER", None)
+        put(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+        random.initialize_rng_tracker(
+            use_te_rng_tracker=tracker == "te",
+            inference_rng_tracker=tracker == "inference",
+            use_cudagraphable_rng=tracker != "te",
+            force_reset=True,
+        )
+        yield
+
+
+@contextmanager
+def stand_in_for_captures() -> Iterator[Callable[[Any, str, Any], None]]:
+    """What captures, and a device's generator whose state can be exchanged. Yields `put(owner, name, value)`, which is undone
+    at the end."""
     from megatron.core.transformer import cuda_graphs
 
     with ExitStack() as undo:
@@ -249,8 +272,8 @@ def stand_in_for_graphs(*, te_tracker: bool = False) -> Iterator[None]:
         GraphSafeGenerator.in_use = {"state": torch.default_generator.get_state()}
         put(torch.cuda, "default_generators", _AnyDevice((GraphSafeGenerator(),)))
         put(torch.cuda.CUDAGraph, "register_generator_state", None)
+        put(torch.cuda, "set_stream", ignore)
+        put(torch.cuda, "graph_pool_handle", tuple)
+        put(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         put(cuda_graphs, "make_graphed_callables", make_graphed_callables)
-        put(random, "_CUDA_RNG_STATE_TRACKER", None)
-        put(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-        random.initialize_rng_tracker(use_te_rng_tracker=te_tracker, use_cudagraphable_rng=not te_tracker, force_reset=True)
-        yield
+        yield put

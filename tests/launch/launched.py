@@ -32,6 +32,8 @@ FOUR_RANKS = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatch
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"microbatches": 4},
     "pipeline 2": {"pipeline": 2, "microbatches": 4, "dtype": "bf16"},
+    "expert 2": {"replicas": 2, "microbatches": 2},
+    "tensor 2": {"tensor": 2, "microbatches": 4},
     "pipeline 4": {"pipeline": 4, "microbatches": 4},
     "pipeline 2, two chunks on each stage": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "context 2 x pipeline 2": {"context": 2, "context_exchange": "all_gather", "pipeline": 2, "microbatches": 4},
@@ -63,6 +65,8 @@ EXPERTS = shlex.split(
     """
 )
 """Behind `MODEL`: a mixture of experts in all layers but the first, shared out over pairs of ranks."""
+GROUPED = [*EXPERTS, "--moe-grouped-gemm", "--no-bias-dropout-fusion"]
+"""The same in one grouped GEMM of Transformer Engine's, behind `TE`."""
 WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128, "layers": ("2-4",)}, "expert": 2, "expert_tensor": 1}
 """The same in a job."""
 
@@ -148,15 +152,17 @@ def plan_of(
     overlapped: bool = False,
     userbuffers: bool = False,
     fp8: str | None = None,
+    held: bool = False,
     **options: Any,
 ) -> Plan:
-    """`overlapped`: with experts, exchanges beside another micro-batch's computing. `fp8`: the recipe of linears whose weights
-    are held in FP8."""
-    held = {"fp8": {"recipe": fp8, "parameters": True}, "distributed_optimizer": True, "dtype": "bf16"} if fp8 else {}
-    also = {**held, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
+    """`overlapped`: with experts, exchanges beside another micro-batch's computing. `fp8`: the recipe of linears, whose weights
+    may be `held` in FP8, too."""
+    also: dict[str, Any] = {"userbuffers": userbuffers, **(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {})}
+    if fp8:
+        also |= {"fp8": {"recipe": fp8, "parameters": held}, "distributed_optimizer": held, "dtype": "bf16"}
     if overlapped:
         also |= {**WITH_EXPERTS, "experts": {**WITH_EXPERTS["experts"], "overlapped": True}, "dtype": "bf16"}
-    job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
+    job = tiny_job("gpt", **LAYOUTS[layout] | SIZE | also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 
 

@@ -7,22 +7,18 @@ that is resumed under another plan. A broken replay is found.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
 
 from ..long import long
-from ..te_releases import folder_of
+from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for
 from .launched import (
     EXPERTS,
     LATENT,
@@ -39,27 +35,7 @@ from .launched import (
 )
 from .test_patches import apply
 
-VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
-MODULES_OF_0_16 = ("six", "regex")
-"""Imported by its scripts, beside what megatron-core requires."""
-
-
-@pytest.fixture(scope="module")
-def script() -> Path:
-    checkout = Path(os.environ.get("MEGATRON_LM_DIR", "")).resolve()
-    if not (checkout / "pretrain_gpt.py").is_file():
-        pytest.skip(f"no pretrain_gpt.py in {checkout} (MEGATRON_LM_DIR: a checkout of Megatron-LM, 0.16 to 0.19)")
-    if MINOR.search((checkout / VERSION).read_text())[1] == "16":
-        for module in MODULES_OF_0_16:
-            pytest.importorskip(module, reason=f"scripts of 0.16 import {module}")
-    return checkout / "pretrain_gpt.py"
-
-
 DOUBLE_BUFFERED = ["--rerun-mode", "disabled", "--lynx-schedule", "double-buffered"]
-FOUR = "tensor 2 x pipeline 2, sequence parallel"
-INTERLEAVED = f"{FOUR}, two chunks on each stage"
-TE_RELEASES = {"16": "2.9", "17": "2.14", "18": "2.20", "19": "2.17"}
-"""Releases of Transformer Engine that are tried, by megatron-core's minor release."""
 
 
 @pytest.mark.parametrize("layout", ["1", FOUR, INTERLEAVED])
@@ -91,21 +67,19 @@ def test_with_overlapped_exchanges(script, tmp_path):
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     flags = [*MODEL, *TE, "--mock-data"]
-    check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
+    check_every_digit(script, flags, layout, tmp_path, path=[te_for(script)], implementation="transformer_engine")
 
 
 @pytest.mark.parametrize("layout", [FOUR, *long(INTERLEAVED)])
 def test_with_userbuffers(script, layout, tmp_path):
     """The script asks Transformer Engine for them, whose Python makes them; buffers and products are stood in for. A plan for a
     run without them is refused."""
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     flags = [*MODEL, *TE, "--mock-data", "--tp-comm-overlap", "--tp-comm-bootstrap-backend", "gloo"]
     facts = {"implementation": "transformer_engine"}
-    check_every_digit(script, flags, layout, tmp_path, path=[folder], userbuffers=True, **facts)
+    check_every_digit(script, flags, layout, tmp_path, path=[te_for(script)], userbuffers=True, **facts)
     wrong = saved(plan_of(layout, **facts), tmp_path / "wrong.yaml")
-    refused = launch(script, [*flags, *flags_of(layout), "--lynx-plan", wrong], ranks=4, path=[folder])
+    refused = launch(script, [*flags, *flags_of(layout), "--lynx-plan", wrong], ranks=4, path=[te_for(script)])
     assert refused.status == 1
     assert refused.ours[1].startswith("  - --tp-comm-overlap: found given, needed not given"), refused.text
 
@@ -115,29 +89,26 @@ def test_a_hybrid_model_of_pairs(script, tmp_path):
     hybrid = script.parent / "pretrain_hybrid.py"
     if not hybrid.is_file():
         pytest.skip(f"no pretrain_hybrid.py in {script.parent}: it is there from 0.18 on")
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     spec = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     flags = [*MODEL, *TE, "--mock-data", *spec, "--hybrid-layer-pattern", "*-*-|*-*-"]
-    check_every_digit(hybrid, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine")
+    check_every_digit(hybrid, flags, FOUR, tmp_path, path=[te_for(script)], implementation="transformer_engine")
 
 
 def test_with_latent_attention(script, tmp_path):
     """And with a layer that predicts one more token, which keeps all. Of the others everything between norms and the projection
     is made again, of two paths, queries turned in place; tokens that were compressed are gathered once."""
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     flags = [*MODEL, *TE, *LATENT, "--mock-data"]
-    check_every_digit(script, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine", latent=True)
+    check_every_digit(script, flags, FOUR, tmp_path, path=[te_for(script)], implementation="transformer_engine", latent=True)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise", "blockwise")])
 def test_with_weights_that_are_held_in_fp8(script, recipe, tmp_path):
     """The script makes their main parameters of what they were before, and gathers them in FP8. (Of weights that were made on the
     CPU Transformer Engine remembers what was in their memory before.)"""
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     model = [flag for flag in MODEL if flag != "--use-cpu-initialization"]
     held = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--fp8-param-gather", "--use-distributed-optimizer"]
-    facts = {"implementation": "transformer_engine", "fp8": recipe}
-    check_every_digit(script, [*model, *TE, *held, "--mock-data"], "1", tmp_path, path=[folder], **facts)
+    facts = {"implementation": "transformer_engine", "fp8": recipe, "held": True}
+    check_every_digit(script, [*model, *TE, *held, "--mock-data"], "1", tmp_path, path=[te_for(script)], **facts)
 
 
 def test_with_deferred_weight_gradients_of_experts(script, tmp_path):
@@ -175,23 +146,6 @@ def test_with_context_parallelism(script, tmp_path):
         assert planned.iterations == stock.iterations
         assert any(line.startswith("megatron-lynx: checked 2 steps against stock") for line in planned.ours)
         assert any("copied to the host" in line for line in planned.ours) == (name == "on the host")
-
-
-def check_every_digit(script, flags, layout, folder, *, path=(), **model):
-    ranks = 1 if layout == "1" else 4
-    flags = [*flags, *flags_of(layout)]
-    stock = launch(script, flags, ranks=ranks, path=path)
-    assert stock.status == 0, stock.text
-    assert len(stock.iterations) == 5
-    for number, plan in enumerate(plans_of(layout, **model)):
-        file = saved(plan, folder / f"{number}.yaml")
-        planned = launch(script, [*flags, "--lynx-plan", file, "--lynx-check", "2"], ranks=ranks, path=path)
-        assert planned.status == 0, planned.text
-        assert planned.iterations == stock.iterations
-        assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
-        assert planned.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
-        assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
-        assert ("of host memory page-locked in" in planned.ours[0]) == (plan.stages[0].offload is not None)
 
 
 @pytest.mark.timeout(900)
@@ -328,9 +282,8 @@ def test_without_flushes(script, layout, flags):
 
 def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
     """Everything replayed, and some on the host."""
-    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     plan = offloading(plan_of(FOUR, implementation="transformer_engine", schedule="double_buffered"), 20_000)
-    _, planned = without_flushes(script, FOUR, TE, 4, path=[folder], plan=saved(plan, tmp_path / "plan.yaml"))
+    _, planned = without_flushes(script, FOUR, TE, 4, path=[te_for(script)], plan=saved(plan, tmp_path / "plan.yaml"))
     assert "replayed 80 layer halves" in planned.ours[-1]
     assert "copied to the host" in planned.ours[-1]
 
@@ -343,14 +296,3 @@ def test_without_flushes_saved_and_resumed(script, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     _, resumed = without_flushes(script, FOUR, [*flags, "--load", str(tmp_path)], 4)
     assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in going_on.iterations[3:]]
-
-
-def te_of(script: Path) -> str:
-    return TE_RELEASES[MINOR.search((script.parent / VERSION).read_text())[1]]
-
-
-def plans_of(layout: str, **model: Any) -> Iterator[Plan]:
-    """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
-    yield inside_experts(plan_of(layout, gather="keep" if layout == "1" else "once", **model))
-    if layout == INTERLEAVED:
-        yield offloading(plan_of(layout, **model), 200_000)

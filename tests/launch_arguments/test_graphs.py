@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.advise.today import graph_bytes
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.graphs import mask_bytes, pool_bytes
 from megatron_lynx.cost.host import NO_HOST_TIME, half_host_s
@@ -44,7 +45,8 @@ def test_what_a_plan_may_be_beside(flags: str, captured: tuple[str, ...] | None)
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("--cuda-graph-impl local --cuda-graph-scope attn", "it captures layers whole, whatever modules are named"),
+        ("--cuda-graph-impl local --cuda-graph-scope attn", "it captures layers whole, if only attn or mlp is named"),
+        ("--cuda-graph-impl local --cuda-graph-modules attn moe_router --num-experts 8", "it captures layers whole"),
         ("--enable-cuda-graph", "it captures layers whole"),
         ("--cuda-graph-impl full_iteration", "forward and backward are one graph"),
         ("--cuda-graph-impl transformer_engine", "without modules whole layers are captured"),
@@ -56,6 +58,25 @@ def test_no_plan_is_beside_what_leaves_nothing(flags: str, why: str) -> None:
     reading = read_launch(f"{SMALL} {flags}".split(), gpus=8)
     assert why in reading.today.alone
     assert not any(fact.place == "model.captured" for fact in reading.facts)
+
+
+def test_local_graphs_of_moe_layers_capture_nothing_of_a_gpt_model() -> None:
+    """They stay in the launch, which is priced and planned as without them; in a hybrid stack they are graphs."""
+    flags = "--cuda-graph-impl local --cuda-graph-modules moe_router moe_preprocess --num-experts 8"
+    reading = read_launch(f"{SMALL} {flags}".split(), gpus=8)
+    assert (reading.today.graphs, reading.today.alone, reading.today.flags) == (False, "", ())
+    assert "--cuda-graph-impl" in reading.changed({}).arguments
+    hybrid = read_launch(f"{SMALL} {flags} --hybrid-layer-pattern *-*E".split(), gpus=8)
+    assert "it captures layers whole" in hybrid.today.alone
+
+
+def test_today_holds_what_its_graphs_hold() -> None:
+    """In backward, their pool is full anyway: masks, working memory and gradients come on top."""
+    job, plain = job_with(GRAPHS), job_with("--te-rng-tracker")
+    none = [each.model_copy(update={"policy": "none"}) for each in (job, plain)]
+    beside, without = (stage_parts(each, 0).states.buffers for each in none)
+    assert len(job.layers_of(0)) * mask_bytes(LayerShape.of(job)) < graph_bytes(job) <= beside - without
+    assert graph_bytes(plain) == 0
 
 
 def test_the_launch_under_a_plan_beside_graphs_keeps_them() -> None:

@@ -85,6 +85,11 @@ def test_groups_are_counted_from_the_first_layer_of_a_rule():
     assert [layer for layer in range(1, 4) if not odd[0].feeds(layer, "mlp")] == [2, 3]
 
 
+def test_an_input_is_needed_where_the_last_half_of_its_group_begins():
+    found = {half.key: half.ahead for half in timetable_of(checkpointed(NOTHING, {"layers": 2}), 0).all_halves}
+    assert [found[layer, half] for layer in (1, 2) for half in ("attention", "mlp")] == [4, 3, 2, 1]
+
+
 def test_it_is_explained():
     console = Console(width=160, file=StringIO())
     console.print(explanation(checkpointed(NOTHING, {"layers": 2})))

@@ -13,7 +13,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decision
-from megatron_lynx.planner.decision import Decision, without_early_exchanges
+from megatron_lynx.planner.decision import Decision, with_both_fillers
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -163,15 +163,15 @@ def mixtral(memory_gib: float) -> Job:
 def test_a_plan_has_them_only_where_its_step_is_shorter(monkeypatch: pytest.MonkeyPatch, memory_gib: float, better: bool) -> None:
     """A story: what they regenerate is memory, and they are waits, that weight gradients may use better. While the faster replays
     alone decided, the step of Qwen3 30B-A3B in little memory was 9 % longer."""
-    job, without = mixtral(memory_gib), []
+    job, made = mixtral(memory_gib), dict[bool, Decision]()
 
     def noted(*asked: Any) -> Decision:
-        without.append(without_early_exchanges(*asked))
-        return without[-1]
+        early = asked[2].early_exchanges
+        made[early] = with_both_fillers(*asked)
+        return made[early]
 
-    monkeypatch.setattr(decision, "without_early_exchanges", noted)
-    chosen = decision.decide(job, analytic_profile(job))
-    (other,) = without
+    monkeypatch.setattr(decision, "with_both_fillers", noted)
+    chosen, other = decision.decide(job, analytic_profile(job)), made[False]
     assert not replays_beside_forwards(other.plan)
     assert replays_beside_forwards(chosen.plan) == better
     assert (chosen.simulation.step_s < other.simulation.step_s) == better

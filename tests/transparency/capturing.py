@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from tests.instruments.graphs import Tracker, stand_in_for_graphs
 
 
 @dataclass(frozen=True)
 class Captured:
     """How a trial captures."""
 
-    after: int = 1
-    """Steps before the capture (`--cuda-graph-warmup-steps`)."""
-    te_tracker: bool = False
-    """Whether random numbers are Transformer Engine's tracker's (--te-rng-tracker)."""
+    after: int | None = 1
+    """Steps before the capture (`--cuda-graph-warmup-steps`); None: Megatron's helper captures nothing."""
+    tracker: Tracker = "graph-safe"
+    """Whose random numbers."""
 
 
 @dataclass
@@ -54,13 +55,11 @@ def capturing(job: Job, asked: Captured) -> Iterator[Graphs]:
     """Let a training capture."""
     from megatron.core import num_microbatches_calculator
 
-    from tests.instruments.graphs import stand_in_for_graphs
-
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     samples = job.batch.micro * job.microbatches
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, samples, job.batch.micro, 1)
     try:
-        with stand_in_for_graphs(te_tracker=asked.te_tracker):
+        with stand_in_for_graphs(asked.tracker):
             yield Graphs(job, asked)
     finally:
         num_microbatches_calculator.destroy_num_microbatches_calculator()

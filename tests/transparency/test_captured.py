@@ -16,7 +16,8 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.te_releases import pools_with
+from tests.instruments.graphs import Tracker
+from tests.te_releases import pool_with, pools_with
 from tests.transparency.capturing import Captured, capturing
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -105,10 +106,12 @@ def free_of_experts(job: Job) -> set[str]:
     return {item for section in job.model.sections(1) for item in section.replayable}
 
 
-def test_random_numbers_of_transformer_engine(te_pool_of: Pools) -> None:
-    """Its tracker's states are generators, which graphs hold on to: a replay sets what is in them, and leaves them in place."""
+@pytest.mark.parametrize("tracker", ["te", "inference"])
+def test_other_trackers_of_random_numbers(te_pool_of: Pools, tracker: Tracker) -> None:
+    """Transformer Engine's has generators as states, which graphs hold on to: a replay sets what is in them, and leaves them in
+    place. Inference's has none, and all draw from the device's generator."""
     job = job_of("TP2+SP", ("attn",))
-    checked(te_pool_of, job, candidates_for(job)[1:2], trial_of(captured=Captured(te_tracker=True)))
+    checked(te_pool_of, job, candidates_for(job)[1:2], trial_of(captured=Captured(tracker=tracker)))
 
 
 def test_capture_before_the_first_step(te_pool_of: Pools) -> None:
@@ -131,6 +134,52 @@ def test_no_hook_is_on_a_captured_half(te_pool_of: Pools) -> None:
     of_first = [where for where in held if where.startswith("layer 1.")]
     assert "layer 1._forward_mlp" in of_first
     assert not any(name in where for where in of_first for name in ("attention", "linear_qkv", "linear_proj"))
+
+
+@pytest.mark.parametrize("core", [None, "0.19"])
+def test_local_graphs_are_of_whole_layers_or_of_nothing(core: str | None) -> None:
+    """Which modules of a GPT model with experts `--cuda-graph-impl local` captures: no module named, attention, the router."""
+    fields = {"dtype": "bf16", "implementation": "transformer_engine", "bias": False, "microbatches": 1}
+    job = tiny_job("gpt", **fields, experts=EXPERTS)
+    with pool_with("2.17", 1, core) as pool:
+        [whole], [attention], [router] = (pool.run(called_as_graphs, job, named) for named in ((), ("attn",), ROUTED[1][1:]))
+    assert whole == attention == ["TransformerLayer"] * job.model.layers
+    assert router == []
+
+
+def test_a_plan_beside_local_graphs_that_capture_nothing(te_pool_of: Pools) -> None:
+    """Everything runs as ever: a plan that states no graphs is the one for such a launch."""
+    fields = {"dtype": "bf16", "implementation": "transformer_engine", "bias": False}
+    job = tiny_job("gpt", **SPREAD["EP2"], experts=EXPERTS, **fields)
+    local = {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router", "moe_preprocess"], "moe_grouped_gemm": True}
+    checked(te_pool_of, job, [uniform_plan(job)], trial_of(captured=Captured(None), model=local))
+
+
+def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str]:
+    """The classes whose calls go to a manager of graphs, in a forward of the model."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import MODULES, build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    called, code = [], CudaGraphManager.__call__
+
+    def run(self: Any, module: Any, args: Any, kwargs: Any, **more: Any) -> Any:
+        called.append(type(module).__name__)
+        return module.forward(*args, **kwargs)
+
+    CudaGraphManager.__call__ = run
+    try:
+        with capturing(job, Captured()):
+            seed_random_numbers(7)
+            local = {"cuda_graph_impl": "local", MODULES: list(captured)}
+            Training(job, build_model(job, **local), ddp=True).step(synthetic_batches(job, 0))
+    finally:
+        CudaGraphManager.__call__ = code
+    return called
 
 
 def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
@@ -187,6 +236,7 @@ def test_a_plan_for_other_graphs_is_refused(
     ("implementation", "modules", "lost"),
     [
         ("local", ["attn"], "it captures layers whole"),
+        ("local", ["attn", "moe_router"], "it captures layers whole"),
         ("full_iteration", [], "forward and backward are one graph"),
         ("local", ["full_iteration"], "forward and backward are one graph"),
         ("transformer_engine", [], "without modules whole layers are captured"),
@@ -198,6 +248,13 @@ def test_captures_that_leave_nothing_are_refused(implementation: str, modules: l
     [problem] = refused_graphs(SimpleNamespace(cuda_graph_impl=implementation, cuda_graph_modules=modules))
     assert problem.needed.startswith("none under a plan, or transformer_engine with --cuda-graph-modules")
     assert lost in problem.todo
+
+
+def test_what_local_graphs_capture_of_hybrid_stacks_alone_is_refused_there() -> None:
+    live = {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
+    assert list(refused_graphs(SimpleNamespace(**live))) == []
+    [problem] = refused_graphs(SimpleNamespace(**live, is_hybrid_model=True))
+    assert problem.found == "local"
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ def test_what_it_keeps_may_go_to_the_host(pool_of: Pools) -> None:
         assert all((each.offloaded_bytes > 0) == (rank == 0) for each in counts)
 
 
+@pytest.mark.parametrize("checkpoint", ["layer", {"layers": 2}], ids=str)
+def test_what_it_keeps_may_leave_within_a_micro_batch(pool_of: Pools, checkpoint: Any) -> None:
+    """It is back where the last half of its group runs backward, which begins with it."""
+    job = tiny_job("gpt")
+    plan = offloading(kept_but_for(job, checkpoint), 1 << 20, pace=1 << 12)
+    [[outcome]] = checked(pool_of, job, [plan], Trial(tampered=True))
+    assert all(each.offloaded_bytes == each.reloaded_bytes > 0 for each in outcome.planned.counts)
+
+
 @pytest.mark.parametrize(
     "layout", [{"pipeline": 2, "microbatches": 3}, *long({"pipeline": 2, "microbatches": 3, **SP2})], ids=str
 )

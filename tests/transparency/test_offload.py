@@ -17,7 +17,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan
-from megatron_lynx.profiler.profile import LinkPoint
+from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
@@ -30,6 +30,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
+from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -270,7 +271,24 @@ def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> 
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-12)  # per byte; copies begin behind the forward whose end is looked at
     profile = profile.model_copy(update={"links": (*profile.links, instant)})
     plans = [make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in (0.0, 0.3, 0.5, 0.63, 1.0)]
-    of_stage = pool_of(2).run(bytes_at_marks, job, plans)
+    counted_as_said(pool_of(2), job, profile, plans)
+
+
+@pytest.mark.parametrize("checkpoint", ["layer", {"layers": 2}, *long("halves")], ids=str)
+def test_device_bytes_of_checkpoints_whose_inputs_leave(pool_of: Pools, checkpoint: Any) -> None:
+    """Where nothing but inputs is kept, nothing but inputs leaves; what Megatron received stays."""
+    job = tiny_job("gpt", pipeline=2, layers=12, layers_per_chunk=3, microbatches=4)
+    profile = made_up_profile(job)
+    instant = LinkPoint(kind="host", bytes=1, seconds=1e-12)
+    profile = profile.model_copy(update={"links": (*profile.links, instant)})
+    kept = checkpointed(plan_for(job, lambda layer: ()), checkpoint)
+    plans = [offloading(kept, times * profile.attention.input_bytes) for times in (0, 1, 6)]
+    counted_as_said(pool_of(2), job, profile, plans)
+
+
+def counted_as_said(pool: RankPool, job: Job, profile: Profile, plans: list[Plan]) -> None:
+    of_stage = pool.run(bytes_at_marks, job, plans)
+    assert all(max(counted) < max(kept) for kept, *_, counted in of_stage)
     for stage, (kept, *counted) in enumerate(of_stage):
         simulated_kept, *simulated = (after_forwards(rehearse(plan, profile), stage) for plan in plans)
         assert len(kept) == len(simulated_kept) == job.microbatches * job.chunks

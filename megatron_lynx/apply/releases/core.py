@@ -329,6 +329,13 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     },
 )
 
+CORE_0_17 = CORE_0_17.reading_also(
+    {  # 0.17.0: as in 0.16
+        name: CORE_0_16.only_with["experts"][name]
+        for name in (f"megatron.core.transformer.moe.fused_a2a:HybridEP{what}" for what in ("Dispatch", "Combine"))
+    }
+)
+
 CORE_0_19 = CORE_0_19.reading_also(
     {  # 0.19.0: names its context of FP8 otherwise
         "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run": "ac5a97383bae7ff9",
