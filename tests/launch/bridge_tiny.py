@@ -1,12 +1,13 @@
 """A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
 
 Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
-those with a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid
-stack of the usual layers; `lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of
-gradients and, at the end, weights.
+those with a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of
+the usual layers; `changing` for micro-batches of other lengths; `lora`. What every rank saw of each step goes into the folder
+SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
 """
 
 import ast
+import itertools
 import os
 import sys
 from contextlib import suppress
@@ -120,6 +121,24 @@ def container(local: bool, hybrid: bool) -> ConfigContainer:
     )
 
 
+def changing(state, data_iterator, model, return_schedule_plan=False):
+    """`forward_step` where micro-batches have 32, 128, 64 and 16 tokens in turn."""
+
+    def changed():
+        while True:
+            batch, length = next(data_iterator), (32, 128, 64, 16)[next(CALLS) % 4]
+            longer = {
+                name: value if value is None else torch.cat([value, value], -1)[..., :length] for name, value in batch.items()
+            }
+            longer["position_ids"] = torch.arange(length)[None]
+            yield longer
+
+    return forward_step(state, changed(), model, return_schedule_plan)
+
+
+CALLS = itertools.count()
+
+
 class Seen(Callback):
     """Every step's losses and norm, and the weights behind the last one that was taken."""
 
@@ -151,6 +170,6 @@ if __name__ == "__main__":
         from megatron_lynx.bridge import training_under
 
         with training_under(os.environ["UNDER"], check=2):
-            pretrain(cfg, forward_step, callbacks=[Seen()])
+            pretrain(cfg, changing if "changing" in sys.argv else forward_step, callbacks=[Seen()])
     else:
-        pretrain(cfg, forward_step, callbacks=[Seen()])
+        pretrain(cfg, changing if "changing" in sys.argv else forward_step, callbacks=[Seen()])

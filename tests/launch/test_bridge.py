@@ -204,6 +204,20 @@ def test_a_run_saves_ends_by_interval_and_resumes_under_another_plan(tmp_path):
     assert len(losses["stock"]) >= 4
 
 
+def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
+    """Of four micro-batches with 32, 128, 64 and 16 tokens the second has more than 64: it runs as stock's. Bridge silences
+    warnings of all loggers, which swallowed this one."""
+    save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
+    words = [*TP2, "changing"]
+    assert run(tmp_path, "stock", words)[0] == 0
+    status, said = run(tmp_path, "planned", [*words, "--lynx-plan", str(tmp_path / "plan.yaml")])
+    assert status == 0, said[-3000:]
+    assert same(tmp_path, "stock", "planned", 2)
+    assert "rank 0 replayed 96 layer halves" in said
+    assert said.count("has 128 tokens on this rank, and the plan holds for at most 64") == 2, "once on each rank"
+    assert "what came: 4 of 4 micro-batches, 93.8 % of their tokens, 133 % of the squares of lengths" in said
+
+
 @pytest.mark.parametrize(
     ("words", "place"),
     [

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,7 @@ class Bridge:
             @wraps(original)
             def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
                 groups = original(*args, **kwargs)
+                _let_our_warnings_through()
                 self._settings = Settings(signature.bind(*args, **kwargs).arguments["cfg"])
                 with _leaving_together():
                     told.prepare(self._settings)
@@ -148,6 +150,14 @@ class Bridge:
             return problem
         texts = (problem.where, problem.found, problem.needed, problem.todo)
         return Problem(*(in_settings(text, settings.has) for text in texts))
+
+
+def _let_our_warnings_through() -> None:
+    """`cfg.logger.filter_warnings` silences every logger that there is, ours too: one says that micro-batches are kept whole."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "megatron_lynx" and isinstance(logger, logging.Logger):
+            for each in [one for one in logger.filters if getattr(one, "__name__", "") == "warning_filter"]:
+                logger.removeFilter(each)
 
 
 @contextmanager
