@@ -15,7 +15,7 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import HalfSeconds, nodes_of
+from megatron_lynx.cost.combined import keeping_all, nodes_of
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
@@ -89,8 +89,7 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
         with_again, without = [], []
         for attention, mlp in zip(*[iter(halves)] * 2, strict=True):
             sections = attention.section, mlp.section
-            costs = [profile.of(section) for section in sections]
-            plain = tuple(HalfSeconds(each.forward_s, each.backward_s) for each in costs)
+            plain = keeping_all(profile, sections)
             again = tuple(replace(each, again_s=half.again_s) for each, half in zip(plain, (attention, mlp), strict=True))
             with_again.append(nodes_of(profile, again, sections))
             without.append(nodes_of(profile, plain, sections))

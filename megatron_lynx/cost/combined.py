@@ -76,6 +76,11 @@ LayerSeconds = tuple[HalfSeconds, ...]
 """By half, in the order of a forward."""
 
 
+def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
+    """A layer of this kind in which nothing runs again."""
+    return tuple(HalfSeconds(half.forward_s, half.backward_s) for half in map(profile.of, kind))
+
+
 def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
     """`layer`: its halves under a setting, or a plan, which is of this kind. What runs again is a part of its half's
     node of a backward."""

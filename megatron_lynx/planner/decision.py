@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal, get_args
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -39,7 +38,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.side_by_side import SideBySide
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
-from megatron_lynx.solver.stages import Stages
+from megatron_lynx.solver.stages import EARLY, Early, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_READING = 1e-3
@@ -52,10 +51,6 @@ WORTH_SPARING = 1e-2
 WORTH_FILLING = 1e-2
 """By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it
 the shorter one after all: 0.9 % is the most that was seen."""
-
-Early = Literal["early_exchanges", "ahead"]
-EARLY: tuple[Early, ...] = get_args(Early)
-"""Fields of `Stages`: replays while tokens travel in forwards; what checkpoints communicate, ahead."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -167,7 +162,7 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     deferring = why_none_deferred(job) is None  # else the solver has weighed what is asked once more
     for early in EARLY if deferring else ():
         if early in begun_early(filled.plan):
-            other = replace(Stages(decision.job, profile), **{early: False})  # type: ignore[arg-type]
+            other = Stages(decision.job, profile).without(early)
             most_s = (1 + WORTH_FILLING) * decision.simulation.step_s if early == "ahead" else inf
             filled = _held_against(filled, job, other, known, most_s)
     finished = _with_lengths(_with_loads(filled, profile), profile)

@@ -151,7 +151,7 @@ class AllStages(Entry):
         plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
         yield _rehearsed(self.job, profile, plan, self.answers)
         for early in begun_early(plan):
-            late = replace(self.stages, **{early: False})  # type: ignore[arg-type]
+            late = self.stages.without(early)
             with suppress(Infeasible):
                 answers = [late.answer(stage) for stage in range(self.job.parallel.pipeline)]
                 plan = written(self.job, answers, job=self.job.digest, profile=profile.digest)

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_lynx.anatomy import HALVES, LayerKind
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds, nodes_of, paired_s
+from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
@@ -180,14 +180,9 @@ class Leaver:
     def _layers_s(self) -> tuple[float, float]:
         """Forward and backward of the stage's layers, nothing replayed. Each is as long as both where they run in turns."""
         if self.job.model.moe_overlapped:
-            kinds = map(self.job.model.sections, self.job.layers_of(self.stage))
-            nodes = [nodes_of(self.profile, _plain(self.profile, kind), kind) for kind in kinds]
+            kinds = self.job.model.each_kind(self.job.layers_of(self.stage))
+            nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
             return (both_s := paired_s(nodes, nodes)), both_s
         halves, counts = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes), self.job.halves_on(self.stage)
         forward_s = sum(counts[section] * each.forward_s for section, each in halves.items())
         return forward_s, sum(counts[section] * each.backward_s for section, each in halves.items())
-
-
-def _plain(profile: Profile, kind: LayerKind) -> LayerSeconds:
-    """A layer in which nothing runs again."""
-    return tuple(HalfSeconds(half.forward_s, half.backward_s) for half in map(profile.of, kind))

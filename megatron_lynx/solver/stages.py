@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, floor
+from typing import Literal, get_args
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
@@ -40,6 +41,11 @@ from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 STEPS = 20
 """Shares are multiples of a twentieth."""
+
+
+Early = Literal["early_exchanges", "ahead"]
+EARLY: tuple[Early, ...] = get_args(Early)
+"""Fields of `Stages`: replays while tokens travel in forwards; what checkpoints communicate, ahead."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class Stages:
     """Whether what checkpoints communicate may begin ahead."""
     before: Worked | None = None
     """What was worked out for the same stages when they spared or excluded something else."""
+
+    def without(self, early: Early) -> Stages:
+        """The same stages with nothing of this kind, worked out anew."""
+        return replace(self, **{early: False}, before=None)  # type: ignore[arg-type]
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
