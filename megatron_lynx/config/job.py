@@ -21,6 +21,7 @@ from megatron_lynx.config.fit import (
     needs_flushes,
     size_problems,
 )
+from megatron_lynx.config.fused_dispatch import buffers_bytes
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -320,7 +321,10 @@ class Job(Part):
     @property
     def device_reserve(self) -> DeviceReserve:
         """What is left alone on one device, by part; counted, whether a budget is stated or not."""
-        reserve = device_reserve(self.cluster, self.communicators, expandable_segments=self.budget.expandable_segments)
+        segments = self.budget.expandable_segments
+        reserve = device_reserve(
+            self.cluster, self.communicators, expandable_segments=segments, dispatch_bytes=buffers_bytes(self)
+        )
         return reserve.beside(self.budget.share, {each.what: each.gib for each in self.budget.beside})
 
     @property

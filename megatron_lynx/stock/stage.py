@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_lynx.anatomy import LayerKind
+from megatron_lynx.config.fused_dispatch import computing_kept
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
 from megatron_lynx.cost.communication import embedding_of
@@ -115,7 +116,8 @@ class StockStage:
         """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
         backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
         layers = [self._nodes(profile, each) for each in range(self.job.chunks)]
-        beside = self.beside._replace(computing=min(self.beside.computing, 1 / profile.interference))
+        kept = min(self.beside.computing, 1 / profile.interference, computing_kept(self.job))
+        beside = self.beside._replace(computing=kept)
         timed, both_s = [self._timed(profile, each) for each in range(self.job.chunks)], 0.0
         for other in range(self.job.chunks):
             ends_s = sum(self._ends_s(profile, which)[way] for way, which in enumerate((chunk, other)))
