@@ -102,7 +102,6 @@ TRAVELS: dict[str, tuple[Callable[[], Job], str, Any]] = {
     "TP2": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1), "allreduce", True),
     "TP2+SP": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", True),
     "TP2+SP, behind a gather": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", "gather"),
-    "TP2+SP, a gather": (lambda: tiny_job("gpt", **SP), "all_gather_single", "gather"),
     "EP2": (lambda: job_of("EP2"), "all_to_all_single", True),
 }
 
