@@ -100,7 +100,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if launch.unknown:
         yield f"today: {launch.unknown}"
     if launch.at_best_s is not None:
-        yield "today's seconds: if overlapped exchanges and computing slow each other down not at all, to as much as on H100s"
+        yield f"today's seconds: {launch.range_why}"
     if launch.graphs:
         yield launch.graphs_priced_in_words
         yield launch.graphs_in_words
