@@ -448,7 +448,7 @@ def test_what_slime_sets_itself_is_read() -> None:
 
 
 def test_slimes_batch_follows_from_its_rollouts() -> None:
-    """Its scripts for DeepSeek-V3, Kimi K2, GLM and Moonlight state no batch: it was taken for one micro-batch on each replica."""
+    """Its scripts for DeepSeek-V3, Kimi K2, GLM and Moonlight state no batch: it was taken for a micro-batch on each replica."""
     flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096"
     flags += " --rollout-batch-size 128 --n-samples-per-prompt 8 --num-steps-per-rollout 4"
     assert read(flags).job_data["batch"]["global"] == 256
