@@ -8,7 +8,7 @@
 
 Backward holds most near its beginning, so a few halves suffice, and of identical layers no two are told apart without need. With
 all halves nothing is left out. The sweep's answer is where the search begins, and what is returned where nothing is faster;
-else the first one that was found. A search ends by the nodes of HiGHS's tree, not by the clock: a busy machine makes the same plan.
+else the first one that was found. A search ends by nodes of HiGHS's tree, not by the clock: a busy machine makes the same plan.
 
 Where something need not be gained, no more than `MOST_CHOSEN` halves are chosen one by one: four times as many take HiGHS fifty
 times as long. What the programmes found is nearly right, but holds too much, because they leave out when the halves that they
