@@ -22,10 +22,12 @@ HybridEP's own kernels for sorting rows, which nothing runs beside, are given al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from megatron_lynx.config.job import Job
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
 
 FP32_BYTES = 4
 MULTIPROCESSORS = {"deepep": 20, "hybridep": 16}
@@ -46,63 +48,73 @@ SCALED = 128
 """Numbers with one scale."""
 
 
-def multiprocessors_of(job: Job) -> int:
-    """How many one kernel holds while tokens travel to experts or back; 0 where no kernel of a backend's does that."""
-    experts = job.model.experts
-    if experts is None or experts.dispatcher == "alltoall" or _ranks(job) == 1:
-        return 0
-    return experts.multiprocessors or MULTIPROCESSORS[experts.dispatcher]
+class FusedDispatch(NamedTuple):
+    """Tokens of one device on their way to experts and back."""
 
+    model: Model
+    parallel: Parallel
+    micro: int
+    """Sequences of a micro-batch."""
+    cluster: Cluster
 
-def computing_kept(job: Job) -> float:
-    """The share of its rate that compute keeps beside such a kernel; 1 where nobody says how many multiprocessors there are."""
-    attention = job.cluster.ordered_attention
-    return 1.0 if attention is None else max(0.1, 1 - multiprocessors_of(job) / attention.multiprocessors)
+    @property
+    def _by_kernels(self) -> Experts | None:
+        """The experts, where a backend's kernels bring them tokens from other ranks."""
+        experts = self.model.experts
+        return None if experts is None or experts.dispatcher == "alltoall" or self._ranks == 1 else experts
 
+    @property
+    def _ranks(self) -> int:
+        return self.parallel.expert * self.parallel.expert_tensor_size
 
-def buffers_bytes(job: Job) -> int:
-    """Of the buffers of one device, on the testbed of none."""
-    experts = job.model.experts
-    if experts is None or experts.dispatcher == "alltoall" or _ranks(job) == 1 or job.cluster.device == "cpu":
-        return 0
-    return _deep_ep_bytes(job) if experts.dispatcher == "deepep" else _hybrid_ep_bytes(job)
+    @property
+    def multiprocessors(self) -> int:
+        """How many one kernel holds while tokens travel; 0 where none does that."""
+        experts = self._by_kernels
+        return 0 if experts is None else experts.multiprocessors or MULTIPROCESSORS[experts.dispatcher]
 
+    @property
+    def computing_kept(self) -> float:
+        """The share of its rate that compute keeps beside such a kernel; 1 where a device's multiprocessors are not known."""
+        attention = self.cluster.ordered_attention
+        return 1.0 if attention is None else max(0.1, 1 - self.multiprocessors / attention.multiprocessors)
 
-def _own_tokens(job: Job) -> int:
-    tokens = job.model.seq // job.parallel.context * job.batch.micro
-    return tokens // job.parallel.tensor if job.parallel.sequence_parallel else tokens
+    @property
+    def buffers_bytes(self) -> int:
+        """Of the buffers of one device, on the testbed of none."""
+        experts = self._by_kernels
+        if experts is None or self.cluster.device == "cpu":
+            return 0
+        return self._deep_ep_bytes if experts.dispatcher == "deepep" else self._hybrid_ep_bytes(experts)
 
+    @property
+    def _deep_ep_bytes(self) -> int:
+        ranks, channels = self._ranks, self.multiprocessors // 2
+        token_bytes = self.model.hidden * max(2, self.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
+        size = channels * min(ranks, NVLINK_PEERS) * _chunk(NVLINK_CHUNK, ranks, NVLINK_CHUNK_BEYOND) * token_bytes
+        if ranks > NVLINK_PEERS:
+            both = 2 * (token_bytes + FLAGS_BYTES)
+            size += channels * (ranks // NVLINK_PEERS) * _chunk(RDMA_CHUNK, ranks, RDMA_CHUNK_BEYOND) * both
+        return size + WORKSPACE_BYTES
 
-def _ranks(job: Job) -> int:
-    return job.parallel.expert * job.parallel.expert_tensor_size
+    def _hybrid_ep_bytes(self, experts: Experts) -> int:
+        """A node is a domain of NVLink."""
+        within = min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+        others, own = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
+        tokens = -(-self._own_tokens // HYBRID_CHUNK) * HYBRID_CHUNK
+        token, scales = 2 * self.model.hidden, FP32_BYTES * (self.model.hidden // SCALED)
+        of_node, of_all = FP32_BYTES * own * within, own * self._ranks
+        worst = tokens * self._ranks * (token + scales + of_node + of_all)
+        if not others:
+            return worst
+        sent = tokens * (token + scales + FP32_BYTES * of_all)
+        return worst + sent + others * tokens * (3 * (token + of_node) + scales)
 
-
-def _deep_ep_bytes(job: Job) -> int:
-    ranks, channels = _ranks(job), multiprocessors_of(job) // 2
-    token_bytes = job.model.hidden * max(2, job.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
-    size = channels * min(ranks, NVLINK_PEERS) * _chunk(NVLINK_CHUNK, ranks, NVLINK_CHUNK_BEYOND) * token_bytes
-    if ranks > NVLINK_PEERS:
-        both = 2 * (token_bytes + FLAGS_BYTES)
-        size += channels * (ranks // NVLINK_PEERS) * _chunk(RDMA_CHUNK, ranks, RDMA_CHUNK_BEYOND) * both
-    return size + WORKSPACE_BYTES
+    @property
+    def _own_tokens(self) -> int:
+        tokens = self.model.seq // self.parallel.context * self.micro
+        return tokens // self.parallel.tensor if self.parallel.sequence_parallel else tokens
 
 
 def _chunk(by_ranks: dict[int, int], ranks: int, beyond: int) -> int:
     return next((tokens for most, tokens in by_ranks.items() if ranks <= most), beyond)
-
-
-def _hybrid_ep_bytes(job: Job) -> int:
-    """A node is a domain of NVLink."""
-    ranks, node = _ranks(job), job.cluster.node.gpus if job.cluster.node is not None else NVLINK_PEERS
-    within = min(ranks, node)
-    others, tokens = -(-ranks // within) - 1, -(-_own_tokens(job) // HYBRID_CHUNK) * HYBRID_CHUNK
-    own = job.model.experts.count // job.parallel.expert if job.model.experts is not None else 0
-    token = 2 * job.model.hidden
-    scales, of_node, of_all = FP32_BYTES * (job.model.hidden // SCALED), FP32_BYTES * own * within, own * ranks
-    worst = tokens * ranks * (token + scales + of_node)
-    gathered = tokens * ranks * of_all
-    if not others:
-        return worst + gathered
-    sent = tokens * (token + scales + FP32_BYTES * of_all)
-    travelling = others * tokens * (3 * (token + of_node) + scales)
-    return worst + gathered + sent + travelling

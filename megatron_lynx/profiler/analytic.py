@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lynx.config.cluster import Link
-from megatron_lynx.config.fused_dispatch import computing_kept
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.planning import planning_of
@@ -67,7 +66,7 @@ def _interference(job: Job, roof: Roofline) -> float:
     """How much longer computing takes beside an exchange. HybridEP's run alone, but where exchanges are overlapped."""
     kept, experts = 1 - roof.matmul.beside_collective, job.model.experts
     beside = experts is not None and (experts.dispatcher == "deepep" or experts.overlapped)
-    return 1 / min(kept, computing_kept(job) if beside else 1.0)
+    return 1 / min(kept, job.fused_dispatch.computing_kept if beside else 1.0)
 
 
 def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> Passes:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.config.fused_dispatch import buffers_bytes, computing_kept
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.analytic import analytic_profile
 from tests.config.jobs import catalogued_job
@@ -45,7 +44,7 @@ SENT = TOKEN + 8 + 128 * 8 + 128 * 4 + 128 * 4
 )
 def test_buffers_are_as_large_as_their_sources_make_them(dispatcher: str, ranks: int, expected: int) -> None:
     job = job_of(dispatcher, ranks)
-    assert buffers_bytes(job) == expected
+    assert job.fused_dispatch.buffers_bytes == expected
     without = job_of("alltoall", ranks)
     assert (
         without.device_reserve.left_bytes - job.device_reserve.left_bytes
@@ -56,9 +55,9 @@ def test_buffers_are_as_large_as_their_sources_make_them(dispatcher: str, ranks:
 
 def test_a_ring_is_as_wide_as_the_launch_says() -> None:
     """Two multiprocessors a channel; HybridEP's buffers do not depend on them."""
-    deep = [buffers_bytes(job) - 2**25 for job in (job_of("deepep", 8, multiprocessors=n) for n in (12, 24))]
+    deep = [job.fused_dispatch.buffers_bytes - 2**25 for job in (job_of("deepep", 8, multiprocessors=n) for n in (12, 24))]
     assert deep[1] == 2 * deep[0]
-    hybrid = [buffers_bytes(job) for job in (job_of("hybridep", 8, multiprocessors=n) for n in (12, 24))]
+    hybrid = [job.fused_dispatch.buffers_bytes for job in (job_of("hybridep", 8, multiprocessors=n) for n in (12, 24))]
     assert hybrid[0] == hybrid[1]
 
 
@@ -68,6 +67,6 @@ def test_what_runs_beside_exchanges_has_the_other_multiprocessors() -> None:
     assert analytic_profile(job_of("deepep", 8, multiprocessors=24)).interference == pytest.approx(132 / 108)
     assert analytic_profile(job_of("deepep", 1)).interference == 1, "nothing travels"
     hybrid = job_of("hybridep", 8)
-    assert computing_kept(hybrid) == pytest.approx(116 / 132)
+    assert hybrid.fused_dispatch.computing_kept == pytest.approx(116 / 132)
     assert analytic_profile(hybrid).interference == 1, "its kernels run alone"
     assert analytic_profile(job_of("hybridep", 8, overlapped=True)).interference == pytest.approx(132 / 116)
