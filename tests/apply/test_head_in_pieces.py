@@ -116,7 +116,7 @@ def test_what_makes_something_else_of_logits_is_refused_by_name(pool_of):
 
 
 def test_a_second_loss_of_logits_is_refused_and_is_shown_none(pool_of):
-    """A hook on the projection was shown what stands for logits in pieces. Megatron's distillation takes its second loss there."""
+    """A hook on the projection was shown what stands for logits in pieces: distillation takes its second loss there."""
     (found,) = refused(pool_of, head_on_ranks.read)
     assert found.startswith("output_layer.forward_hooks: drop what reads logits, such as --logits-load-dir")
     (found,) = refused(pool_of, head_on_ranks.replaced)
