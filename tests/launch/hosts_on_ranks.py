@@ -1,5 +1,5 @@
-"""What the tests of hosts run on ranks: several launches in one process, whose frameworks are as much of the real ones as launches
-hook. They train the real megatron-core. (`make bridge` does the same with Megatron-LM's and Megatron-Bridge's own.)"""
+"""What the tests of hosts run on ranks: several launches in one process. Their frameworks are as much of the real ones as
+launches hook, and train the real megatron-core. (`make bridge` does the same with Megatron-LM's and Megatron-Bridge's own.)"""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def _frameworks(settings: dict[str, Any], rank: int) -> Iterator[tuple[Any, Any]
         parent, _, last = name.rpartition(".")
         if parent in made:
             setattr(made[parent], last, made[name])
-    lm, setup, loop, step = made["megatron.training"], *(made[f"megatron.bridge.training.{name}"] for name in ("setup", "pretrain", "train"))
+    lm, setup, loop, step = (
+        made["megatron.training"],
+        *(made[f"megatron.bridge.training.{name}"] for name in ("setup", "pretrain", "train")),
+    )
     lm.GIVEN = []
     lm.arguments.add_megatron_arguments = lambda parser: parser
     lm.initialize._initialize_distributed = lambda: None

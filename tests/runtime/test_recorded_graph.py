@@ -92,8 +92,7 @@ def test_lengths_do_not_pile_up() -> None:
 
 
 def test_one_length_too_many_forgets_the_one_used_longest_ago() -> None:
-    """All were forgotten at once, and a run whose lengths fall into one bucket more than that recorded each of them anew again and
-    again."""
+    """All were forgotten at once: a run whose lengths fall into one bucket more than that recorded each anew, again and again."""
     graphs = RecordedGraphs()
     for length in range(MOST_SIGNATURES):
         graphs.put("a half", (length,), RecordedGraph())
