@@ -168,8 +168,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)
     last, before = outcome.reports[-1], outcome.learned or Learned()
-    short = None if last.met is None or last.met.full else last.met.tokens
-    stages = tuple(_peak(row) if short is None else None for row in last.stages)
+    stages = tuple(_peak(last, row) for row in last.stages)
     off = [0 if peak is None else peak[1] - peak[0] for peak in stages]
     device_bytes = min((found for row in last.stages if (found := _left_bytes(job, row)) is not None), default=None)
     was_s, is_s = _seconds(last, job)
@@ -192,7 +191,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
         (was_s, is_s),
         stages,
         budget,
-        (*_bytes_not_learned(last, stages, short), *not_learned),
+        (*_not_learned(last), *not_learned),
         prices,
         hidden,
     )
@@ -292,8 +291,11 @@ def _seconds(report: Report, job: Job) -> tuple[float, float]:
     return max(predicted), max(measured) - reduction_s(job)
 
 
-def _peak(row: StageRow) -> tuple[int, int] | None:
-    """What a stage was predicted to hold, and held; None where one of them is not known."""
+def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
+    """What a stage was predicted to hold, and held; None where one of them is not known, or is of micro-batches that were not
+    full."""
+    if report.part_of_tokens is not None:
+        return None
     if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
         return None
     return row.predicted.memory_bytes, row.measured.allocated_bytes
@@ -305,11 +307,10 @@ def _left_bytes(job: Job, row: StageRow) -> int | None:
     return None if outside is None or slack is None else job.device_reserve.memory_bytes - outside - slack
 
 
-def _bytes_not_learned(report: Report, stages: Sequence[tuple[int, int] | None], short: float | None) -> Iterator[str]:
-    """Why. `short`: the part of a full micro-batch's tokens that came, where that was not all."""
-    if short is not None:
-        yield f"bytes: micro-batches had {100 * short:.3g} % of the tokens that a plan's bytes are for"
-    elif unknown := [str(row.stage) for row, peak in zip(report.stages, stages, strict=True) if peak is None]:
+def _not_learned(report: Report) -> Iterator[str]:
+    if report.part_of_tokens is not None:
+        yield f"bytes: micro-batches had {100 * report.part_of_tokens:.3g} % of the tokens that a plan's bytes are for"
+    elif unknown := [str(row.stage) for row in report.stages if _peak(report, row) is None]:
         yield f"bytes of {_stages(unknown)}: not measured, or not predicted"
 
 
