@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import torch.distributed as dist
 from megatron.bridge.training.initialize import destroy_global_state
@@ -26,8 +27,18 @@ def left():
     """What a launch has left."""
     gc.collect()
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("torch", "megatron")]
-    hooks = [name for module in modules for name, value in vars(module).items() if getattr(value, MARK, False) is True]
+    hooks = [
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and MARK in vars(value)
+    ]
     return hooks + [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in OURS]
+
+
+def begin_anew():
+    """The store of the ranks before still has their port."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 
 
 def main():
@@ -37,6 +48,7 @@ def main():
     destroy_global_state()
     destroy_global_vars()
     dist.destroy_process_group()
+    begin_anew()
     sys.path.insert(0, str(HERE))
     import bridge_tiny
 
@@ -45,6 +57,7 @@ def main():
         os.environ.update(NAME=name, UNDER=plan)
         bridge_tiny.main()
         print(f"left behind the {name}:", left())
+        begin_anew()
 
 
 if __name__ == "__main__":

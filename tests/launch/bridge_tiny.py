@@ -155,7 +155,8 @@ def packed(state, data_iterator, model, return_schedule_plan=False):
 
 
 def of_length(data_iterator, length):
-    for batch in data_iterator:
+    while True:
+        batch = next(data_iterator)
         longer = {name: value if value is None else torch.cat([value, value], -1)[..., :length] for name, value in batch.items()}
         longer["position_ids"] = torch.arange(length)[None]
         yield longer

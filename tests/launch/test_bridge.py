@@ -279,7 +279,7 @@ def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
     ("words", "place"),
     [
         (["lora"], "cfg.peft"),
-        (["dist.use_decentralized_pg=True"], "cfg.dist.use_decentralized_pg"),
+        (["dist.use_decentralized_pg=True", "dist.use_gloo_process_groups=False"], "cfg.dist.use_decentralized_pg"),
         (["restarts"], "cfg.inprocess_restart.enabled"),
         (["ddp.use_megatron_fsdp=True", "dist.use_megatron_fsdp=True", "checkpoint.ckpt_format='fsdp_dtensor'"], "cfg.ddp"),
     ],
