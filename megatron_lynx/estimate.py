@@ -174,7 +174,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
     price, hiding = priced(job, costs, setting, MEASURED), costs
     if job.userbuffers:
         hiding = hiding_all(costs)
-    ranged = setting.overlap or job.userbuffers
+    ranged = bool(setting.range_in_words) or job.userbuffers
     return Estimate(
         job=job,
         offload_ratio=0.0,

@@ -17,7 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
+
+from megatron_lynx.errors import Problem
 
 Recipe = Literal["delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"]
 
@@ -66,3 +71,24 @@ def reduces_amaxes(recipe: Recipe | None) -> bool:
 def gathers_once(recipe: Recipe | None) -> bool:
     """Whether what forward gathers of a linear's input serves its weight gradient, too: with block scales it does not."""
     return recipe is None or STORED[recipe].block is None
+
+
+def lacking(recipe: Recipe, where: str) -> Problem:
+    """What is said of a Transformer Engine that does not have a recipe."""
+    option = "--fp4-recipe" if STORED[recipe].bits == 4 else "--fp8-recipe"
+    needed = f"one that this Transformer Engine has: it has no {STORED[recipe].made_by}"
+    return Problem(where, recipe, needed, f"install a Transformer Engine that has it, or drop {option}")
+
+
+def lacks_here(recipe: Recipe) -> bool:
+    """Whether a Transformer Engine is installed that does not have a recipe. It is not imported: that takes a GPU's libraries."""
+    return STORED[recipe].made_by not in _text_of_recipes()
+
+
+@cache
+def _text_of_recipes() -> str:
+    """Of the installed release; the names of all where there is none."""
+    found = find_spec("transformer_engine")
+    folders = [] if found is None else found.submodule_search_locations or []
+    files = [file for folder in folders if (file := Path(folder, "common", "recipe", "__init__.py")).is_file()]
+    return files[0].read_text(encoding="utf-8") if files else " ".join(storage.made_by for storage in STORED.values())

@@ -220,7 +220,7 @@ def jobs_on_gpus(draw):
     return job.model_copy(update={"budget": Budget(memory_gib=draw(st.floats(30, 80)))})
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(jobs_on_gpus())
 @pytest.mark.slow
 def test_any_answer_fits_in_the_simulator_and_comes_again(job):

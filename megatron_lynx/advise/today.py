@@ -33,8 +33,8 @@ class Launch:
     flags: tuple[str, ...]
     row: Row | None
     at_best_s: float | None = None
-    """A step, if exchanges and what computes beside them do not slow each other down, as plans are priced; `row` has what was
-    measured elsewhere."""
+    """A step at best, where it is a range (`range_why`), as plans are priced; `row` has it at worst."""
+    range_why: str = ""
     unknown: str = ""
     graphs: bool = False
     """Whether anything is captured: then the host's time is not counted."""
@@ -103,8 +103,9 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
         return Launch(today.name, today.flags, None, unknown=unknown)
     more = graph_bytes(job) if today.graphs else 0
     row = _row(job, costs, today, MEASURED, more)
-    best = _row(job, costs, today).step_s if today.setting.overlap else None
-    return Launch(today.name, today.flags, row, best, graphs=today.graphs, graph_bytes=more, alone=today.alone)
+    why = today.setting.range_in_words
+    best = _row(job, costs, today).step_s if why else None
+    return Launch(today.name, today.flags, row, best, why, graphs=today.graphs, graph_bytes=more, alone=today.alone)
 
 
 def _unknown(job: Job, reading: Reading) -> str:

@@ -48,8 +48,9 @@ def _policy(
     if planned.checkpoint:
         replayed |= {GATHERED.name}
     beyond = None
-    if stage.experts_hold is not None and section.on_rows and not planned.checkpoint:
-        beyond = Beyond(stage.experts_hold, section.on_rows, replayed, marked_in(section, module))
+    if stage.experts_hold is not None and section.on_rows - replayed and not planned.checkpoint:
+        together = section.counted_by_all
+        beyond = Beyond(stage.experts_hold, section.on_rows, replayed, together, marked_in(section, module))
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and planned.gathers
     kept = plan.parallel.sequence_parallel and not planned.checkpoint

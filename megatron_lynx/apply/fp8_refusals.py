@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import STORED
+from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
 
 OFF = {
     "fp8_dot_product_attention": "--fp8-dot-product-attention: the attention's scales are not put back",
@@ -33,22 +33,21 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
         found = str(getattr(run.config, bits))
         yield Problem(f"config.{bits}", found, "off: these layers are Megatron's own", f"drop --{bits}-format")
         return
-    made_by = {str(known): storage.made_by for known, storage in STORED.items()}.get(recipe)
-    if made_by is None:
+    known = next((each for each in STORED if each == recipe), None)
+    if known is None:
         todo = f"drop --{bits}-recipe, or train without a plan"
         yield Problem(f"config.{bits}_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
-    elif not _installed(made_by):
-        todo = f"install a Transformer Engine that has it, or drop --{bits}-recipe"
-        yield Problem(f"config.{bits}_recipe", recipe, f"one that this Transformer Engine has: it has no {made_by}", todo)
+    elif not _installed(known):
+        yield lacking(known, f"config.{bits}_recipe")
     if bits == "fp4" and run.userbuffers:
         yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
     yield from _flags(run.config)
 
 
-def _installed(name: str) -> bool:
+def _installed(known: Recipe) -> bool:
     from transformer_engine.common import recipe
 
-    return hasattr(recipe, name)
+    return hasattr(recipe, STORED[known].made_by)
 
 
 def _flags(config: Any) -> Iterator[Problem]:

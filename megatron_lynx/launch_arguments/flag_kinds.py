@@ -60,7 +60,8 @@ READ = names_in(
     cuda_graph_warmup_steps te_rng_tracker inference_rng_tracker
     delta_offload_bytes_across_pp_ranks delay_offload_until_cuda_graph fine_grained_offloading_max_inflight_offloads
     cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers overlap_moe_expert_parallel_comm
-    delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
+    delay_wgrad_compute ep_overlap_early_attn_memory_release defer_embedding_wgrad_compute wgrad_deferral_limit
+    yaml_cfg accumulate_allreduce_grads_in_fp32
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_gate moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
@@ -137,7 +138,6 @@ REFUSED = {
     "moe_ncclep_zero_copy": "its buffers in symmetric memory are not counted",
     "use_grouped_gemm_for_shared_expert": _OTHER_CALLS,
     "expert_tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
-    "defer_embedding_wgrad_compute": _MORE_SAVED,
     "use_ring_exchange_p2p": _NO_WINDOWS,
     "fake_process_group": "nothing is communicated, so there are no windows",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
@@ -259,7 +259,7 @@ PREFIXES = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
+        use_fused_weighted_squared_relu moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance use_mup flash_decode

@@ -3,9 +3,10 @@
     --max-tokens-per-gpu 20480   ──> one packed micro-batch of so many tokens on every context-parallel rank
                                      --seq-length 20480 x context, --micro-batch-size 1
     without a word               ──> --use-distributed-optimizer, and --bf16 unless --fp16
+    --num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
 
 A micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several shorter ones. Source:
-`set_default_megatron_args` in slime's `megatron_utils/arguments.py`.
+`set_default_megatron_args` in slime's `megatron_utils/arguments.py`, and its `utils/arguments.py` for the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import replace
 from megatron_lynx.launch_arguments.given import Given, Value
 
 TOKENS = "--max-tokens-per-gpu"
+STEPS = "--num-steps-per-rollout"
+SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
 
 def packs(given: Given) -> bool:
@@ -24,17 +27,36 @@ def packs(given: Given) -> bool:
 
 def with_packing(given: Given) -> Given:
     """The same launch with what they set. Nothing changes where a launch has no such flag, or says how long its sequences are."""
-    tokens = next((words.split()[-1] for words in given.unknown if words.split()[0] == TOKENS), "")
-    if not tokens.isdecimal() or given["seq_length"] is not None:
+    tokens = _number(given, TOKENS)
+    if tokens is None or given["seq_length"] is not None:
         return given
-    values = {
-        "seq_length": int(tokens) * (given["context_parallel_size"] or 1),
-        "micro_batch_size": 1,
-        "use_distributed_optimizer": True,
-        "bf16": not given["fp16"],
-    }
     said = f"{TOKENS} {tokens}: slime packs so many tokens of each rank into one micro-batch, and sets this"
+    values = {
+        "seq_length": (tokens * (given["context_parallel_size"] or 1), said),
+        "micro_batch_size": (1, said),
+        "use_distributed_optimizer": (True, said),
+        "bf16": (not given["fp16"], said),
+        **_batch(given),
+    }
     added = {
-        name: Value(given.table.of_name[name][-1], said, value) for name, value in values.items() if name not in given.values
+        name: Value(given.table.of_name[name][-1], origin, value)
+        for name, (value, origin) in values.items()
+        if name not in given.values
     }
     return replace(given, values={**given.values, **added})
+
+
+def _batch(given: Given) -> dict[str, tuple[int, str]]:
+    """The batch of a step, where a launch says how many steps there are of the samples of one rollout."""
+    steps, *samples = (_number(given, option) for option in (STEPS, *SAMPLES))
+    if not steps or None in samples:
+        return {}
+    prompts, of_each = (count or 0 for count in samples)
+    said = f"{STEPS} {steps}: of {prompts} x {of_each} samples"
+    return {"global_batch_size": (prompts * of_each // steps, said)}
+
+
+def _number(given: Given, option: str) -> int | None:
+    """What a launch says behind a flag that Megatron does not know; None where that is no number."""
+    word = next((words.split()[-1] for words in given.unknown if words.split()[0] == option), "")
+    return int(word) if word.isdecimal() else None

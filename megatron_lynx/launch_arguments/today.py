@@ -6,8 +6,9 @@
 --fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
 --cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which spare the host's time
 --overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
+--defer-embedding-wgrad-compute --wgrad-deferral-limit 22                            gradients of logits kept until the step's end
 
-The launch under a plan is printed without these flags; with those of the last two lines where a plan can be beside them
+The launch under a plan is printed without these flags; with those of graphs and exchanges where a plan can be beside them
 (`stays_overlapped`, `graph_facts`). What is captured runs without the host, and so without any hook. What TransformerConfig would
 refuse is a problem of the launch.
 """
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.launch_arguments.graph_facts import GRAPHS, OF_GRAPHS, captures, why_alone
+from megatron_lynx.launch_arguments.graph_facts import GRAPHS, IMPLEMENTATION, OF_GRAPHS, captures, why_alone
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, Fact
-from megatron_lynx.stock.setting import DELAYED, NONE, OVERLAP, WHOLE, StockSetting
+from megatron_lynx.stock.setting import DEFERRED_AT_MOST, DEFERRED_HEAD, DELAYED, NONE, OVERLAP, WHOLE, StockSetting
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -35,7 +36,7 @@ SHARED_OUT = "distribute_saved_activations"
 
 SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
-    *(OVERLAP, DELAYED, *GRAPHS),
+    *(OVERLAP, DELAYED, DEFERRED_HEAD, *GRAPHS),
 )
 """What switches something on that a plan does in its own way, or cannot have beside it."""
 
@@ -44,6 +45,7 @@ REPLACED = (
     *(METHOD, LAYERS, MODULES, OFFLOAD, FRACTION, "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
     *("delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads"),
     *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
+    DEFERRED_AT_MOST,
     *OF_GRAPHS[len(GRAPHS) :],
 )
 """Names of Megatron's namespace whose flags are left out of a launch under a plan."""
@@ -162,16 +164,17 @@ def _facts(given: Given, job: Job, release: str) -> Facts:
 def _setting(given: Given) -> StockSetting:
     """In the order in which `stock` lists modules."""
     overlap, delayed = bool(given[OVERLAP]), bool(given[DELAYED])
+    head = given[DEFERRED_AT_MOST] if given[DEFERRED_HEAD] else None
     layered = bool(given["moe_layer_recompute"])
     granularity = given[GRANULARITY] or ("selective" if given["recompute_activations"] or layered else None)
     offload = tuple(given[OFFLOAD] or ()) if given[FINE_GRAINED] else ()
     offload = _in_order(offload, [module.name for module in OFFLOADED])
     fraction = given[FRACTION] if offload and given[FRACTION] is not None else WHOLE
     if granularity == "full":
-        return StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed)
+        return StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed, head)
     modules = (*(given[MODULES] or ("core_attn",)), *(["moe"] if layered else [])) if granularity else ()
     recompute = _in_order(modules, [module.name for module in RECOMPUTED])
-    return StockSetting(recompute, None, None, offload, fraction, overlap, delayed)
+    return StockSetting(recompute, None, None, offload, fraction, overlap, delayed, head)
 
 
 def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
@@ -194,6 +197,8 @@ def _contradictions(given: Given) -> Iterator[Problem]:
     if given[FINE_GRAINED] and not given[OFFLOAD]:
         yield _missing(given, FINE_GRAINED, "given", "--offload-modules MODULE ... beside it")
     yield from _by_layers(given)
+    yield from _of_head(given)
+    yield from _of_graphs(given)
     if given[SHARED_OUT] and (given["sequence_parallel"] or given[GRANULARITY] != "full"):
         yield _missing(given, SHARED_OUT, "given", "--recompute-granularity full, and no --sequence-parallel")
 
@@ -214,3 +219,22 @@ def _by_layers(given: Given) -> Iterator[Problem]:
 
 def _missing(given: Given, name: str, found: str, needed: str) -> Problem:
     return Problem(given.origin(name), found, needed, STOPS)
+
+
+def _of_head(given: Given) -> Iterator[Problem]:
+    if not given[DEFERRED_HEAD]:
+        return
+    if (given["pipeline_model_parallel_size"] or 1) == 1:
+        yield _missing(given, DEFERRED_HEAD, "given", "--pipeline-model-parallel-size 2 (or more)")
+    if given["gradient_accumulation_fusion"] is False:
+        yield _missing(given, DEFERRED_HEAD, "given", "no --no-gradient-accumulation-fusion")
+    if given[DEFERRED_AT_MOST] < 0:
+        yield _missing(given, DEFERRED_AT_MOST, str(given[DEFERRED_AT_MOST]), "0 (all micro-batches) or more")
+
+
+def _of_graphs(given: Given) -> Iterator[Problem]:
+    """Two that say the same in words of two releases."""
+    said = [name for name in GRAPHS if is_on(given, name)]
+    if len(said) > 1:
+        found = f"also {', '.join(given.origin(name) for name in said[1:])}"
+        yield _missing(given, said[0], found, f"one of them: --{IMPLEMENTATION.replace('_', '-')} is the newer one")

@@ -33,15 +33,19 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
     """What a stage lacks whose halves of experts would fall back beyond a load; nothing if they can."""
-    if plan.parallel.expert == 1:
+    if plan.parallel.expert == 1 and plan.model.experts_counted_by_all:  # else a plan names one, whatever there are
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
-    if plan.model.moe_dispatcher != "alltoall":
-        return f"model.moe_dispatcher alltoall: with {plan.model.moe_dispatcher} a rank learns only how many rows it gets itself"
-    if plan.model.moe_overlapped:
-        return "model.moe_overlapped false: there tokens travel outside of what runs again"
     if stage.offload is not None and stage.offload.experts:
         return "offload.experts false: what goes to the host was sent before a load is known"
+    if not any(_may_fall_back(plan, stage, layer) for layer in stage.layers):
+        return "a layer of experts whose rule keeps what could run again"
     return ""
+
+
+def _may_fall_back(plan: PlanContents, stage: Stage, layer: int) -> bool:
+    """Whether a layer's half of experts has anything to let go of when more rows come."""
+    rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
+    return not rule.checkpoints(section.half) and not section.on_rows <= {*rule.recomputed(section)}
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:

@@ -109,6 +109,9 @@ def _load(plan: Plan) -> Iterator[Text]:
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
         falls_back = all(stage.experts_hold is not None for stage in plan.stages if stage.predicted.moe_load)
         beyond = "halves of experts keep their input alone and run again" if falls_back else "a device may run out of memory"
+        alone = [stage.predicted.moe_load_fallen_back for stage in plan.stages if stage.predicted.moe_load_fallen_back]
+        if falls_back and alone:
+            beyond = f"experts run again what they make of their rows, which holds to {min(alone):g} times"
         yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 

@@ -52,6 +52,9 @@ class Predicted(Part):
     moe_load: float = 0.0
     """The largest load of experts (`model.moe_load`) with which the stage fits its device, where twice the one that the plan was
     made for would not. 0 where it would, and where there are none."""
+    moe_load_fallen_back: float = 0.0
+    """The load with which it still fits once halves have fallen back (`experts_hold`) of which each rank decides alone. 0 where
+    all decide together: what they then keep does not grow with its rows."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
         """Bytes by kind at one moment, as planned; None where the plan does not say."""
@@ -116,8 +119,9 @@ class Stage(Part):
     """Given where a rule defers weight gradients."""
     experts_hold: float | None = Field(default=None, ge=1, le=1_000)
     """The load of experts (`model.moe_load`) that the stage's bytes hold for, on average over what it holds at once. A half with
-    which a rank would hold more falls back to a checkpoint, for this micro-batch, on all ranks that share out the experts. None:
-    halves do what their rules say, whatever comes."""
+    which a rank would hold more falls back, for this micro-batch: to a checkpoint, on all ranks that share out the experts, if
+    all of them know of each other's rows (all-to-all); else each rank alone keeps its rows, and nothing that experts make of
+    them. None: halves do what their rules say, whatever comes."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
     predicted: Predicted = Predicted()

@@ -18,7 +18,7 @@ Routers do not keep to the load that a plan assumes; the runtime holds whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations
 from math import floor
@@ -26,10 +26,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.section import priced
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner.budget_kept import most_held
 from megatron_lynx.planner.writing import memory_in
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -162,15 +164,60 @@ def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
     if more_bytes <= job.memory_budget_bytes:
         return 0.0
     share = max(0.0, (job.memory_budget_bytes - held_bytes) / (more_bytes - held_bytes))
-    return floor(DIGITS * (job.model.moe_load + share * (heavier.model.moe_load - job.model.moe_load))) / DIGITS
+    return _rounded_down(job.model.moe_load + share * (heavier.model.moe_load - job.model.moe_load))
+
+
+def loads_alone(job: Job, plan: Plan, stage: Stage, profile: Profile, load: float) -> tuple[float, float]:
+    """Of a stage whose bytes hold for `load`, and whose halves each rank lets fall back alone: the load beyond which they are to,
+    and the one that then holds, because what is left of a row is less than what there was.
+
+    Halves that run again what could be let go of hold more with every row whatever the others do, so these begin earlier.
+    """
+    heavier = with_load(job, DOUBLED * job.model.moe_load)
+    profiles = profile, _loaded(heavier, profile)
+    kept = left = always = 0
+    for layer in job.model.expert_layers:
+        if layer in stage.layers:
+            rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
+            replay = {*rule.recomputed(section)}
+            if rule.checkpoints(section.half):
+                continue  # nothing of its rows stays
+            with_rows = _of_rows_bytes(profiles, section, replay)
+            if section.on_rows <= replay:
+                always += with_rows
+            else:
+                kept, left = kept + with_rows, left + _of_rows_bytes(profiles, section, replay | section.on_rows)
+    assert job.model.experts is not None, "asked only of jobs with experts"
+    most = load * (kept + always)
+    holds = min(most / (left + always), job.model.experts.most_load(job.parallel.expert))
+    if not always:
+        return load, _rounded_down(holds)
+    holds = min(holds, DOUBLED * job.model.moe_load)
+    begins = max(job.model.moe_load, (most - always * holds) / kept)
+    return _rounded_down(begins), _rounded_down(min(holds, (most - kept * begins) / always))
+
+
+def _rounded_down(load: float) -> float:
+    return floor(DIGITS * load) / DIGITS
+
+
+def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, replay: Collection[str]) -> int:
+    """What a half that replays these items keeps more with the rows of the second profile than with those of the first."""
+    less, more = (priced(profile, section, sorted(replay)).memory.resident for profile in profiles)
+    return more - less
 
 
 def _rehearsed(job: Job, plan: Plan, profile: Profile) -> Simulation:
     """The plan with the load of this job."""
-    shape = profile.shape.model_copy(update={"experts": job.model.experts})
-    loaded = profile.model_copy(update={"experts": analytic_profile(job).experts, "shape": shape})
+    loaded = _loaded(job, profile)
     heavier = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
     return rehearse(heavier, loaded, job=job)
+
+
+def _loaded(job: Job, profile: Profile) -> Profile:
+    """The profile with the load of this job."""
+    shape = profile.shape.model_copy(update={"experts": job.model.experts})
+    return profile.model_copy(update={"experts": analytic_profile(job).experts, "shape": shape})
 
 
 def with_load(job: Job, load: float) -> Job:

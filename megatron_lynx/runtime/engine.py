@@ -298,16 +298,18 @@ class Engine:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
         return self._waits.receive(works)
 
-    def experts_got(self, load: float) -> None:
-        """Experts run on so many rows, over what they would get if all were asked as often."""
+    def experts_got(self, rows: int, balanced: int) -> None:
+        """Experts of this rank are about to run on so many rows. `balanced`: what they would get if all were asked as often."""
         if (scope := self._progress.scope) is None or not scope.replays:
-            self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
+            self._progress.counts.expert_load = max(self._progress.counts.expert_load, rows / balanced)
+        if isinstance(scope, Recorder) and scope.falls_back_alone:
+            scope.asked(Rows(torch.tensor([rows]), None, balanced))
 
     def rows_asked(self, by_rank: Tensor, balanced: float) -> None:
         """How many rows experts of every rank get of the half that runs, as a tensor on the device; over as many each would get
         if all were asked as often."""
         scope = self._progress.scope
-        if isinstance(scope, Recorder) and scope.frame.policy.beyond is not None:
+        if isinstance(scope, Recorder) and scope.frame.policy.beyond is not None and not scope.falls_back_alone:
             counts = by_rank.to("cpu", non_blocking=True)  # into locked memory: the host waits for it when it reads
             scope.asked(Rows(counts, self._device.current.record(), balanced))
 

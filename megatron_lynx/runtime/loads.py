@@ -1,4 +1,4 @@
-"""Whether a micro-batch's rows still fit into what a plan holds for: if not, a half of experts falls back to a checkpoint.
+"""Whether a micro-batch's rows still fit into what a plan holds for: if not, a half of experts falls back.
 
     router ─> counts of all ranks are gathered, as Megatron does it ─┬─> [1] how many rows every rank's experts will get
                                                                      └─> dispatch, experts, ...
@@ -12,6 +12,11 @@
 
 Rows of halves are added up whose rules replay the same, because what a row leaves behind is the same then. There is room for as
 many as the plan's load gives all halves that were ever held at once: a half that gets more than its share uses what another left.
+
+Where ranks do not learn of each other's rows (DeepEP, HybridEP, overlapped exchanges) each decides for itself, when its experts
+begin, and only what needs no communication runs again: the rows stay, and the experts' first linears and activation run again.
+So that they fit in any case, a half falls back as soon as halves in flight hold more than the plan's load on average; what is
+left of those that did counts in full. With `w` of a row's bytes left, this holds up to `1 / w` times the load.
 """
 
 from __future__ import annotations
@@ -27,16 +32,18 @@ from megatron_lynx.runtime.frame import Frame, HeldRows, MicroBatch, RowsOf
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the experts of every rank will get, on their way to the host."""
+    """How many rows the experts of every rank will get, on their way to the host; or of this rank alone."""
 
     counts: Tensor
     """By rank. To be read behind `arrived`."""
-    arrived: Event
+    arrived: Event | None
+    """None: they are on the host."""
     balanced: float
     """How many each would get if all experts were asked as often."""
 
     def read(self) -> Tensor:
-        self.arrived.synchronize()
+        if self.arrived is not None:
+            self.arrived.synchronize()
         return self.counts
 
 
@@ -54,11 +61,11 @@ class Loads:
         assert policy.beyond is not None, f"{policy.name} never falls back"
         rule, counts = (policy.beyond.rule, whole), rows.read()
         held = [each.rows[rule] for each in (*in_flight, own) if rule in each.rows]
-        most = max(self._most.get(rule, 0), 1 + sum(each.halves for each in held))
-        self._most[rule] = most
+        together, now = policy.beyond.together, 1 + sum(each.halves for each in held)
+        most = self._most[rule] = max(self._most.get(rule, 0), now)
         all_counts = sum((each.counts for each in held), start=counts)
-        beyond = bool((all_counts > policy.beyond.hold * rows.balanced * most).any())
+        beyond = bool((all_counts > policy.beyond.hold * rows.balanced * (most if together else now)).any())
         mine = own.rows.setdefault(rule, HeldRows())
         mine.halves += 1
-        mine.counts = mine.counts if beyond else mine.counts + counts
+        mine.counts = mine.counts if beyond and together else mine.counts + counts
         return beyond

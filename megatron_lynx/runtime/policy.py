@@ -48,6 +48,9 @@ class Beyond:
     rule: frozenset[str]
     """What the half replays otherwise, as the plan says: a micro-batch with more tokens than planned keeps everything, and
     the ranks that share out experts need not have as many."""
+    together: bool = True
+    """Whether tokens travel again then, and so all ranks of the group decide alike. If not, the rows stay and each rank decides
+    for itself."""
     marked: tuple[object, ...] = ()
     """As of a half's policy."""
 
@@ -99,9 +102,11 @@ class HalfPolicy:
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        """The same half where more rows come than its plan holds for: nothing is kept of them."""
+        """The same half where more rows come than its plan holds for: nothing is kept of them, or nothing but themselves."""
         assert self.beyond is not None, f"{self.name} never falls back"
         more = self.replay | self.beyond.replay
+        if not self.beyond.together:
+            return replace(self, replay=more, beyond=None)
         return replace(self, replay=more, checkpoint=True, marked=self.beyond.marked, beyond=None)
 
     @cached_property

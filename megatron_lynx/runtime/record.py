@@ -15,7 +15,8 @@
 [10] a replay may need the half's first sites alone, without the code around them (a shortcut: `site`)
 [11] a half of experts that may fall back follows its rule up to the dispatch. What the dispatch saves before rows travel is open
      until the ranks' counts are read: then it becomes a handle, or stays. Behind it the half goes on as its rule, or as one that
-     keeps nothing of its rows (`loads`); both agree about all that lies before
+     keeps nothing of its rows (`loads`); both agree about all that lies before. One that decides alone does so where its experts
+     begin, and its rows stay
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        if self._item in self._undecided:
+        if self._rows is not None or self._item in self._undecided:
             self._decide()  # [11]
         if self._first is not None:
             self._first.handed(call, self._of(site), self._item)  # [5]
@@ -270,10 +271,16 @@ class Recorder:
 
     def asked(self, rows: Rows) -> None:
         """How many rows every rank's experts will get of this call is known soon."""
-        self._rows = rows
+        self._rows = rows if self._undecided else None
+
+    @property
+    def falls_back_alone(self) -> bool:
+        """Whether it is not decided yet if the half falls back, and this rank decides for itself."""
+        return bool(self._undecided) and self.frame.policy.beyond is not None and not self.frame.policy.beyond.together
 
     def _decide(self) -> None:
-        """Rows are about to travel: the half goes on as its rule says, or as a checkpoint. [11]"""
+        """Rows are about to travel, or have come: the half goes on as its rule says, or falls back. [11]"""
+        begun = self._item in self._undecided
         decision, self._fall_back, self._undecided = self._fall_back, None, frozenset()
         (opened, self._open), (rows, self._rows) = (self._open, []), (self._rows, None)
         assert decision is not None, "what is undecided is decided once"
@@ -286,7 +293,8 @@ class Recorder:
         known = decision.graph(policy.replay)
         self._first = None if known is not None else FirstCall(policy.section, policy.replay, self.frame.inputs, None)
         self._graph = self._first.going_on(before, self._segment) if known is None else known  # type: ignore[union-attr]
-        self.frame.memos.pop(self._segment - 1)  # of the dispatch's first part, which runs again
+        if begun:
+            self.frame.memos.pop(self._segment - 1)  # of the dispatch's first part, which runs again
         if known is not None:
             self._drop_memos()
         for packed, key, tensor in opened:

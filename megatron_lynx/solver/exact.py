@@ -8,7 +8,7 @@
 
 Backward holds most near its beginning, so a few halves suffice, and of identical layers no two are told apart without need. With
 all halves nothing is left out. The sweep's answer is where the search begins, and what is returned where nothing is faster;
-else the first one that was found. HiGHS is deterministic as long as time does not run out.
+else the first one that was found. A search ends by nodes of HiGHS's tree, not by the clock: a busy machine makes the same plan.
 
 Where something need not be gained, no more than `MOST_CHOSEN` halves are chosen one by one: four times as many take HiGHS fifty
 times as long. What the programmes found is nearly right, but holds too much, because they leave out when the halves that they
@@ -24,7 +24,6 @@ with more those changes come first that take much away at once. No weight is alw
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +43,9 @@ from megatron_lynx.units import format_bytes
 MOST_CHOSEN = 8
 """How many halves are chosen one by one at most, where something need not be gained."""
 
+MOST_NODES = 5_000
+"""Of HiGHS's search trees, for one answer. Plans of the bundled jobs take 106 at most."""
+
 SAME = 1e-6
 """Answers whose costs differ by a smaller part than this are equally good: HiGHS counts in floats."""
 
@@ -51,35 +53,34 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 """So are answers that differ by less than this."""
 
 
-def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0, quick: Solver = sweep.solve) -> Solved:
+def solve(problem: StageProblem, nodes: int = MOST_NODES, enough_s: float = 0.0, quick: Solver = sweep.solve) -> Solved:
     """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
     It is not looked for where it could save no more than `enough_s`. `quick`: the sweep, which may remember its answers.
 
     Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
-    with experts are left to `quick`. Raises `Infeasible` where nothing fits, or nothing was found in time.
+    with experts are left to `quick`. Raises `Infeasible` where nothing fits, or nothing was found in so many `nodes`.
     """
     if problem.mixed is not None:
         return quick(problem)
-    deadline = time.monotonic() + time_limit_s
     if problem.budget_bytes is None:
         seated = problem.plain.best_seated
-        problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
+        problem = replace(seated, budget_bytes=least_memory(seated, nodes).peak_bytes)
     swept = _by_sweep(problem, quick)
     if swept is not None and swept.grouped:  # nothing else fits, and no programme knows groups of layers
         return swept
     search = _Search(problem, "time", swept, _least_s(problem), enough=enough_s)
-    search.go(deadline)
+    search.go(nodes)
     if search.answer is None:
-        raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)
+        raise infeasible(problem, least_memory(problem, nodes)) if search.hopeless else _not_found(problem, nodes)
     return replace(search.answer, gap=search.gap)
 
 
-def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
+def least_memory(problem: StageProblem, nodes: int = MOST_NODES) -> Solved:
     """The answer that holds least, whatever it exposes."""
     if problem.mixed is not None:
         return sweep.least_memory(problem)
     search = _Search(problem, "memory", sweep.least_memory(problem), 0.0)
-    search.go(time.monotonic() + time_limit_s)
+    search.go(nodes)
     assert search.answer is not None
     return search.answer
 
@@ -97,18 +98,19 @@ class _Search:
     enough: float = 0.0
     """What need not be gained."""
 
-    def go(self, deadline: float) -> None:
+    def go(self, nodes: int) -> None:
         halves, loose = len(HALVES) * self.problem.layers, list[Solved]()
         for explicit in _rounds(halves):
             if self.enough and explicit > MOST_CHOSEN:
                 break
-            found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic(), self._enough_share)
+            found = Programme(self.problem, explicit).solved(self.goal, nodes, self._enough_share)
+            nodes -= found.nodes
             self.hopeless = not found.possible
             self.bound = max(self.bound, found.bound)
             if found.answer is not None:
                 self._take(found.answer)
                 loose.append(found.answer)
-            if self.hopeless or self.gap == 0 or self._near or time.monotonic() >= deadline:
+            if self.hopeless or self.gap == 0 or self._near or nodes <= 0:
                 return
         for answer in loose:
             if (kept := mended(self.problem, answer)) is not None:
@@ -172,10 +174,10 @@ def _by_sweep(problem: StageProblem, quick: Solver) -> Solved | None:
         return None
 
 
-def _not_found(problem: StageProblem, time_limit_s: float) -> Infeasible:
+def _not_found(problem: StageProblem, nodes: int) -> Infeasible:
     found = f"nothing was found that fits {format_bytes(problem.budget_bytes or 0)}, nor that nothing does"
     return Infeasible(
-        "no plan was found", [Problem(f"stage {problem.stage}", f"{found} ({time_limit_s:g} s)", "", "allow more time")]
+        "no plan was found", [Problem(f"stage {problem.stage}", f"{found} ({nodes} nodes searched)", "", "raise the budget")]
     )
 
 

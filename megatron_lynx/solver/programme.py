@@ -52,6 +52,8 @@ class Found:
     """No answer to the problem is better."""
     answer: Solved | None
     """Halves that are not chosen one by one are in the order in which least is held; that may still be too much."""
+    nodes: int
+    """How many of its tree HiGHS searched."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Programme:
     problem: StageProblem
     explicit: int
 
-    def solved(self, goal: Goal, time_limit_s: float, enough: float = 0.0) -> Found:
-        """`enough`: the part of the costs that need not be gained."""
+    def solved(self, goal: Goal, nodes: int, enough: float = 0.0) -> Found:
+        """`nodes`: so many of the tree are searched at most; `enough`: the part of the costs that need not be gained."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, which searches need not wait for
 
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
@@ -111,11 +113,11 @@ class Programme:
                 ],
                 integrality=np.append(np.ones(self._width), 0),
                 bounds=Bounds(0, np.append(self._most, np.inf)),
-                options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
+                options={"node_limit": max(nodes, 0), "mip_rel_gap": enough},
             )
         bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
         answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))
-        return Found(result.status != IMPOSSIBLE, bound * unit, answer)
+        return Found(result.status != IMPOSSIBLE, bound * unit, answer, result.mip_node_count or 0)
 
     def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
         """Of halves that were only counted, those that need least on top of what they hold come first."""

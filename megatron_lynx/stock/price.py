@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import UNDISTURBED, Beside
+from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
@@ -20,7 +21,7 @@ from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.stock.setting import StockSetting
-from megatron_lynx.stock.stage import StockStage
+from megatron_lynx.stock.stage import StockStage, deferred_heads
 
 WALKED_GROUPS = 4
 """Copies are walked through so many times as many micro-batches as there are stages: by then each phase looks as it stays."""
@@ -46,7 +47,8 @@ class Priced:
 
 def priced(job: Job, profile: Profile, setting: StockSetting, beside: Beside = UNDISTURBED) -> Priced:
     """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it. `beside`: how far
-    exchanges and what computes beside them slow each other down, where the setting overlaps them."""
+    exchanges and what computes beside them slow each other down, where the setting overlaps them. `UNDISTURBED` is the best case:
+    then the end of the step hides the head's weight gradients, too, where they wait for it."""
     pipeline, more = job.parallel.pipeline, int(setting.overlap)
     stages = [StockStage(job, setting, stage, beside) for stage in range(pipeline)]
     walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), more)
@@ -61,10 +63,16 @@ def priced(job: Job, profile: Profile, setting: StockSetting, beside: Beside = U
     return Priced(
         setting,
         tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
-        in_steady_state(step_s, job.microbatches, pipeline),
+        in_steady_state(step_s, job.microbatches, pipeline)
+        - (_spared_s(job, profile, setting) if beside == UNDISTURBED else 0.0),
         max(stage.host_bytes for stage in stages),
         job.microbatches * max(sum(map(_steady_s, own)) for own in chunks),
     )
+
+
+def _spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
+    """At most: each takes as long as the head's forward, and the last stage's backwards are shorter by that."""
+    return deferred_heads(job, setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
 
 
 def _steady_s(passes: ChunkPasses) -> float:

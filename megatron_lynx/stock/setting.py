@@ -7,6 +7,8 @@ fraction     the share of these that really goes (0.19 and later): the first lay
 overlap      exchanges of experts beside the computing of another micro-batch, a forward beside a backward (`combined`)
                                                                   --overlap-moe-expert-parallel-comm
 delayed      gradients of weights apart from the rest of a backward                 --delay-wgrad-compute
+head         the head's weight gradients of so many micro-batches (0: of all) at the end of the step
+                                                                  --defer-embedding-wgrad-compute --wgrad-deferral-limit N
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ Method = Literal["uniform", "block"]
 
 WHOLE = 1.0
 OVERLAP, DELAYED = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferral_limit"
 """Megatron's names."""
 
 
@@ -33,16 +36,29 @@ class StockSetting:
     fraction: float = WHOLE
     overlap: bool = False
     delayed: bool = False
+    head: int | None = None
+    """None where they are not deferred."""
 
     @property
     def name(self) -> str:
         """As tables show it, without the word stock."""
-        return ", ".join(part for part in (self._recomputation, self._offloading, self._overlapping) if part) or "none"
+        parts = (self._recomputation, self._offloading, self._overlapping, self._deferring)
+        return ", ".join(part for part in parts if part) or "none"
+
+    @property
+    def range_in_words(self) -> str:
+        """Between what its seconds are; empty where they are one figure."""
+        whys = []
+        if self.overlap:
+            whys.append("if overlapped exchanges and computing slow each other down not at all, to as much as on H100s")
+        if self.head is not None:
+            whys.append("if the step's end hides all of the head's deferred weight gradients, to none of them")
+        return "; ".join(whys)
 
     @property
     def _recomputation(self) -> str:
         if self.method is not None:
-            return "full" if self == FULL else f"{self.method} {self.layers}"
+            return "full" if (self.method, self.layers) == (FULL.method, FULL.layers) else f"{self.method} {self.layers}"
         return "selective" if self.recompute == SELECTIVE.recompute else " + ".join(self.recompute)
 
     @property
@@ -54,6 +70,10 @@ class StockSetting:
     def _overlapping(self) -> str:
         delayed = ", weight gradients delayed" if self.delayed else ""
         return f"exchanges overlapped{delayed}" if self.overlap else delayed.removeprefix(", ")
+
+    @property
+    def _deferring(self) -> str:
+        return "" if self.head is None else "head's weight gradients deferred"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -69,6 +89,7 @@ class StockSetting:
             fields["activation_offload_fraction"] = self.fraction
         fields |= {OVERLAP: True} if self.overlap else {}
         fields |= {DELAYED: True} if self.delayed else {}
+        fields |= {DEFERRED_HEAD: True, DEFERRED_AT_MOST: self.head} if self.head is not None else {}
         return fields
 
     @property

@@ -24,6 +24,7 @@ from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
 from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.ends import logits_gradient_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
@@ -38,6 +39,11 @@ from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds,
 from megatron_lynx.stock.setting import NONE, StockSetting
 
 NO_BLOCK = BlockProfile()
+
+
+def deferred_heads(job: Job, setting: StockSetting) -> int:
+    """Of how many micro-batches the head's weight gradient waits for the end of the step."""
+    return 0 if setting.head is None else min(setting.head or job.microbatches, job.microbatches)
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,19 @@ class StockStage:
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes)
         return replace(
             parts,
-            activations=chunks_in_flight(job, stage) * _stays(layers),
+            activations=chunks_in_flight(job, stage) * _stays(layers) + self._deferred_bytes,
             staging=staging_bytes,
             recomputed=max(map(made_again_bytes, self.chunks)),
             chunk=_stays(layers),
         ).fullest
+
+    @property
+    def _deferred_bytes(self) -> int:
+        """The head's input and the gradient of its logits, of all whose weight gradients wait for the step's end."""
+        if self.stage < self.job.parallel.pipeline - 1:
+            return 0
+        shape = LayerShape.of(self.job)
+        return deferred_heads(self.job, self.setting) * (shape.input_bytes + logits_gradient_bytes(shape))
 
     @property
     def _pair_more_bytes(self) -> int:

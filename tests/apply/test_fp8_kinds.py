@@ -61,9 +61,9 @@ def job_of(recipe: str, layout: str, like: str = "llama", **fields: Any) -> Job:
     ("recipe", "layout", "filled", "grouped"),
     [
         ("delayed", "EP2", False, True),
-        ("tensorwise", "TP2+SP, EP2", True, True),
         ("mxfp8", "EP2", True, True),
         *long(
+            ("tensorwise", "TP2+SP, EP2", True, True),
             ("nvfp4", "EP2", True, True),
             ("nvfp4", "TP2+SP, EP2", False, True),
             ("blockwise", "EP2", True, True),

@@ -81,7 +81,7 @@ def test_random_plans(pool_of, layout):
     of_this_job = plans_for(job, whole=True)
 
     @drawn(1)
-    @given(st.lists(of_this_job, min_size=6, max_size=6))
+    @given(st.lists(of_this_job, min_size=4, max_size=4))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))
 

@@ -36,10 +36,12 @@ LAYOUTS = [
 DEFERRED = [
     ({"pipeline": 2, "microbatches": 2}, FULL),
     *long(({"pipeline": 2, "microbatches": 3, "dtype": "bf16"}, FUSED)),
-    ({"pipeline": 4, "microbatches": 4}, OVERLAPPED),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2}, FUSED),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, {}),
-    ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, OVERLAPPED | FUSED),
+    *long(
+        ({"pipeline": 4, "microbatches": 4}, OVERLAPPED),
+        ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, OVERLAPPED | FUSED),
+    ),
     ({"pipeline": 2, "replicas": 2, "microbatches": 2}, OVERLAPPED | PER_TOKEN),
 ]
 FP16 = {"fp16": True, "bf16": False, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
@@ -75,7 +77,7 @@ def test_clipping_with_momentum(pool_of):
         assert all(norm > 0.05 for _, norm, _ in run.steps)
 
 
-@pytest.mark.parametrize(("distributed_optimizer", "defer_updates"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("distributed_optimizer", "defer_updates"), [(False, False), (True, True), *long((True, False))])
 def test_a_batch_that_overflows_is_skipped(pool_of, distributed_optimizer, defer_updates):
     """Then W(j+1) is W(j), and the gradient that batch j + 1 took at W(j-1) is applied to it."""
     job = tiny_job("gpt", pipeline=2, microbatches=2, dtype="bf16", distributed_optimizer=distributed_optimizer)

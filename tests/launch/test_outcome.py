@@ -174,7 +174,7 @@ def test_halves_of_experts_that_fell_back_are_told(predicting):
     ranks = [replace(figures(stage), counts=Counts(expert_load=1.5, fell_back=2 * stage)) for stage in (0, 1)]
     found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=1.2)
     told = [line.strip() for line in lines(found) if "fell back" in line]
-    said = "experts: 2 halves of a step fell back to checkpoints on stage 1, whose bytes hold for less: plan for more with"
+    said = "experts: 2 halves of a step fell back on stage 1, whose bytes hold for less: plan for more with"
     assert told == [f"{said} --experts-hold"]
 
 

@@ -447,6 +447,14 @@ def test_what_slime_sets_itself_is_read() -> None:
     assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
 
 
+def test_slimes_batch_follows_from_its_rollouts() -> None:
+    """Its scripts for DeepSeek-V3, Kimi K2, GLM and Moonlight state no batch: it was taken for a micro-batch on each replica."""
+    flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096"
+    flags += " --rollout-batch-size 128 --n-samples-per-prompt 8 --num-steps-per-rollout 4"
+    assert read(flags).job_data["batch"]["global"] == 256
+    assert read(f"{flags} --global-batch-size 64").job_data["batch"]["global"] == 64
+
+
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
     """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
     words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")

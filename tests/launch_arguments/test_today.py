@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
+from megatron_lynx.advise.today import as_stock
+from megatron_lynx.cost.combined import MEASURED
+from megatron_lynx.cost.ends import logits_gradient_bytes
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock import priced
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from tests.launch_arguments.test_reading import SMALL
 
@@ -15,6 +22,9 @@ FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recomput
 EXPERTS = "--num-experts 8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --disable-bias-linear"
 OVERLAPPED = f"{EXPERTS} --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm"
 OFFLOADING = "--fine-grained-activation-offloading --offload-modules attn_proj core_attn"
+
+HEAD = "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute"
+LOCAL, EXTERNAL = "--cuda-graph-impl local", "--external-cuda-graph"
 
 
 def read(flags: str, *, planning: bool = True, strict: bool = False) -> Reading:
@@ -42,6 +52,9 @@ def refused(flags: str) -> str:
         (f"{EXPERTS} --moe-layer-recompute", StockSetting(recompute=("core_attn", "moe"))),
         (OFFLOADING, StockSetting(offload=("core_attn", "attn_proj"))),
         (f"{OFFLOADING} --activation-offload-fraction 0.5", StockSetting(offload=("core_attn", "attn_proj"), fraction=0.5)),
+        (f"{HEAD} --wgrad-deferral-limit 22", StockSetting(head=22)),
+        (f"{FULL_FLAGS} {HEAD}", replace(FULL, head=0)),
+        ("--wgrad-deferral-limit 22", NONE),
         ("--recompute-modules mlp", NONE),
         ("--offload-modules core_attn", NONE),
     ],
@@ -53,6 +66,7 @@ def test_flags_are_the_setting_of_today_and_no_reason_to_refuse_a_plan(flags: st
     assert job_of(reading, "a100-80g").policy == "planned"
     if setting.flags:
         again = " ".join(setting.flags)
+        again += " --pipeline-model-parallel-size 2" if setting.head is not None else ""
         assert read(again).today.setting == setting, "its own flags say the same"
 
 
@@ -89,6 +103,11 @@ def test_arguments_alone_are_told_what_to_drop() -> None:
         (f"{OVERLAPPED} {FULL_FLAGS}", "neither whole layers nor moe are recomputed beside overlapped exchanges"),
         ("--cpu-offloading-num-layers 8", "fewer than --num-layers (8)"),
         ("--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
+        ("--defer-embedding-wgrad-compute", "--pipeline-model-parallel-size 2 (or more)"),
+        (f"{HEAD} --no-gradient-accumulation-fusion", "no --no-gradient-accumulation-fusion"),
+        (f"{HEAD} --wgrad-deferral-limit -1", "0 (all micro-batches) or more"),
+        (f"{LOCAL} {EXTERNAL}", "--cuda-graph-impl: found also --external-cuda-graph, needed one of them"),
+        (f"--enable-cuda-graph {EXTERNAL}", "--enable-cuda-graph: found also --external-cuda-graph, needed one of them"),
     ],
 )
 def test_what_megatron_would_stop_at_is_said(flags: str, said: str) -> None:
@@ -147,3 +166,18 @@ def test_a_launch_that_offloads_is_planned_with_offloading() -> None:
     assert job_of(read(OFFLOADING), "a100-80g").offload_ratio == "auto"
     assert job_of(read(OFFLOADING, planning=False), "a100-80g").offload_ratio == 0, "priced as stock's setting"
     assert job_of(read(""), "a100-80g").offload_ratio == 0
+
+
+def test_the_heads_deferred_weight_gradients_are_counted_on_the_last_stage_alone() -> None:
+    """They were a reason to refuse a launch, although Megatron takes it: those of Swiss AI's have them."""
+    flags = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --use-distributed-optimizer"
+    job = as_stock(job_of(read(flags), "a100-80g"))
+    job = job.model_copy(update={"batch": job.batch.model_copy(update={"global_": 10 * job.replicas * job.batch.micro})})
+    costs, shape = analytic_profile(job), LayerShape.of(job)
+    plain = priced(job, costs, NONE)
+    for at_most, held in ((4, 4), (0, 10), (22, 10)):
+        late = priced(job, costs, StockSetting(head=at_most))
+        more = [after.total - before.total for before, after in zip(plain.stages, late.stages, strict=True)]
+        assert more == [0, held * (shape.input_bytes + logits_gradient_bytes(shape))]
+        assert late.step_s < plain.step_s, "at best the end of the step hides them"
+        assert priced(job, costs, StockSetting(head=at_most), MEASURED).step_s == plain.step_s

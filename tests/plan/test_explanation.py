@@ -61,6 +61,11 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
     held = (stage.model_copy(update={"experts_hold": stage.predicted.moe_load or None}) for stage in stages)
     text = shown(plan.model_copy(update={"stages": tuple(held)}))
     assert "beyond that halves of experts keep their input alone and run again: plan for more" in text
+    alone = stages[1].predicted.model_copy(update={"moe_load_fallen_back": 2.6})
+    text = shown(
+        plan.model_copy(update={"stages": (stages[0], stages[1].model_copy(update={"predicted": alone, "experts_hold": 1.43}))})
+    )
+    assert "beyond that experts run again what they make of their rows, which holds to 2.6 times: plan for more" in text
 
 
 def test_what_nobody_looks_into_is_said() -> None:

@@ -79,7 +79,7 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[: len(found)]])
 
 
-@pytest.mark.parametrize("memory_gib", [TIGHT_GIB, *long(60.0)])
+@pytest.mark.parametrize("memory_gib", long(TIGHT_GIB, 60.0))
 @pytest.mark.slow
 def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)

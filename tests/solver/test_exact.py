@@ -87,11 +87,11 @@ def test_infeasible_by_a_byte_is_said_exactly():
         exact.solve(replace(problem, budget_bytes=least - 1))
 
 
-def test_without_time_the_gap_is_stated():
+def test_where_little_is_searched_the_gap_is_stated():
     attention, mlp = options([(30, 1.0), (7, 0.5)], 0.3), options([(100, 1.0), (11, 0.2)], 0.1)
     problem = StageProblem(0, 8, attention, mlp, mlp, in_flight=2)
     limited = replace(problem, budget_bytes=(exact.least_memory(problem).peak_bytes + keep_all(problem).peak_bytes) // 2)
-    hurried, proven = exact.solve(limited, time_limit_s=0), exact.solve(limited)
+    hurried, proven = exact.solve(limited, nodes=0), exact.solve(limited)
     assert hurried.gap is not None
     assert hurried.exposed_s * (1 - hurried.gap) <= proven.exposed_s + TOLERANCE_S <= hurried.exposed_s + 2 * TOLERANCE_S
 

@@ -9,7 +9,10 @@ from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.planner import decide, nearest, uniform_plan
+from megatron_lynx.planner.budget_kept import most_held
+from megatron_lynx.planner.nearest import with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.solver.options import StageProblems
@@ -101,3 +104,32 @@ def test_a_plan_says_which_load_still_fits() -> None:
     few = catalogued_job("qwen3-30b-a3b", "h800-80g", gpus=64, batch=64, parallel={"expert": 8}, policy="planned")
     roomy = few.model_copy(update={"budget": few.budget.model_copy(update={"memory_gib": 900})})
     assert [stage.predicted.moe_load for stage in decide(roomy, analytic_profile(roomy)).plan.stages] == [0.0]
+
+
+def test_what_ranks_let_go_of_alone_makes_room_for_more_rows() -> None:
+    """HybridEP in 70 GiB: the last stage keeps all of its experts' halves. Rehearsed with what they fall back to."""
+    job, experts = qwen3(), qwen3().model.experts.model_copy(update={"dispatcher": "hybridep"})
+    model, budget = job.model.model_copy(update={"experts": experts}), job.budget.model_copy(update={"memory_gib": 70})
+    job = job.model_copy(update={"model": model, "budget": budget})
+    profile = analytic_profile(job)
+    decision = decide(job, profile)
+    stage = decision.plan.stages[1]
+    assert not any(rule.replay for rule in stage.rules)
+    again = ("experts_fc1", "experts_activation")
+    assert stage.experts_hold == stage.predicted.moe_load
+    fallen = stage.model_copy(update={"rules": tuple(rule_with(rule, again) for rule in stage.rules)})
+    plan = decision.plan.model_copy(update={"stages": (decision.plan.stages[0], fallen)})
+    kept, more = stage.predicted.moe_load, stage.predicted.moe_load_fallen_back
+    assert more > 2 * kept, "rows are less than half of it"
+
+    def held(plan: Plan, load: float) -> int:
+        loaded = with_load(decision.job, load)
+        return max(each.device_bytes for each in most_held(loaded, nearest._rehearsed(loaded, plan, profile), 1))
+
+    assert held(plan, more) <= 70 * GIB < held(decision.plan, 1.1 * kept)
+
+
+def rule_with(rule: Rule, again: tuple[str, ...]) -> Rule:
+    """The rule which replays these items, on demand."""
+    kept = tuple(item for item in rule.keep if item not in again)
+    return Rule.model_validate(rule.model_copy(update={"keep": kept, "replay": again}).model_dump())

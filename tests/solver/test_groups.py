@@ -66,7 +66,7 @@ def test_below_what_single_layers_hold_at_least_they_share_inputs(problem, part)
     if not answer.grouped:  # layers of several sorts may hold less than the least of layers that are alike
         return
     assert held_at_most(answer, problem) <= answer.peak_bytes
-    assert exact.solve(limited, time_limit_s=1.0) == answer
+    assert exact.solve(limited) == answer
     with pytest.raises(Infeasible):
         solve(replace(problem, inside=(), budget_bytes=budget))
 

@@ -17,6 +17,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.instruments.graphs import Tracker
+from tests.long import long
 from tests.te_releases import pool_with, pools_with
 from tests.transparency.capturing import Captured, capturing
 from tests.transparency.offloaded import offloading
@@ -56,10 +57,12 @@ def candidates_for(job: Job) -> list[Plan]:
     return [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: free(job), windows=False), *windows]
 
 
-@pytest.mark.parametrize("captured", [("attn",), ("mlp",)], ids=" ".join)
-@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2"])
-def test_the_other_half_is_planned(te_pool_of: Pools, layout: str, captured: tuple[str, ...]) -> None:
-    job = job_of(layout, captured)
+@pytest.mark.parametrize(
+    ("layout", "captured"),
+    [("TP2+SP", "mlp"), ("PP2", "attn"), *long(("one rank", "attn"), ("one rank", "mlp"), ("TP2+SP", "attn"), ("PP2", "mlp"))],
+)
+def test_the_other_half_is_planned(te_pool_of: Pools, layout: str, captured: str) -> None:
+    job = job_of(layout, (captured,))
     for outcomes in checked(te_pool_of, job, candidates_for(job), trial_of()):
         for outcome in outcomes:
             assert outcome.planned.graph_replays == outcome.stock.graph_replays > 0
@@ -74,8 +77,11 @@ SPREAD = {
 ROUTED = (("moe_router",), ("attn", "moe_router", "moe_preprocess"))
 
 
-@pytest.mark.parametrize("captured", ROUTED, ids=" ".join)
-@pytest.mark.parametrize("layout", SPREAD)
+@pytest.mark.parametrize(
+    ("layout", "captured"),
+    [("EP2", ROUTED[1]), ("PP2, EP2", ROUTED[0]), *long(("EP2", ROUTED[0]), ("PP2, EP2", ROUTED[1]))],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 def test_what_experts_compute_is_planned_behind_a_captured_router(
     te_pool_of: Pools, layout: str, captured: tuple[str, ...]
 ) -> None:
@@ -136,7 +142,7 @@ def test_no_hook_is_on_a_captured_half(te_pool_of: Pools) -> None:
     assert not any(name in where for where in of_first for name in ("attention", "linear_qkv", "linear_proj"))
 
 
-@pytest.mark.parametrize("core", [None, "0.19"])
+@pytest.mark.parametrize("core", ["0.19", *long(None)])
 def test_local_graphs_are_of_whole_layers_or_of_nothing(core: str | None) -> None:
     """Which modules of a GPT model with experts `--cuda-graph-impl local` captures: no module named, attention, the router."""
     fields = {"dtype": "bf16", "implementation": "transformer_engine", "bias": False, "microbatches": 1}

@@ -84,7 +84,7 @@ def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)
 
-    @drawn(1 if job.chunks > 1 else 2)
+    @drawn(1)
     @given(st.lists(of_this_job, min_size=5, max_size=5))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))

@@ -63,8 +63,8 @@ def chunk_bytes(job: Job) -> int:
 @pytest.mark.parametrize(
     ("layout", "like"),
     [
-        *product(["PP2", "TP2xPP2xVPP2+SP"], ["gpt"]),
-        *long(("PP2", "llama"), ("PP2xVPP2", "gpt"), *product(["TP2xPP2+SP"], ["gpt", "llama"])),
+        ("TP2xPP2xVPP2+SP", "gpt"),
+        *long(("PP2", "gpt"), ("PP2", "llama"), ("PP2xVPP2", "gpt"), *product(["TP2xPP2+SP"], ["gpt", "llama"])),
     ],
 )
 def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: Any) -> None:
@@ -159,7 +159,7 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
     )
 
     @drawn(1)
-    @given(st.lists(offloaded, min_size=6, max_size=6))
+    @given(st.lists(offloaded, min_size=4, max_size=4))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))
 
@@ -249,17 +249,17 @@ def spans(events: list[dict[str, Any]], kind: str, micro_batch: int) -> list[dic
 
 
 def test_memory_does_not_grow(pool_of: Pools) -> None:
-    """Fifty steps: host memory is what the plan says from the first one on, and nothing piles up on the device."""
+    """Thirty steps: host memory is what the plan says from the first one on, and nothing piles up on the device."""
     job = tiny_job("gpt", pipeline=2, microbatches=2, layers=2)
     plan = offloading(plan_for(job, lambda layer: ()), chunk_bytes(job) // 2)
-    outcomes = checked(pool_of, job, [plan], Trial(steps=50, training={"optimizer": None}))
+    outcomes = checked(pool_of, job, [plan], Trial(steps=30, alive=True, training={"optimizer": None}))
     first_stage = outcomes[0][0].planned
     (host_bytes,) = {counts.host_bytes for counts in first_stage.counts}
     assert 0 <= host_bytes - chunk_bytes(job) // 2 < 100 * 256, (
         "one micro-batch on the host at once; blocks begin at multiples of 256"
     )
     assert {counts.offloaded_bytes for counts in first_stage.counts} == {2 * (chunk_bytes(job) // 2)}
-    assert max(first_stage.live_bytes[25:]) <= max(first_stage.live_bytes[:25])
+    assert max(first_stage.live_bytes[15:]) <= max(first_stage.live_bytes[:15])
 
 
 @pytest.mark.parametrize("policy", [*long("none"), "balanced"])

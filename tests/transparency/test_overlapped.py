@@ -69,11 +69,11 @@ def compared(pool_of: Pools, job: Job, **fields: Any) -> None:
         assert outcomes[1].planned.overwritten > 0
 
 
-COMBINED = "TP2xPP2xVPP2, EP2"
-"""Whose every part is in another layout, and which Transformer Engine's layers have as a whole below."""
+IN_OTHERS = "EP2", "TP2xPP2xVPP2, EP2"
+"""Whose every part is in another layout."""
 
 
-@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout != COMBINED), *long(COMBINED)])
+@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout not in IN_OTHERS), *long(*IN_OTHERS)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """With shared experts, and a layer that has an MLP."""
     compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))
@@ -162,7 +162,7 @@ def test_multi_token_prediction(pool_of: Pools) -> None:
     compared(pool_of, job_of("PP2xVPP2, EP2", experts={"shared_ffn": 32}, mtp=1))
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "CP2" not in layout])
+@pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", "TP2xEP2, sequence parallel", *long(*IN_OTHERS)])
 def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
     """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was replayed, by then."""
     job = job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32})

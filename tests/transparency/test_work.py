@@ -91,7 +91,7 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
     """A dozen steps. Gloo's own thread may still hold a message when a step ends, so single steps may differ by one."""
     job = tiny_job("gpt", tensor=2, layers=2)
     plan = plan_for(job, lambda layer: replayable(job))
-    trial = Trial(steps=12, training={"optimizer": None})
+    trial = Trial(steps=12, alive=True, training={"optimizer": None})
     message_bytes = job.model.seq * job.batch.micro * job.model.hidden * job.model.element_bytes
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], trial):
         planned = outcomes[0].planned

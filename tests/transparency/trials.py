@@ -48,6 +48,8 @@ class Trial:
     """Whether the first two experts get all tokens (routers with an expert bias only)."""
     recompile_limit: int | None = None
     """How many times one function is compiled until the compiler gives up and runs it as plain code; none: torch's own number."""
+    alive: bool = False
+    """Whether the bytes of all tensors are counted after each step."""
     captured: Captured | None = None
     """How graphs are captured; None: nothing is."""
     compared: str = "everything"
@@ -185,7 +187,8 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
         seen.counts.append(installation.engine.take_counts())
         seen.events = [event.as_dict() for event in installation.engine.trace.stop()] if last else []
     del losses
-    seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
+    if trial.alive:
+        seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
 
 
 def live_bytes() -> int:

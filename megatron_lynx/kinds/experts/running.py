@@ -156,7 +156,9 @@ class HeldExperts(Running):
         if layers:
             balanced = _balanced_rows(plan, run)
             yield from expert_load.claims(engine, layers.items(), balanced)
-            if any(entry.experts_hold is not None for entry in plan.chunks_of(run.stage)):
+            falls_back = any(entry.experts_hold is not None for entry in plan.chunks_of(run.stage))
+            sections = map(self.section_in, layers.values())
+            if falls_back and any(section is not None and section.counted_by_all for section in sections):
                 yield from expert_rows.claims(engine, run.config.num_moe_experts, run.expert, balanced)
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
             yield from fused_exchanges.claims(engine)

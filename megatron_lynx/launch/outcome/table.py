@@ -122,7 +122,7 @@ def _load(report: Report) -> Iterator[str]:
     yield f"{found}, {planned}{more}"
     fallen = max(report.stages, key=lambda row: row.measured.fell_back)
     if fallen.measured.fell_back:
-        often = f"{fallen.measured.fell_back} halves of a step fell back to checkpoints on stage {fallen.stage}"
+        often = f"{fallen.measured.fell_back} halves of a step fell back on stage {fallen.stage}"
         yield f"experts: {often}, whose bytes hold for less: plan for more with --experts-hold"
 
 
