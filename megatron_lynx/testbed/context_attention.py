@@ -87,8 +87,8 @@ class ContextAttention(torch.nn.Module):
         parts = []
         for first, last in pairwise(end // ranks for end in ends):
             own, everywhere = rows_of(self.group.rank(), ranks, last - first, device), all_rows(ranks, last - first, device)
-            of_all = (tensor[:, first:last].flatten(0, 1).unsqueeze(1) for tensor in (keys, values))
-            parts.append(self._attended(query[first:last].unsqueeze(1), *of_all, own, everywhere).squeeze(1))
+            k, v = (tensor[:, first:last].flatten(0, 1).unsqueeze(1) for tensor in (keys, values))
+            parts.append(self._attended(query[first:last].unsqueeze(1), k, v, own, everywhere).squeeze(1))
         return torch.cat(parts).flatten(1)
 
     def _attended(

@@ -52,7 +52,8 @@ class RMSNorm(torch.nn.Module):
         gated = given.float() if gate is None else given.float() * F.silu(gate.float())
         groups = gated.unflatten(-1, (-1, self.group_size))
         normed = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (normed.flatten(-2) * self.weight).to(given.dtype)
+        weighed: torch.Tensor = normed.flatten(-2) * self.weight
+        return weighed.to(given.dtype)
 
 
 def split_conv1d_scan(
@@ -82,8 +83,8 @@ def split_conv1d_scan(
     x = x.unflatten(-1, (heads, headdim))
     seconds_BLH = F.softplus(dt.float() + dt_bias_H)
     result = _scanned(x, seconds_BLH, A_H, *(each.unflatten(-1, (ngroups, state)) for each in (B, C)))
-    result = (result + D[:, None] * x).flatten(-2)
-    return (result * F.silu(gate.float())).to(columns_BLD.dtype)
+    gated: torch.Tensor = (result + D[:, None] * x).flatten(-2) * F.silu(gate.float())
+    return gated.to(columns_BLD.dtype)
 
 
 def _scanned(

@@ -3,7 +3,7 @@
 Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
 a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the usual
 layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed ones;
-`lora`, `restarts`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at
+`lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at
 the end, weights; and the configuration, as NAME.yaml.
 """
 
@@ -29,7 +29,6 @@ from megatron.bridge.training.config import (
     ConfigContainer,
     DistributedDataParallelConfig,
     DistributedInitConfig,
-    InProcessRestartConfig,
     LoggerConfig,
     MockGPTDatasetConfig,
     OptimizerConfig,
@@ -195,8 +194,6 @@ def main():
         attends_among_ranks()
     if "lora" in words:
         cfg.peft = LoRA(dim=8, alpha=16)
-    if "restarts" in words:
-        cfg.inprocess_restart = InProcessRestartConfig(enabled=True)
     for word in words:
         place, found, value = word.partition("=")
         if found:

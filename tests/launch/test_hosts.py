@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from megatron_lynx.launch.hosts.bridge import Bridge, Settings
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from .hosts_on_ranks import one_after_the_other
 from .launched import saved
+
+
+def test_what_bridge_does_and_no_plan_goes_with():
+    """All of it at once, when all ranks can talk."""
+    dist = SimpleNamespace(use_decentralized_pg=True, use_megatron_fsdp=True)
+    parts = {"dist": dist, "ddp": SimpleNamespace(use_megatron_fsdp=True), "peft": SimpleNamespace()}
+    settings = Settings(SimpleNamespace(**parts, inprocess_restart=SimpleNamespace(enabled=True)))
+    settings.lynx_schedule = "double-buffered"
+    found = [(problem.where, problem.found) for problem in Bridge().refused(settings)]
+    assert found == [
+        ("cfg.dist.use_decentralized_pg", "True"),
+        ("cfg.inprocess_restart.enabled", "True"),
+        ("cfg.peft", "SimpleNamespace"),
+        ("cfg.ddp.use_megatron_fsdp", "True"),
+        ("cfg.dist.use_megatron_fsdp", "True"),
+        ("--lynx-schedule", "double-buffered"),
+    ]
+    usual = {"dist": SimpleNamespace(use_decentralized_pg=False), "peft": None}
+    settings = Settings(SimpleNamespace(**usual, inprocess_restart=SimpleNamespace(enabled=False)))
+    settings.lynx_schedule = "flush"
+    assert not [*Bridge().refused(settings)]
 
 
 def test_one_after_the_other(pool_of, tmp_path):
