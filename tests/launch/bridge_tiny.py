@@ -4,7 +4,7 @@ Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=T
 a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the usual
 layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed ones;
 `lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at
-the end, weights; and the configuration, as NAME.yaml.
+the end, weights; and the configuration, as NAME_cfg.yaml.
 """
 
 import ast
@@ -202,7 +202,7 @@ def main():
                 value = ast.literal_eval(value)
             setattr(getattr(cfg, part), field, value)
     if os.environ["RANK"] == "0":
-        cfg.to_yaml(str(Path(os.environ["SAID_IN"]) / f"{os.environ['NAME']}.yaml"))
+        cfg.to_yaml(str(Path(os.environ["SAID_IN"]) / f"{os.environ['NAME']}_cfg.yaml"))
     step = next((STEPS[word] for word in words if word in STEPS), forward_step)
     with under(os.environ.get("UNDER")):
         pretrain(cfg, step, callbacks=[Seen()])

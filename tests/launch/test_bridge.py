@@ -217,7 +217,7 @@ def test_mamba_layers_of_a_stack(tmp_path):
     words = ["mamba", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
     status, said = run(tmp_path, "stock", words)
     assert status == 0, said[-3000:]
-    reading = read_launch(["--bridge", str(tmp_path / "stock.yaml"), "tokenizer.vocab_size=511"], gpus=2)
+    reading = read_launch(["--bridge", str(tmp_path / "stock_cfg.yaml"), "tokenizer.vocab_size=511"], gpus=2)
     assert reading.problems == ()
     save_plan(uniform_plan(job_of(reading, "h100-80g")), tmp_path / "plan.yaml")
     status, said = run(tmp_path, "planned", [*words, "--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"])
@@ -284,7 +284,7 @@ def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
     ],
 )
 def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
-    """Before the model is built, without a traceback. (Decentralised groups and restarts cannot begin without a GPU: `test_hosts`.)"""
+    """Before the model is built, without a traceback. (Decentralised groups and restarts cannot begin here: `test_hosts`.)"""
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT}, **OF_TE)), tmp_path / "plan.yaml")
     (tmp_path / "weights").mkdir()  # of which LoRA would begin; nobody comes to read them
     words = [*words, f"checkpoint.pretrained_checkpoint='{tmp_path / 'weights'}'"] if "lora" in words else words
