@@ -41,7 +41,7 @@ from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
 from megatron_lynx.launch_arguments.graph_facts import graph_facts
 from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
-from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
+from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, refused_in_pieces
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
@@ -182,7 +182,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *_opaque(facts)]
+    priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given)]
     given = without_known(given)
     if strict or problems:  # then a mistyped flag may be why something is missing
         problems += [
@@ -260,6 +260,12 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
         yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
+
+
+def _activation(given: Given) -> Iterator[tuple[str, str]]:
+    """A fork's."""
+    if (fork := of_a_fork(given)) is not None:
+        yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
