@@ -36,7 +36,10 @@ def policies(
             half: _policy(plan, stage, planned[layer, half], section, gather, modules[layer])
             for half, section in sections.items()
         }
-        found[layer] = {half: replace(policy, fed_by=fed_by.get(policy.key)) for half, policy in made.items()}
+        midway = {key: section.core for key in timetable.midway_halves if (section := sections.get(key[1])) and key[0] == layer}
+        found[layer] = {
+            half: replace(policy, fed_by=fed_by.get(policy.key), midway=midway.get(policy.key)) for half, policy in made.items()
+        }
     return found
 
 
@@ -52,7 +55,7 @@ def _policy(
         together = section.counted_by_all
         beyond = Beyond(stage.experts_hold, section.on_rows, replayed, together, marked_in(section, module))
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
-    gathers = plan.parallel.sequence_parallel and planned.gathers
+    gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
     offloads = stage.offload is not None and not section.kept_whole and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(

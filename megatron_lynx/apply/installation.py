@@ -204,10 +204,9 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
-        recorded = [
-            half for half, policy in of_layer[number].items() if policy.may_replay or policy.goes_out(engine.offloader.chunks)
-        ]
-        yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
+        offloading = engine.offloader.chunks
+        met = [half for half, of in of_layer[number].items() if of.may_replay or of.midway or of.goes_out(offloading)]
+        yield from sites.claims(engine, layer, number, met, release, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)

@@ -66,11 +66,12 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
     return total_s
 
 
-def under_way_s(profile: Profile, section: Section, item: str) -> float:
-    """The part of that which this item communicates, and which may be under way while others compute."""
+def under_way_s(profile: Profile, section: Section, item: str, *, gathers: bool = False) -> float:
+    """The part of that which this item communicates, and which may be under way while others compute. `gathers`: its input, else
+    what it made."""
     waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
     of_item = zip(waited, seconds, strict=True)
-    return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and each.carries != "input")
+    return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and (each.carries == "input") == gathers)
 
 
 def _carries_for(section: Section, waited: Collective | Exchange) -> str:
@@ -194,6 +195,12 @@ def behind_gather_s(profile: Profile, section: Section, whole: bool = False) -> 
     items = profile.of(section).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))
+
+
+def before_core_s(profile: Profile, section: Section) -> float:
+    """The part of that which comes before its core attention."""
+    items = profile.of(section).items
+    return sum(items[item].backward_s for item in section.inner if section.index(item) > section.index(section.core))
 
 
 GATHERED, SCATTERED = 8, 4

@@ -109,7 +109,7 @@ def half_memory(
     its windows are exchanges of tokens. `checkpoint`: of one that keeps its input at most; where the half behind it needs what it
     returns, it runs again when that one does. `less_in_hand_bytes`: as `HalfMemory` has it."""
     resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
-    feeds, fed, _ = checkpoint or Checkpoint()
+    feeds, fed, *_ = checkpoint or Checkpoint()
     if fed:
         resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
     windows = section.has_windows or exchanging

@@ -36,6 +36,8 @@ class Checkpoint(NamedTuple):
     """Whether it keeps no input, and gets it from the half before."""
     ahead_to: str | None = None
     """The item to which it runs again while the layer above runs backward (`timetable.PlannedHalf`)."""
+    gathers_ahead: bool = False
+    """Whether its input is gathered before that."""
 
     @property
     def joined(self) -> bool:

@@ -38,7 +38,7 @@ class Stop(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """How far a checkpoint is when it has run ahead, and stops there."""
+    """How far a checkpoint is when it has run ahead, and stops at an item."""
 
     seconds: float
     bytes: int
@@ -47,6 +47,8 @@ class Begun(NamedTuple):
     """The part of what it communicates that is under way then."""
     again_s: float
     """What of that runs once more when it goes on: code between sites."""
+    waits_s: float = 0.0
+    """What has been waited for until then."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class PricedSection:
     """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """By item before which the replay can stop: how far it is then."""
-    begun: Begun | None = None
-    """Of a checkpoint that runs ahead, and stops there."""
+    begun: Mapping[str, Begun] = field(default_factory=dict)
+    """Of a checkpoint that runs ahead: by item at which it stops, the last one first."""
 
 
 def priced(
@@ -119,21 +121,37 @@ def _ahead(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
     """A checkpoint that runs as far as an item while the layer above runs backward. What a reduction makes is remembered until
-    then. Rows of tokens are not counted here: those that are sent and those that arrive are in hand at every moment
-    (`stage_memory.dispatched_bytes`)."""
-    price = priced(profile, section, replay, checkpoint._replace(ahead_to=None), less_in_hand_bytes)
-    item = checkpoint.ahead_to
+    then; a gathered input has a buffer of its own until the linear has read it. Rows of tokens are not counted here: those that
+    are sent and those that arrive are in hand at every moment (`stage_memory.dispatched_bytes`)."""
+    late = checkpoint._replace(ahead_to=None, gathers_ahead=False)
+    price, item = priced(profile, section, replay, late, less_in_hand_bytes), checkpoint.ahead_to
     assert item is not None
     if item == section.residual:
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
-    costs, stop = profile.of(section), item if section.exchanges else section.names[section.index(item) + 1]
+    begun = {item: _begun(profile, section, replay, checkpoint, item)}
+    if checkpoint.gathers_ahead:
+        begun[section.column_parallel] = _begun(profile, section, replay, checkpoint, section.column_parallel, gathers=True)
+    exposed_s = price.communicates_s - sum(each.under_way_s for each in begun.values())
+    begun[item] = begun[item]._replace(waits_s=exposed_s)
+    memory = _from_above(price.memory, max(each.bytes for each in begun.values()), checkpoint)
+    return dataclasses.replace(price, memory=memory, begun=begun)
+
+
+def _begun(
+    profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, item: str, *, gathers: bool = False
+) -> Begun:
+    """How far it is where it stops at an item. `gathers`: before it, while its input travels into a buffer; else behind it."""
+    costs, index = profile.of(section), section.index(item)
+    stop = item if gathers or section.exchanges else section.names[index + 1]
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
-    before = [each for each in replayed.runs if section.index(each) <= section.index(item)]
-    seconds = sum(costs.items[each].forward_s for each in before)
-    made = costs.input_bytes if checkpoint.feeds or checkpoint.fed else 0
-    code_s = sum(costs.items[each].forward_s for each in before if each in section.code)
-    begun = Begun(seconds, replayed.there_bytes[stop] + made, under_way_s(profile, section, item), code_s)
-    return dataclasses.replace(price, memory=_from_above(price.memory, begun.bytes, checkpoint), begun=begun)
+    before = [each for each in replayed.runs if section.index(each) < index + (not gathers)]
+    there = replayed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
+    return Begun(
+        sum(costs.items[each].forward_s for each in before),
+        there + (profile.gathered_input(profile.message_bytes) if gathers else 0),
+        under_way_s(profile, section, item, gathers=gathers),
+        sum(costs.items[each].forward_s for each in before if each in section.code),
+    )
 
 
 def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:

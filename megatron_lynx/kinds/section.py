@@ -344,6 +344,11 @@ class Section:
         return tuple(item.name for item in self.items if item.role == "core")
 
     @cached_property
+    def core(self) -> str:
+        """The item in which tokens attend to each other; empty where none does."""
+        return next((item.name for item in self.items if item.role == "core"), "")
+
+    @cached_property
     def stops(self) -> tuple[str, ...]:
         """The items before which a replay can stop, to go on in a later window: those before which only sites run. Code between
         sites would run a second time. Of latent attention: where heads begin to be made, and that code."""

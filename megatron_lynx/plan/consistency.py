@@ -131,11 +131,17 @@ def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str
     """Whether what a rule has begin ahead is nothing in all of its layers."""
     if not rule.ahead:
         return
-    layout, halves = layout_of(plan), planned_halves(stage, plan.model.sections_of)
+    layout, halves = layout_of(plan), tuple(planned_halves(stage, plan.model.sections_of))
     begun = (half for half in halves if half.layer in rule.layers and half.leaves_under_way)
     if not any(layout.waits("fwd", half.layer, half.section) for half in begun):
         needed = "a dispatch that a plan may look into, or a layer under tensor parallelism"
-        yield f"ahead is true, but nothing that runs again there is waited for: needed {needed}"
+        yield f"{rule.ahead_said}, but nothing that runs again there is waited for: needed {needed}"
+    elif rule.gathers_ahead and not layout.sequence_parallel:
+        yield f"{rule.ahead_said}, but without parallel.sequence_parallel nothing is gathered: needed true"
+    elif rule.gathers_ahead and not any(half.gathers_ahead for half in halves if half.layer in rule.layers):
+        yield f"{rule.ahead_said}, but no attention of these layers gathers for a single linear, without experts: needed true"
+    elif rule.gathers_ahead and plan.model.fp8 is not None:
+        yield f"{rule.ahead_said}, but with fp8 {plan.model.fp8} that was not tried: needed true"
 
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:

@@ -61,7 +61,7 @@ class PlanContents(Part):
         """The layers that are checkpointed, in words; empty where none is."""
         rules = joined(rule for stage in self.stages for rule in stage.rules)
         named = (
-            (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ") + ", ahead" * rule.ahead)
+            (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ") + rule.ahead_in_words)
             for rule in rules
             if rule.checkpoint is not None
         )

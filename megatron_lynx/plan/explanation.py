@@ -142,7 +142,8 @@ def _listed(items: Sequence[str]) -> Text:
 def _window(rule: Rule, half: Half) -> Text:
     if rule.checkpoints(half):
         first = rule.feeds(rule.layers.first, half) and half == HALVES[0]
-        begins = f"begins ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
+        what = "its gather begins" if rule.gathers_ahead and first else "begins"
+        begins = f"{what} ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
         return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}")
     if not rule.replays(half):
         return Text("-")

@@ -66,7 +66,8 @@ CHECKPOINTED = """\
 """What is explained of a plan with checkpoints."""
 AHEAD = """\
 #   ahead         of a rule: what its checkpoints communicate again begins where backward enters the attention half of the layer
-#                 above, and travels behind that: the dispatch of tokens, else the reduction behind an attention
+#                 above, and travels behind that: the dispatch of tokens, else the reduction behind an attention; with
+#                 gather the input of that attention is gathered there before it
 """
 """What is explained where that begins ahead."""
 _END = "# `predicted`"

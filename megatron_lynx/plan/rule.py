@@ -122,6 +122,9 @@ AHEAD: tuple[CheckpointName, ...] = ("layer", "halves", "mlp")
 """What may have its communication begin ahead: a layer, or its MLP half."""
 
 
+Ahead = bool | Literal["gather"]
+
+
 class CheckpointGroups(Part):
     """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
@@ -140,9 +143,10 @@ class Rule(Part):
     checkpoint: CheckpointName | CheckpointGroups | None = None
     """What keeps its input alone, so that all inside runs again in backward, what communicates included: the layer; both halves,
     each by itself; one of them; or several layers at a time. A router of experts decides once."""
-    ahead: bool = False
+    ahead: Ahead = False
     """Whether what a checkpointed layer communicates again begins where backward enters the attention half of the layer above,
-    and travels behind that: the dispatch of its tokens; in a layer without experts the reduction behind its attention."""
+    and travels behind that: the dispatch of its tokens; in a layer without experts the reduction behind its attention. `gather`:
+    with sequence parallelism the input of its attention is gathered there before that."""
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
@@ -198,7 +202,9 @@ class Rule(Part):
         problems = [*self._unlisted(), *self._never_replayed()]
         if self.ahead and self.checkpoint not in AHEAD:
             found = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
-            problems.append(f"ahead is true, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}")
+            problems.append(f"{self.ahead_said}, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}")
+        elif self.gathers_ahead and self.checkpoint != "layer":
+            problems.append(f"{self.ahead_said}, but {self.checkpoint_said}: it needs checkpoint layer")
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if self.checkpoints(half):
@@ -219,6 +225,22 @@ class Rule(Part):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether inputs of its layers' attention halves are gathered ahead."""
+        return self.ahead == "gather"
+
+    @property
+    def ahead_said(self) -> str:
+        """As the file says it."""
+        return f"ahead is {str(self.ahead).lower()}"
+
+    @property
+    def ahead_in_words(self) -> str:
+        """Behind the words for a checkpoint; empty where nothing begins ahead."""
+        gathered = " from its gather on" if self.gathers_ahead else ""
+        return f", ahead{gathered}" if self.ahead else ""
 
     @property
     def checkpoint_said(self) -> str:

@@ -12,6 +12,7 @@ And what of a plan runs while something is communicated: which norms, and in whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
 from megatron_lynx.anatomy import Section
@@ -19,7 +20,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, wi
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable, ahead_to
+from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
 """What fills the halves of a layer, in the order of a forward."""
@@ -54,7 +55,9 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         behind = rule.fed_behind(layer, half)
         again = section.run_again(whole=behind > 0)
         ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
-        return PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, ahead_to=ahead, deferred=deferred)
+        gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
+        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
+        return replace(planned, ahead_to=ahead, gathers_ahead=gathers)
     if not (replay := rule.replays(half)):
         return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (

@@ -42,7 +42,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     if not plan.parallel.userbuffers:
         return
     if rule.ahead:
-        yield f"ahead is true, but {WITHOUT} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
+        yield f"{rule.ahead_said}, but {WITHOUT} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
     for half in HALVES:

@@ -35,7 +35,7 @@ from megatron_lynx.plan.plan import (
     Rule,
     Stage,
 )
-from megatron_lynx.plan.rule import CheckpointName, joined
+from megatron_lynx.plan.rule import Ahead, CheckpointName, joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.profiler.shape import LayerShape
@@ -226,10 +226,10 @@ def rule_of(
     gathers: Mapping[Half, str | None],
     checkpoint: CheckpointName | None = None,
     *,
-    ahead: bool = False,
+    ahead: Ahead = False,
 ) -> Rule:
     """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed. `ahead`:
-    whether what those communicate begins ahead."""
+    what those communicate ahead."""
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,
@@ -311,8 +311,15 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
-    ahead = any(option.checkpoint is not None and option.checkpoint.ahead_to is not None for option in choice.halves)
-    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=ahead)
+    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))
+
+
+def _ahead(choice: LayerChoice) -> Ahead:
+    """What of a checkpointed layer begins ahead, as a plan says it."""
+    checkpoints = [option.checkpoint for option in choice.halves if option.checkpoint is not None]
+    if any(one.gathers_ahead for one in checkpoints):
+        return "gather"
+    return any(one.ahead_to is not None for one in checkpoints)
 
 
 def _checkpoint(choice: LayerChoice) -> CheckpointName | None:

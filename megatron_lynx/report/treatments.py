@@ -91,7 +91,7 @@ def _treatment(plan: Plan, rule: Rule, half: Half) -> Treatment:
 def _place(rule: Rule, half: Half) -> str:
     """Where a half is replayed."""
     if rule.checkpoints(half):
-        return f"{rule.checkpoint_said}{', ahead' * rule.ahead}: keeps {rule.kept_input(half)}"
+        return f"{rule.checkpoint_said}{rule.ahead_in_words}: keeps {rule.kept_input(half)}"
     return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
 
 

@@ -171,9 +171,12 @@ class Engine:
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
             scope = progress.scope
-            if scope is None or scope.passes(site):
+            if scope is None:
                 return own(*args, **kwargs)
-            return scope.site(SiteCall(site, args, kwargs))
+            outputs = own(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
+            if scope.frame.policy.midway == site.name and not scope.replays:
+                self._mark_midway(scope.frame, outputs)
+            return outputs
 
         return call_site
 
@@ -259,6 +262,12 @@ class Engine:
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 
+    def _mark_midway(self, frame: Frame, outputs: Any) -> None:
+        """Backward comes to a site when the gradient of what it returned exists."""
+        node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
+        if node is not None:
+            frame.midway = node.register_prehook(partial(self._midway, frame))
+
     # --- backward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, frame: Frame, _: Any) -> None:
@@ -271,6 +280,10 @@ class Engine:
         if frame.policy.checkpoint and frame.lets_go:
             self._replays.on_demand(frame)
         self._waits.begin_ahead(frame)
+
+    def _midway(self, frame: Frame, _: Any) -> None:
+        if self._ledger.entered is frame:
+            self._waits.begin_midway(frame)
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()

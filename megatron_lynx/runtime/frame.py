@@ -209,6 +209,8 @@ class Frame:
     """Whom to show the gathered input when this half's backward has waited for it; usually nobody (`watched`)."""
     mark: Any = None
     """The hook in the graph that tells when backward reaches this half. It owns the frame, until the half's backward is over."""
+    midway: Any = None
+    """Likewise the one that tells when backward comes to `policy.midway`."""
     key: FrameKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -238,9 +240,10 @@ class Frame:
 
     def left(self) -> None:
         """Its backward is over. The graph may live on: a router of experts keeps a tensor of its last call."""
-        if self.mark is not None:
-            self.mark.remove()
-            self.mark = None
+        for hook in (self.mark, self.midway):
+            if hook is not None:
+                hook.remove()
+        self.mark = self.midway = None
 
     def give_up_inputs(self) -> None:
         """The replay is over; nothing will run from the inputs again."""

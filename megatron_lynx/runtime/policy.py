@@ -77,6 +77,8 @@ class HalfPolicy:
     """Whether nothing of what it keeps goes to the host, although what others of its chunk keep does."""
     ahead: int = 1
     """How many halves before its own backward a replay of it may begin, and asks for what it needs; 1 where none does."""
+    midway: str | None = None
+    """The site before whose backward something begins."""
     passed_over: bool = False
     """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
     below_passed_over: bool = False

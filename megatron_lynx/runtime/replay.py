@@ -18,6 +18,7 @@
 [7] where the half's first sites make all that is wanted, they run without the code around them (a shortcut: `site`)
 [8] a replay that is begun ahead stops behind a site whose communication it has issued and nobody has waited for; the next one of
     the frame waits for it first
+[9] what a checkpoint has gathered ahead serves its replay alone: backward gathers again, as in stock, and the buffer is free
 
 A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
 
@@ -202,6 +203,8 @@ class Replayer:
             with call.as_recorded(self.frame.site_states.get(self._segment)):
                 outputs = call()
             self._collect_saved(call, outputs)
+        if policy.checkpoint and self.in_gather_site:
+            self.frame.gathering = None  # [9]
         self._site = None
         if self._until is not None or self._starts is not None:  # [6] [8]
             random = None if self.frame.random is None else self._random.capture()
@@ -310,15 +313,19 @@ class Replays:
         self._progress.counts.on_demand += 1
 
     def begin(self, frame: Frame, item: str) -> None:
-        """Run a checkpoint again as far as this item, and leave under way what that communicates."""
+        """Run a checkpoint again as far as this item, and leave under way what that communicates: its input is gathered, or what
+        it made travels."""
         self._feed(frame)
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        frame.under_way = UnderWay()
-        self._run(frame, None, starts=item)
+        if item == frame.policy.gather_site:
+            self._start_gather(frame)
+        else:
+            frame.under_way = UnderWay()
+            self._run(frame, None, starts=item)
+            assert frame.under_way.works, f"the replay of {frame.policy.name} communicated nothing behind {item}"
         self._progress.clock.end(ON_DEMAND, clocked)
         self._progress.add_span("replay", frame, ON_DEMAND, begin)
         self._progress.counts.ahead += 1
-        assert frame.under_way.works, f"the replay of {frame.policy.name} communicated nothing behind {item}"
 
     def _feed(self, frame: Frame) -> None:
         """Have the half before run again to its end, where that makes inputs of this one."""
@@ -352,18 +359,24 @@ class Replays:
             raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
 
     def would_gather(self, frame: Frame, until: str | None) -> bool:
-        """Whether such a replay comes to a site whose input is still to be gathered."""
+        """Whether such a replay comes to a site whose input is still to be gathered. A checkpoint gathers as a forward does."""
         site, section = frame.policy.gather_site, frame.policy.section
+        if frame.policy.checkpoint:
+            return False
         return site is not None and frame.gathering is None and (until is None or section.index(until) > section.index(site))
 
     def gather(self, frame: Frame) -> None:
+        """Gather the input of a half's replayed site, once for that and for the backward behind it."""
+        self._start_gather(frame)
+        self._progress.counts.gathered += 1
+
+    def _start_gather(self, frame: Frame) -> None:
         """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
         policy = frame.policy
         argument = self._run(frame, policy.gather_site).argument
         assert argument is not None, f"{policy.name} never reached {policy.gather_site}"
         assert policy.gather is not None, f"{policy.name} has a gather site and no way to gather"
         frame.gathering = policy.gather(argument)
-        self._progress.counts.gathered += 1
 
     def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Replayer:
         marks = () if starts else _arrived(frame)

@@ -156,6 +156,11 @@ class Waits:
         micro_batch = entered.micro_batch
         self._begin(micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase).ahead.get(entered.key, ()))
 
+    def begin_midway(self, entered: Frame) -> None:
+        """Backward comes to the core attention of a half: what the plan has begin there begins."""
+        micro_batch = entered.micro_batch
+        self._begin(micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase).midway.get(entered.key, ()))
+
     def _begin(self, micro_batch: MicroBatch, ahead: Sequence[Replay]) -> None:
         """Nothing begins in halves that keep everything."""
         for replay in ahead:

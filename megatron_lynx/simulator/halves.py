@@ -35,7 +35,7 @@ from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
 from megatron_lynx.simulator.walk import Walk
-from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Replay, Timetable, Wait
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
@@ -49,6 +49,8 @@ class Segments:
     windows_s: tuple[float, ...]
     ends: Mapping[str, int] = field(default_factory=dict)
     """By linear: how many windows of its half's backward come before the place where its weight gradient is put off."""
+    core: tuple[int, float] = (0, 0.0)
+    """Of a backward with a core attention: how many windows come before that, and the seconds between the last of them and it."""
 
 
 Waited = Sequence[Collective | Exchange]
@@ -131,7 +133,7 @@ def segments(
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
     ends = {each: min(section.behind_wgrad(each, profile.shape.sequence_parallel), len(waited)) for each in section.linears}
-    parts = Segments(tuple(_between_backward(left, section, waited)), windows_s, ends)
+    parts = Segments(tuple(_between_backward(left, section, waited)), windows_s, ends, _before_core(left, section, waited))
     return _with_rest(profile, passing, section, parts, sum(off.values()))
 
 
@@ -168,6 +170,14 @@ def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited
         yield max(0.0, seconds - wgrad_s)
         end, behind_s = begin, min(seconds, wgrad_s)
     yield behind_s + _backward_s(items, section, 0, end)
+
+
+def _before_core(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> tuple[int, float]:
+    if not section.core:
+        return 0, 0.0
+    at = section.index(section.core)
+    cuts = [place for each in waited if (place := section.place_behind(each)) > at]
+    return len(cuts), _backward_s(items, section, at + 1, cuts[-1] if cuts else len(section.names))
 
 
 def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
@@ -245,7 +255,8 @@ def _back_through(
     counts of the next one."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
-        walk.compute(compute_s)
+        begins, before_s = parts.core
+        _compute(walk, compute_s, planned.midway if ordinal == begins else (), before_s)
         ran_s = _defer(walk, half, ordinal, parts, defers)
         if ordinal == last:  # [3]
             first = max(0, min(regenerated, left - half.memory.tail))
@@ -260,6 +271,16 @@ def _back_through(
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
+
+
+def _compute(walk: Walk, seconds: float, midway: Sequence[Replay], before_s: float) -> None:
+    """What lies between two windows. `midway`: what begins in it, behind so many seconds."""
+    if midway:
+        walk.compute(before_s)
+        seconds -= before_s
+    for replay in midway:
+        walk.on_demand(replay)
+    walk.compute(seconds)
 
 
 def _let_go_of(section: Section) -> tuple[str, ...]:

@@ -32,6 +32,9 @@ class Part(NamedTuple):
     """Seconds for which what it communicates last is under way when it stops."""
 
 
+NOT_BEGUN = Begun(0.0, 0, 0.0, 0.0)
+
+
 class Leaving(NamedTuple):
     """What of a half goes to the host and comes back where its own backward follows its forward at once."""
 
@@ -51,8 +54,8 @@ class Treated:
     """Seconds of its replay; 0 for a half that is kept."""
     communicates_s: float = 0.0
     """Seconds in which the replay of a checkpoint waits for other ranks, as its forward did."""
-    begun: Begun | None = None
-    """How far it is where it begins ahead."""
+    begun: Mapping[str, Begun] = field(default_factory=dict)
+    """By item, how far it is where it stops there ahead."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """How far the replay is where it stops."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
@@ -93,6 +96,11 @@ class Treated:
         return self.replay_s + self.communicates_s + waits_s
 
     @property
+    def _exposed_s(self) -> float:
+        """The part of what it communicates that is not under way ahead."""
+        return self.communicates_s - sum(begun.under_way_s for begun in self.begun.values())
+
+    @property
     def gathered_bytes(self) -> int:
         """What is there when its input is gathered."""
         return self.stops[self.section.column_parallel].bytes
@@ -104,12 +112,12 @@ class Treated:
 
     def part(self, replay: Replay) -> Part:
         """What a part of its replay costs."""
-        if self.begun is not None and replay.starts is not None:
-            seconds, size, under_way_s, _ = self.begun
-            return Part(seconds, size, self.communicates_s - under_way_s, under_way_s)
-        if self.begun is not None and replay.started is not None:
-            seconds, size, _, again_s = self.begun
-            return Part(self.replay_s - seconds + again_s, self.memory.regenerated - size)
+        if self.begun and (replay.starts or replay.started):
+            whole = Begun(self.replay_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
+            start = self.begun[replay.started] if replay.started else NOT_BEGUN
+            stop = self.begun[replay.starts] if replay.starts else whole
+            seconds, waits_s = stop.seconds - start.seconds + start.again_s, stop.waits_s - start.waits_s
+            return Part(seconds, stop.bytes - start.bytes, waits_s, stop.under_way_s)
         begin = (
             Stop(0.0, self.gathered_bytes if replay.gathered_ahead else 0) if replay.since is None else self.stops[replay.since]
         )

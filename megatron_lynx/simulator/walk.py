@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
@@ -33,8 +32,8 @@ class Walk:
         self._regenerated: list[tuple[float, int]] = []
         self._under_way_s = 0.0
         """Of what was begun ahead."""
-        self._under_way_in: Half | None = None
-        """Which half's that is."""
+        self._holds_up = False
+        """Whether that is of the same ranks as collectives, which it comes before."""
         self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
 
     def compute(self, seconds: float) -> None:
@@ -73,7 +72,7 @@ class Walk:
         self.replay(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
         if replay.starts is not None:
-            self._under_way_s, self._under_way_in = part.under_way_s, half.half
+            self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
         """Waits for the rest of what was begun ahead."""
@@ -82,9 +81,8 @@ class Walk:
         self._under_way_s = 0.0
 
     def window(self, wait: Wait, seconds: float) -> None:  # [2]
-        """A wait of so many seconds, with what runs in it and behind it. What an attention has begun is of the same ranks, and
-        comes first."""
-        if self._under_way_in == HALVES[0]:
+        """A wait of so many seconds, with what runs in it and behind it."""
+        if self._holds_up:
             self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
         waits_s = []

@@ -4,19 +4,21 @@
     there      mlp(5), attention(5)     attention(5), what is begun of layer 4        mlp(4), attention(4)
 
 It does where that spares seconds and the second moment is no fuller than the third, which comes in any case: then it takes no
-memory, whatever the layer above keeps, and there is nothing to choose.
+memory, whatever the layer above keeps, and there is nothing to choose. So it is with a gather before a reduction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import behind_gather_s
+from megatron_lynx.cost.communication import before_core_s, behind_gather_s
 from megatron_lynx.cost.memory import BEGINS, HalfMemory
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.timetable import ahead_to
+from megatron_lynx.timetable import ahead_to, may_gather_ahead
 
 Layer = tuple[Checkpoint | None, Checkpoint | None]
 """What the attention half and the MLP half of a layer are as checkpoints; None: none."""
@@ -25,29 +27,51 @@ Layer = tuple[Checkpoint | None, Checkpoint | None]
 def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer) -> Layer:
     """The same layer, and what it communicates begins ahead if that is worth it. `sections`: what fills its halves, and those of
     the layer above."""
-    experts = sections[1].exchanges
-    ahead = tuple(
+    found, most_s = layer, 0.0
+    for ahead in _ways(prices.profile, sections, layer):
+        both = ((_price(prices, *each), *each) for each in zip(sections, ahead, strict=True))
+        seconds = sum(spared_s(prices.profile, *each, sections) for each in both)
+        if seconds > most_s and _takes_no_memory(prices, sections, layer, ahead):
+            found, most_s = ahead, seconds
+    return found
+
+
+def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
+    """The layer with a dispatch or a reduction ahead, and with the gather before that as well, if it may be."""
+    experts, shape = sections[1].exchanges, profile.shape
+    first, second = (
         one and one._replace(ahead_to=ahead_to(section, experts=experts, feeds=one.feeds))
         for section, one in zip(sections, layer, strict=True)
     )
-    late, begun = ([_price(prices, *each) for each in zip(sections, one, strict=True)] for one in (layer, ahead))
-    if sum(spared_s(prices.profile, one, sections[0], experts=experts) for one in begun) <= 0:
-        return layer
-    attention, mlp = (one.memory for one in begun)
-    above = late[0].memory
-    if _at(above, 0) + _at(attention, 4) + _at(mlp, 2) > _at(mlp, 0) + _at(attention, 2):
-        return layer
-    return ahead[0], ahead[1]
+    yield first, second
+    gathers = shape.sequence_parallel and shape.tensor > 1 and shape.fp8 is None
+    if gathers and first is not None and may_gather_ahead(sections[0], experts=experts, feeds=first.feeds):
+        yield first._replace(gathers_ahead=True), second
 
 
-def spared_s(profile: Profile, price: PricedSection, above: Section, *, experts: bool) -> float:
+def _takes_no_memory(prices: Prices, sections: tuple[Section, Section], layer: Layer, ahead: Layer) -> bool:
+    above, *_ = (_price(prices, *each).memory for each in zip(sections, layer, strict=True))
+    attention, mlp = (_price(prices, *each).memory for each in zip(sections, ahead, strict=True))
+    return _at(above, 0) + _at(attention, 4) + _at(mlp, 2) <= _at(mlp, 0) + _at(attention, 2)
+
+
+def spared_s(
+    profile: Profile, price: PricedSection, section: Section, checkpoint: Checkpoint | None, layer: tuple[Section, Section]
+) -> float:
     """How much shorter a checkpoint takes because what it has begun ahead travels while the attention half above computes, and is
-    slower. Tokens travel beside all of that, a reduction with sequence parallelism beside what lies between two gathers."""
-    if price.begun is None:
+    slower. `layer`: what fills the halves of its layer, and of that above. Tokens travel beside all of that attention, a
+    reduction with sequence parallelism beside what lies between two gathers; or, behind a gather, from the core attention on."""
+    if checkpoint is None or not price.begun:
         return 0.0
-    between_gathers = profile.shape.sequence_parallel and not experts
-    computes_s = behind_gather_s(profile, above) if between_gathers else profile.of(above).backward_s
-    return min(price.begun.under_way_s / profile.interference, computes_s) - price.begun.again_s
+    attention, mlp = layer
+    between_gathers = profile.shape.sequence_parallel and not mlp.exchanges
+    computes_s = behind_gather_s(profile, attention) if between_gathers else profile.of(attention).backward_s
+    before_s = before_core_s(profile, attention) if checkpoint.gathers_ahead else 0.0
+    return sum(
+        min(begun.under_way_s / profile.interference, computes_s - before_s if item == checkpoint.ahead_to else before_s)
+        - begun.again_s
+        for item, begun in price.begun.items()
+    )
 
 
 def _price(prices: Prices, section: Section, checkpoint: Checkpoint | None) -> PricedSection:

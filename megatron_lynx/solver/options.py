@@ -290,7 +290,7 @@ class StageProblems:
         waits_s = price.communicates_s
         if other is not None:
             attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
-            waits_s -= spared_s(self.profile, price, attention, experts=mlp.exchanges)
+            waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
         return Option(
             items,
             price.memory,
@@ -305,7 +305,7 @@ class StageProblems:
     def _late(self, kind: HalfKind, option: Option) -> Option:
         """A checkpoint that a plan has begin ahead, where nothing comes before it."""
         assert option.checkpoint is not None
-        late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None))
+        late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))
         return replace(late, checkpoint=option.checkpoint)
 
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:

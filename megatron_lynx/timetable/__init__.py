@@ -1,7 +1,7 @@
 """What runs when on a pipeline stage under a plan: which part of a replay, which gather, which weight gradient in which wait."""
 
 from megatron_lynx.timetable.events import HalfPass, Linear, Pass, Replay, Wait
-from megatron_lynx.timetable.planned import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, ahead_to
+from megatron_lynx.timetable.planned import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, ahead_to, may_gather_ahead
 from megatron_lynx.timetable.timetable import Timetable
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Timetable",
     "Wait",
     "ahead_to",
+    "may_gather_ahead",
 ]

@@ -13,6 +13,12 @@ replay then stops behind an item whose exchange is under way, and goes on where 
 
               HalfPass   attention(5)   [...; mlp(4) to its dispatch, which travels]          its waits
               HalfPass   mlp(4)         [waits for the dispatch, the rest of its replay]      its waits
+
+An attention may gather its input ahead, too, before what it returns is reduced, which is of the same ranks:
+
+              HalfPass   attention(5)   Wait bwd.attention.0 │ attention(4) to its first linear, whose input is gathered meanwhile
+                           at its core  [waits for the gather; attention(4) to its reduction, which travels]
+              HalfPass   mlp(4)         [waits for the reduction; the rest of both replays]   its waits
 """
 
 from __future__ import annotations
@@ -50,9 +56,10 @@ class Replay(NamedTuple):
     communicates: bool = False
     """Whether collectives and exchanges inside run again with it, as in a forward: in no window, and on all ranks at once."""
     starts: str | None = None
-    """The item behind which it stops, while what that item communicates is under way."""
+    """The item at which it stops, while what that item communicates is under way: behind it, or before it, where its input is
+    gathered."""
     started: str | None = None
-    """The item behind which the part before this one stopped: what that communicates is waited for first."""
+    """The item at which the part before this one stopped: what that communicates is waited for first."""
 
     @property
     def gathered_ahead(self) -> bool:
@@ -94,6 +101,9 @@ class HalfPass(NamedTuple):
     ahead: tuple[Replay, ...] = ()
     """In a backward: what of the layer below runs again right here, behind this half's own replay, in the order of a forward. The
     last of them leaves what it communicates under way."""
+    midway: tuple[Replay, ...] = ()
+    """As `ahead`, where its backward comes to the core attention: what was begun before has travelled beside what lies behind
+    that, and what begins now travels beside the rest."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,14 @@ class Pass:
     def busy_halves(self) -> frozenset[FrameKey]:
         """The halves that have such a wait, or at which something begins ahead."""
         waiting = (window.frame for window in self.busy if isinstance(window, WindowAddress))
-        return frozenset((*waiting, *self.ahead))
+        return frozenset((*waiting, *self.ahead, *self.midway))
 
     @cached_property
     def ahead(self) -> Mapping[FrameKey, tuple[Replay, ...]]:
         """What begins ahead, by the half at which it does."""
         return {half.half: half.ahead for half in self.halves if half.ahead}
+
+    @cached_property
+    def midway(self) -> Mapping[FrameKey, tuple[Replay, ...]]:
+        """What begins in the midst of a half, by the half in which it does."""
+        return {half.half: half.midway for half in self.halves if half.midway}

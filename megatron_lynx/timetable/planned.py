@@ -55,6 +55,11 @@ def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
     return section.residual if experts else section.row_parallel
 
 
+def may_gather_ahead(section: Section, *, experts: bool, feeds: bool) -> bool:
+    """Whether the input of such a half may be gathered ahead, before what it returns is reduced."""
+    return feeds and not experts and bool(section.gathered and section.core)
+
+
 @dataclass(frozen=True)
 class PlannedHalf:
     """One half of one layer under a plan."""
@@ -77,6 +82,8 @@ class PlannedHalf:
     """Of a checkpointed half: the item to which it runs again where backward enters the attention half of the layer above. What
     that item communicates travels meanwhile; behind the half's last item all of it has run. None: it begins where backward enters
     it."""
+    gathers_ahead: bool = False
+    """Whether its input is gathered ahead, before that."""
 
     @property
     def half(self) -> Half:

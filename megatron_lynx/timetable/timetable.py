@@ -56,6 +56,8 @@ class _Put(NamedTuple):
     """By half: those that run again whole before it."""
     ahead: dict[FrameKey | Window, tuple[Replay, ...]]
     """What of the layer below begins where backward enters a half, or behind a wait of it."""
+    midway: dict[FrameKey, tuple[Replay, ...]]
+    """What begins, or goes on, in the midst of a half."""
 
 
 class Timetable:
@@ -122,6 +124,11 @@ class Timetable:
         return any(self.busy_halves)
 
     @cached_property
+    def midway_halves(self) -> frozenset[FrameKey]:
+        """The halves in whose midst something begins."""
+        return frozenset(key for chunk in range(len(self.chunks)) for each in self._backwards_of(chunk) for key in each.midway)
+
+    @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
         """By chunk: the halves in one of whose waits anything ever runs, for whichever chunk."""
         return tuple(
@@ -146,6 +153,7 @@ class Timetable:
                     put.gathered.get(half.key),
                     put.first.get(half.key, ()),
                     put.ahead.get(half.key, ()),
+                    put.midway.get(half.key, ()),
                 )
                 for half in reversed(self.chunks[chunk])
             )
@@ -199,7 +207,7 @@ class Timetable:
 
 
 def _put(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> _Put:
-    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)), {})
+    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)), {}, {})
     for half in reversed(halves):
         if half.checkpoint and not half.feeds:
             put.late[half.key] = Replay(half.key, communicates=True)
@@ -251,10 +259,15 @@ def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> No
         if half is mlp:
             put.ahead[above.key] = (*before, late._replace(starts=item))
             put.late[mlp.key] = late._replace(started=item)
-        else:
-            (whole,) = before
-            put.ahead[_place_ahead(above, layout)] = (whole._replace(starts=item, whole=False),)
-            put.first[mlp.key] = (whole._replace(started=item),)
+            continue
+        (whole,) = before
+        begun, place = whole._replace(starts=item, whole=False), _place_ahead(above, layout)
+        put.ahead[place] = (begun,)
+        if attention.gathers_ahead and above.section.core:
+            gathered = attention.section.gathered
+            put.ahead[place] = (begun._replace(starts=gathered),)
+            put.midway[above.key] = (begun._replace(started=gathered),)
+        put.first[mlp.key] = (whole._replace(started=item),)
 
 
 def _place_ahead(above: PlannedHalf, layout: Layout) -> FrameKey | Window:

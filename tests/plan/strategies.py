@@ -179,7 +179,8 @@ def stages_of(
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
-    kept = [draw(checkpointed(rule, reduces=parallel.tensor > 1)) for rule in kept] if checkpoints else kept
+    gathers = parallel.sequence_parallel and parallel.tensor > 1 and (model is None or model.fp8 is None)
+    kept = [draw(checkpointed(rule, parallel.tensor > 1, gathers)) for rule in kept] if checkpoints else kept
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -202,9 +203,9 @@ def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, context: int = 1) 
 
 
 @st.composite
-def checkpointed(draw: st.DrawFn, rule: Rule, reduces: bool = False) -> Rule:
+def checkpointed(draw: st.DrawFn, rule: Rule, reduces: bool = False, gathers: bool = False) -> Rule:
     """The same rule, or one whose layers, or one half of them, keep their input alone. `reduces`: what layers of it reduce again
-    may begin ahead."""
+    may begin ahead; `gathers`: and what they gather before."""
     both = ["layer", "halves", CheckpointGroups(layers=2)]
     chosen = draw(st.sampled_from([None, None, *both, *HALVES]))
     if chosen is None:
@@ -215,7 +216,7 @@ def checkpointed(draw: st.DrawFn, rule: Rule, reduces: bool = False) -> Rule:
         if chosen in HALVES and (item in DENSE["attention"].names) == (chosen == "mlp")
     }
     keep, replay = (tuple(item for item in items if item in left) for items in (rule.keep, rule.replay))
-    ahead = reduces and chosen == "layer" and draw(st.booleans())
+    ahead = reduces and chosen == "layer" and draw(st.sampled_from([False, True, *(["gather"] if gathers else [])]))
     return Rule(layers=rule.layers, checkpoint=chosen, ahead=ahead, keep=keep, replay=replay)
 
 

@@ -130,6 +130,46 @@ def test_what_begins_ahead_is_written_read_and_explained(tmp_path):
     assert "begins ahead, at attention+1" in console.file.getvalue()
 
 
+GATHERED = checkpointed(plan_for(tiny_job("llama", tensor=2, sequence_parallel=True), lambda layer: ()), "layer")
+
+
+def test_a_gather_ahead_is_written_read_and_explained(tmp_path):
+    plan = ahead(GATHERED, how="gather")
+    (tmp_path / "plan.yaml").write_text(dump_plan(plan))
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert "ahead: gather\n" in dump_plan(plan)
+    assert plan.checkpointed == "1-4 (layer, ahead from its gather on)"
+    console = Console(width=160, file=StringIO())
+    console.print(explanation(plan))
+    assert "its gather begins ahead, at attention+1" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("checkpoint", ["mlp", "halves"])
+def test_the_input_of_a_half_by_itself_is_not_gathered_ahead(checkpoint):
+    with pytest.raises(ValueError, match=f"ahead is gather, but checkpoint is {checkpoint}: it needs checkpoint layer"):
+        rule(checkpoint, ahead="gather")
+
+
+def test_where_nothing_is_gathered_nothing_is_gathered_ahead():
+    with pytest.raises(
+        ValueError, match=r"ahead is gather, but without parallel.sequence_parallel nothing is gathered: needed true"
+    ):
+        ahead(REDUCED, how="gather")
+    job = tiny_job(
+        "gpt",
+        tensor=2,
+        replicas=2,
+        expert=2,
+        sequence_parallel=True,
+        experts={"count": 4, "per_token": 2, "ffn": 32},
+        bias=False,
+    )
+    with pytest.raises(
+        ValueError, match=r"ahead is gather, but no attention of these layers gathers .* without experts: needed true"
+    ):
+        ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=2, how="gather")
+
+
 @pytest.mark.parametrize("checkpoint", [None, "attention", {"layers": 2}], ids=str)
 def test_only_a_layer_or_its_mlp_half_begins_ahead(checkpoint):
     with pytest.raises(ValueError, match=r"ahead is true, but .* needs checkpoint layer, halves or mlp"):

@@ -35,6 +35,7 @@ INTERLEAVED = {
     "p=2": {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
     "p=4": {"pipeline": 4, "layers": 8, "layers_per_chunk": 1, "microbatches": 8},
 }
+LAYERS_IN_TURNS = {"pipeline": 2, "layers": 8, "layers_per_chunk": 2, "microbatches": 4}
 
 
 def planned(job: Job, **setting: Any) -> Setting:
@@ -58,6 +59,11 @@ def begun_ahead(job: Job) -> Setting:
     """Every layer is checkpointed, and what it communicates again travels behind the layer above."""
     plan = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=job.parallel.expert)
     return Setting(plan=plan, timers=1)
+
+
+def gathered_ahead(job: Job) -> Setting:
+    """The same, and the inputs of attentions are gathered before that."""
+    return Setting(plan=ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how="gather"), timers=1)
 
 
 def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
@@ -87,6 +93,8 @@ CASES = [
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
     case("t=2, p=2, begun ahead", {"pipeline": 2, "tensor": 2, "microbatches": 3}, begun_ahead),
     case("t=2, begun ahead behind a gather", {"tensor": 2, "sequence_parallel": True}, begun_ahead),
+    case("t=2, p=2, gathered ahead", {"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, gathered_ahead),
+    case("interleaved, p=2, t=2, gathered ahead", {**LAYERS_IN_TURNS, "tensor": 2, "sequence_parallel": True}, gathered_ahead),
     case("e=2, p=2, begun ahead", {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False}, begun_ahead),
     case("t=2, half by half", {"tensor": 2}, half_by_half),
     case("interleaved, p=2, half by half", INTERLEAVED["p=2"], half_by_half),

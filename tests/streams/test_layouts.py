@@ -47,6 +47,11 @@ def begun_ahead(job: Job) -> Plan:
     return ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"))
 
 
+def gathered_ahead(job: Job) -> Plan:
+    """The same, and the inputs of attentions are gathered before that."""
+    return ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how="gather")
+
+
 def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
     """Nothing is replayed, everything or a share of it goes to the host."""
     return offloading(plan_for(job, lambda layer: ()), int(share * chunk_bytes(job)), beside=beside)
@@ -83,7 +88,7 @@ DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accum
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "TP2": (TP2, [replaying], Trial(steps=2), False),
     "TP2, begun ahead": (TP2, [begun_ahead], Trial(steps=2), False),
-    "sequence parallel, begun ahead": (SP, [begun_ahead], Trial(steps=2), False),
+    "sequence parallel, begun ahead": (SP, [begun_ahead, gathered_ahead], Trial(steps=2), False),
     "sequence parallel, gathered once": (SP, [replaying], Trial(steps=2), False),
     "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(steps=2), False),
     "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),

@@ -60,7 +60,7 @@ def passes(
         ran = []
         for half in timetable.backward(action.chunk, phase).halves:
             ran += [(each, ON_DEMAND) for each in (*half.first, half.on_demand, *half.ahead) if each is not None]
-            ran += run_in(*half.waits)
+            ran += [*run_in(*half.waits[:1]), *((each, ON_DEMAND) for each in half.midway), *run_in(*half.waits[1:])]
         last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
         yield action, action.micro_batch, ran, [] if last else list(run_in(timetable.receive(action.chunk, phase)))
 

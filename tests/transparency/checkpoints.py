@@ -28,12 +28,13 @@ def checkpointed(plan: Plan, checkpoint: Any, layers: Iterable[int] | None = Non
     return Plan.model_validate(raw)
 
 
-def ahead(plan: Plan, *, expert: int = 1) -> Plan:
-    """The same plan in which what checkpointed layers communicate begins ahead. `expert`: ranks that share out experts."""
+def ahead(plan: Plan, *, expert: int = 1, how: Any = True) -> Plan:
+    """The same plan in which what checkpointed layers communicate begins ahead. `expert`: ranks that share out experts. `how`: as
+    a rule has it."""
     raw = plan.model_dump(mode="json", exclude_defaults=True)
     raw["parallel"]["expert"] = expert
     for rule in (rule for stage in raw["stages"] for rule in stage["rules"] if rule.get("checkpoint")):
-        rule["ahead"] = True
+        rule["ahead"] = how
     return Plan.model_validate(raw)
 
 

@@ -34,8 +34,8 @@ def late(job: Job, checkpoint: Any = "layer", layers: Any = None) -> Plan:
     return checkpointed(plan_for(job, lambda layer: ()), checkpoint, layers)
 
 
-def begun(job: Job, checkpoint: Any = "layer", layers: Any = None) -> Plan:
-    return ahead(late(job, checkpoint, layers), expert=job.parallel.expert)
+def begun(job: Job, checkpoint: Any = "layer", layers: Any = None, how: Any = True) -> Plan:
+    return ahead(late(job, checkpoint, layers), expert=job.parallel.expert, how=how)
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])
@@ -50,6 +50,30 @@ def test_what_attention_returns_is_reduced_ahead(pool_of: Pools, layout: str, li
         if layout != "TP2xPP2xVPP2+SP":
             times = job.microbatches
             assert [one.counts[-1].ahead for one in (first, second, some)] == [(job.model.layers - 1) * times, 0, 2 * times]
+
+
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
+@pytest.mark.parametrize("layout", ["TP2xPP2+SP", *long("TP2+SP", "TP2xPP2xVPP2+SP")])
+def test_the_input_of_an_attention_is_gathered_ahead(pool_of: Pools, layout: str, like: Any) -> None:
+    """As many collectives as on demand: backward gathers again. Chunks have layers above them that are no checkpoints, and the
+    top one has none."""
+    job = tiny_job(like, **LAYOUTS[layout])
+    plans = [begun(job, how="gather"), late(job), begun(job, layers=(1, 3), how="gather")]
+    for rank, outcomes in enumerate(checked(pool_of, job, plans, Trial(counted=True))):
+        first, second, some = (outcome.planned for outcome in outcomes)
+        assert Counter(first.collectives) == Counter(second.collectives)
+        stage = rank // (job.gpus // job.parallel.pipeline)
+        for plan, of_plan in zip(plans, (first, second, some), strict=True):
+            counts = of_plan.counts[-1]
+            assert (counts.gathered, counts.ahead) == (0, job.microbatches * begun_in(plan, stage)), f"rank {rank}"
+
+
+def begun_in(plan: Plan, stage: int) -> int:
+    """How often something begins ahead for one micro-batch."""
+    timetable = timetable_of(plan, stage)
+    halves = [half for chunk in range(len(timetable.chunks)) for half in timetable.backward(chunk, "steady").halves]
+    begun = (one for half in halves for one in (*half.ahead, *half.midway, *(each for wait in half.waits for each in wait.ahead)))
+    return sum(one.starts is not None for one in begun)
 
 
 @pytest.mark.parametrize("layout", ["EP2", *long("TP2+SP, EP2, every second layer", "PP2xVPP2, EP2")])
@@ -73,10 +97,12 @@ def test_what_travels_by_deepep_is_not_used_before_it_is_there(pool_of: Pools) -
         assert [outcome.planned.counts[-1].ahead for outcome in outcomes] == [job.microbatches] * 2
 
 
-TRAVELS: dict[str, tuple[Callable[[], Job], str]] = {
-    "TP2": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1), "allreduce"),
-    "TP2+SP": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1, sequence_parallel=True), "reduce_scatter_single"),
-    "EP2": (lambda: job_of("EP2"), "all_to_all_single"),
+SP = {"tensor": 2, "layers": 2, "microbatches": 1, "sequence_parallel": True}
+TRAVELS: dict[str, tuple[Callable[[], Job], str, Any]] = {
+    "TP2": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1), "allreduce", True),
+    "TP2+SP": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", True),
+    "TP2+SP, behind a gather": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", "gather"),
+    "EP2": (lambda: job_of("EP2"), "all_to_all_single", True),
 }
 
 
@@ -84,9 +110,9 @@ TRAVELS: dict[str, tuple[Callable[[], Job], str]] = {
 def test_it_travels_while_the_half_above_runs_backward(pool_of: Pools, layout: str) -> None:
     """Between its issue and the wait for it stock's own collectives of the half above are issued, or its backward ends: on demand
     the wait is the very next thing."""
-    made, work = TRAVELS[layout]
+    made, work, how = TRAVELS[layout]
     job = made()
-    for of_rank in pool_of(job.gpus).run(timelines, job, [begun(job), late(job)], {"ddp": True}, {}):
+    for of_rank in pool_of(job.gpus).run(timelines, job, [begun(job, how=how), late(job)], {"ddp": True}, {}):
         first, second = (held_up(timeline, work) for timeline in of_rank)
         assert first - second == (job.model.layers - 1) * job.microbatches * (2 if work.startswith("all_to") else 1)
 
@@ -112,6 +138,15 @@ def test_where_it_begins_is_one_place_for_all_ranks() -> None:
             assert (replay.half, replay.starts, replay.whole) == ((3, "attention"), "linear_proj", False)
             mlp = timetable.backward(0, phase).halves[2]
             assert [(one.half, one.started, one.whole) for one in mlp.first] == [((3, "attention"), "linear_proj", True)]
+    job = tiny_job("gpt", **LAYOUTS["TP2+SP"])
+    mlp, above, below, *_ = timetable_of(begun(job, how="gather"), 0).backward(0, "steady").halves
+    [gather], [reduction], [rest] = above.waits[0].ahead, above.midway, below.first
+    assert [(one.half, one.started, one.starts, one.whole) for one in (gather, reduction, rest)] == [
+        ((3, "attention"), None, "linear_qkv", False),
+        ((3, "attention"), "linear_qkv", "linear_proj", False),
+        ((3, "attention"), "linear_proj", None, True),
+    ]
+    assert not mlp.midway
     timetable = timetable_of(begun(job_of("EP2")), 0)
     above, mlp = timetable.backward(0, "steady").halves[1:3]
     assert [(one.half, one.whole, one.starts) for one in above.ahead] == [

@@ -3,7 +3,7 @@
 Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...);
                       with experts also those methods of the token dispatcher that bring tokens to experts, and back.
 Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without
-                      running it.
+                      running it; and something may begin where backward comes to a site.
 Calls the original    once per call, unless a replay has its result.
 Holds                 nothing.
 Passes through when   the call is not made inside a half that is recorded or replayed. Halves of which nothing ever is have no
@@ -33,15 +33,15 @@ def claims(
     engine: Engine,
     layer: Module,
     number: int,
-    recorded: Container[Half],
+    met: Container[Half],
     release: TeRelease | None = None,
     *,
     fp8: bool = False,
 ) -> Iterator[Claim]:
-    """`recorded`: halves of which anything is replayed or offloaded. `release`: that of Transformer Engine, where the layer is
-    one of its own. `fp8`: its linears may run in FP8."""
+    """`met`: halves of which anything is replayed or offloaded, or in whose midst anything begins. `release`: that of Transformer
+    Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
     for section in sections_in(layer):
-        if section.half not in recorded:
+        if section.half not in met:
             continue
         for place in places_of(section, layer, te=release is not None):
             site = _site_at(place, section, release, fp8=fp8)
