@@ -45,8 +45,8 @@ def test_where_all_fits_it_is_stocks(layout: dict[str, Any]) -> None:
 
 
 def test_weight_gradients_that_megatron_delays_shorten_a_plan_as_they_do_stock() -> None:
-    """A story: under a plan `--delay-wgrad-compute` stayed in the launch and had no price, so Qwen3 235B's plan seemed slower than
-    what its launch takes today, whatever memory it had."""
+    """A story: under a plan `--delay-wgrad-compute` stayed in the launch and had no price, so Qwen3 235B's plan seemed slower
+    than what its launch takes today, whatever memory it had."""
     stock = stock_job()
     at_once_s, delayed_s = (
         priced(stock, analytic_profile(stock), StockSetting(overlap=True, delayed=delayed)).step_s for delayed in (False, True)
