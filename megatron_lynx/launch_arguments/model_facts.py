@@ -152,7 +152,7 @@ def _fusions(given: Given) -> Iterator[Fact]:
     }
     if given["transformer_impl"] == "local":  # Transformer Engine's attention has a softmax of its own
         flags["masked_softmax"] = "masked_softmax_fusion"
-    if given["squared_relu"]:
+    if given["squared_relu"] or of_a_fork(given):
         del flags["bias_activation"]
     off = {fusion: flag for fusion, flag in flags.items() if not given[flag]}
     if given["disable_jit_fuser"]:
@@ -161,7 +161,18 @@ def _fusions(given: Given) -> Iterator[Fact]:
         yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
 
 
+FORKS = ("--xielu", "--xiprelu", "--xiprelup")
+"""Activations of Swiss AI's fork: like squared ReLU each is compiled to one kernel, which keeps what it is given."""
+
+
+def of_a_fork(given: Given) -> str | None:
+    """The flag of a fork's activation, if a launch has one."""
+    return next((words for words in given.unknown if words in FORKS), None)
+
+
 def _activation(given: Given, problems: list[Problem]) -> Fact:
+    if (fork := of_a_fork(given)) is not None:
+        return Fact("model.activation", "squared_relu", fork)
     if given["squared_relu"]:
         if given["swiglu"]:
             problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))

@@ -23,8 +23,8 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
-from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
-from megatron_lynx.launch_arguments.container import Container, given_container, read_container
+from megatron_lynx.launch_arguments.container import Container, read_container
+from megatron_lynx.launch_arguments.container_facts import given_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
@@ -41,7 +41,7 @@ from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
 from megatron_lynx.launch_arguments.graph_facts import graph_facts
 from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
-from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, refused_in_pieces
+from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, refused_in_pieces
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
@@ -54,6 +54,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     layer_facts,
     overlap_facts,
 )
+from megatron_lynx.launch_arguments.recipe import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
@@ -181,7 +182,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *_opaque(facts)]
+    priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given)]
     given = without_known(given)
     if strict or problems:  # then a mistyped flag may be why something is missing
         problems += [
@@ -259,6 +260,12 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
         yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
+
+
+def _activation(given: Given) -> Iterator[tuple[str, str]]:
+    """A fork's."""
+    if (fork := of_a_fork(given)) is not None:
+        yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:

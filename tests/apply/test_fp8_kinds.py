@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
 from megatron_lynx.errors import ConfigError
@@ -16,14 +17,18 @@ from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with
 from ..transparency.checkpoints import checkpointed
+from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
+from ..transparency.test_deferring_experts import LINEARS, into_exchanges
 from ..transparency.test_every_bit import checked
+from ..transparency.test_experts import exchanging
 from ..transparency.test_latent import all_of, latent_plan, together
 from ..transparency.trials import Trial, compare_with_stock
 from . import fp8_on_ranks, on_ranks, te_on_ranks
@@ -42,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP": SP2,
     "TP2+SP, EP2": {**SP2, "expert": 2, "expert_tensor": 1},
     "PP2": {"pipeline": 2, "microbatches": 4},
+    "PP2, EP2": {**EP2, "pipeline": 2, "microbatches": 4},
 }
 
 
@@ -107,6 +113,20 @@ def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
     model = {**STEPPED["model"], "moe_grouped_gemm": True}
     plan = plan_for(job, lambda layer: replayable(job), windows=False)
     checked(pool_of, job, [plan], Trial(steps=3, training=STEPPED["training"], model=model))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_everything_at_once(pool_of, recipe):
+    """Experts of a pipeline recompute, send what else they keep to the host, and fill exchanges with weight gradients."""
+    job = job_of(recipe, "PP2, EP2", layers=4, experts=MIXTURE | {"filled": True})
+    replayed = plan_for(job, lambda layer: ("experts_activation",) if layer % 2 else replayable(job), windows=False)
+    away = offloading(exchanging(replayed, {}), 20_000, experts=True, pace=5_000)
+    planned = deferring(away, LINEARS, lambda wait: into_exchanges(wait) or wait == RECV_BACKWARD)
+    trial = Trial(steps=3, training={"ddp": True, "optimizer": "megatron"}, model={**STEPPED["model"], "moe_grouped_gemm": True})
+    for [outcome] in checked(pool_of, job, [planned], trial):
+        counts = outcome.planned.counts[-1]
+        assert min(counts.replayed, counts.offloaded_bytes, counts.deferred, counts.filled) > 0
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4"])

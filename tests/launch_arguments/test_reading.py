@@ -471,6 +471,15 @@ def test_what_slime_sets_itself_is_read() -> None:
     assert "--use-tp-pp-dp-mapping" in dict(reading.priced_as)
 
 
+def test_activations_of_forks_are_priced_as_what_they_keep() -> None:
+    """Apertus is trained with xIELU; it was priced as Megatron's default, a GELU, with a warning about an unknown flag alone."""
+    reading = read(f"{SMALL} --xielu --strange")
+    assert reading.problems == ()
+    assert reading.job_data["model"]["activation"] == "squared_relu"
+    assert reading.given.unknown == ("--strange",)
+    assert ("--xielu", "a squared ReLU: it keeps and moves as much, its own parameters apart") in reading.priced_as
+
+
 def test_slimes_batch_follows_from_its_rollouts() -> None:
     """Its scripts for DeepSeek-V3, Kimi K2, GLM and Moonlight state no batch: it was taken for a micro-batch on each replica."""
     flags = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096"

@@ -16,6 +16,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.plan.strategies import drawn, plans_for
+from tests.transparency import learned_activation
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
@@ -134,6 +135,16 @@ def test_variants(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **fields)
     gather = job.parallel.sequence_parallel
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=gather))], trial)
+
+
+def test_an_activation_with_parameters_of_its_own(pool_of: Pools) -> None:
+    """xIELU of Swiss AI's fork: two numbers that are learned, in code between two sites, and graded once."""
+    job = tiny_job("gpt", tensor=2, activation="squared_relu")
+    for outcomes in pool_of(2).run(
+        learned_activation.compare, job, [plan_for(job, lambda layer: replayable(job))], Trial(steps=2)
+    ):
+        assert [outcome.differing for outcome in outcomes] == [[]]
+        assert outcomes[0].planned.counts[-1].replayed > 0
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])
