@@ -22,6 +22,7 @@ HybridEP's own kernels for sorting rows, which nothing runs beside, are given al
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_lynx.config.cluster import Cluster
@@ -44,6 +45,10 @@ RDMA_CHUNK_BEYOND = 132
 combine, filled up to what is sent at once."""
 HYBRID_CHUNK = 64
 """Tokens, of which HybridEP's buffers have a multiple."""
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""`Buffer.get_dispatch_config`."""
+HYBRID_EXPERTS, HYBRID_COLUMNS, HYBRID_TOKENS = 4, 16, (65536 - 2) // 3
+"""`BufferConfig.is_valid`, `hybrid_ep_token_capacity_is_valid`: three entries a token in a queue of fewer than 65536."""
 SCALED = 128
 """Numbers with one scale."""
 
@@ -86,6 +91,26 @@ class FusedDispatch(NamedTuple):
         if experts is None or self.cluster.device == "cpu":
             return 0
         return self._deep_ep_bytes if experts.dispatcher == "deepep" else self._hybrid_ep_bytes(experts)
+
+    def limits(self) -> Iterator[tuple[str, str]]:
+        """What a backend's kernels stop at, on all ranks when the first tokens travel: found, and needed."""
+        experts, ranks = self._by_kernels, self._ranks
+        if experts is None:
+            return
+        if experts.dispatcher == "deepep":
+            if ranks not in DEEP_EP_RANKS:
+                yield f"deepep over {ranks} ranks", f"{', '.join(map(str, DEEP_EP_RANKS))}, for which DeepEP has configurations"
+            return
+        within = min(ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+        if ranks % within:
+            yield f"hybridep over {ranks} ranks", f"a multiple of the {within} ranks of a node"
+        of_node = experts.count // self.parallel.expert * within
+        if of_node % HYBRID_EXPERTS or self.model.hidden % HYBRID_COLUMNS:
+            needed = f"multiples of {HYBRID_EXPERTS} experts in a node and of {HYBRID_COLUMNS} columns"
+            yield f"hybridep with {of_node} experts in a node and {self.model.hidden} columns", needed
+        if ranks > within and self._own_tokens > HYBRID_TOKENS:
+            needed = f"at most {HYBRID_TOKENS} on each rank between nodes, which its queues have room for"
+            yield f"hybridep with {self._own_tokens} tokens", needed
 
     @property
     def _deep_ep_bytes(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.analytic import analytic_profile
 from tests.config.jobs import catalogued_job
 
@@ -14,7 +16,7 @@ from tests.config.jobs import catalogued_job
 def job_of(dispatcher: str, ranks: int, **experts: Any) -> Job:
     """DeepSeek-V3's widths: 7168 columns, 256 experts; 4096 tokens."""
     layout = {"pipeline": 1, "expert": ranks, "expert_tensor": 1}
-    job = catalogued_job("deepseek-v3", "h100-80g", gpus=64, micro=1, batch=64, parallel=layout)
+    job = catalogued_job("deepseek-v3", "h100-80g", gpus=max(64, ranks), micro=1, batch=max(64, ranks), parallel=layout)
     mixture = job.model.experts.model_copy(update={"dispatcher": dispatcher, **experts})
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": mixture})})
 
@@ -70,3 +72,32 @@ def test_what_runs_beside_exchanges_has_the_other_multiprocessors() -> None:
     assert hybrid.fused_dispatch.computing_kept == pytest.approx(116 / 132)
     assert analytic_profile(hybrid).interference == 1, "its kernels run alone"
     assert analytic_profile(job_of("hybridep", 8, overlapped=True)).interference == pytest.approx(132 / 116)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "ranks", "micro", "found"),
+    [
+        ("deepep", 8, 8, None),
+        ("deepep", 128, 1, None),
+        (
+            "deepep",
+            256,
+            1,
+            "found deepep over 256 ranks, needed 2, 4, 8, 16, .*, 160, for which DeepEP has conf",
+        ),
+        ("hybridep", 64, 5, None),
+        ("hybridep", 8, 6, None),
+        ("hybridep", 64, 6, "found hybridep with 24576 tokens, needed at most 21844 on each rank between nodes"),
+        ("alltoall", 256, 6, None),
+    ],
+)
+def test_what_its_kernels_would_stop_at_is_told_before_anything_runs(
+    dispatcher: str, ranks: int, micro: int, found: str | None
+) -> None:
+    job = job_of(dispatcher, ranks)
+    job = job.model_copy(update={"batch": job.batch.model_copy(update={"micro": micro})})
+    if found is None:
+        check_plannable(job)
+    else:
+        with pytest.raises(ConfigError, match=found):
+            check_plannable(job)
