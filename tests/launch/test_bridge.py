@@ -234,7 +234,7 @@ def test_out_of_memory_is_explained(tmp_path):
     save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
     words = [*TP2, "--lynx-plan", str(tmp_path / "plan.yaml")]
     status, said = run(tmp_path, "full", words, **{MEMORY_BYTES: "2300000"})
-    assert status == 1, said[-3000:]
+    assert status != 0, said[-3000:]
     assert "out of device memory in step 2 of this run" in said
     assert "Pretrain failed" not in said, "as Bridge says of other errors, with a traceback"
     assert "of micro-batch " in said
