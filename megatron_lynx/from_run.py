@@ -294,7 +294,7 @@ def _seconds(report: Report, job: Job) -> tuple[float, float]:
 def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
     """What a stage was predicted to hold, and held; None where one of them is not known, or is of micro-batches that were not
     full."""
-    if report.met is not None and not report.met.full:
+    if report.part_of_tokens is not None:
         return None
     if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
         return None
@@ -308,8 +308,8 @@ def _left_bytes(job: Job, row: StageRow) -> int | None:
 
 
 def _not_learned(report: Report) -> Iterator[str]:
-    if report.met is not None and not report.met.full:
-        yield f"bytes: micro-batches had {100 * report.met.tokens:.3g} % of the tokens that a plan's bytes are for"
+    if report.part_of_tokens is not None:
+        yield f"bytes: micro-batches had {100 * report.part_of_tokens:.3g} % of the tokens that a plan's bytes are for"
     elif unknown := [str(row.stage) for row in report.stages if _peak(report, row) is None]:
         yield f"bytes of {_stages(unknown)}: not measured, or not predicted"
 

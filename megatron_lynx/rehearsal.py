@@ -68,7 +68,10 @@ def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False,
     apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
     if not plan.model.moe_overlapped:
         return apart
-    pairs = [paired(list(_in_nodes(plan, stage, passes, prices)), profile.interference) for stage, passes in enumerate(chunks)]
+    pairs = [
+        paired(list(_in_nodes(plan, stage, passes, prices)), profile.interference, delayed=plan.model.moe_delayed)
+        for stage, passes in enumerate(chunks)
+    ]
     together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)
     more_bytes = tuple(most_beside(each, _most_of_a_layer(plan, stage, profile)) for stage, each in enumerate(chunks))
     return SideBySide(together.executed, together.copied, apart, more_bytes)

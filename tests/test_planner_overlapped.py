@@ -44,6 +44,19 @@ def test_where_all_fits_it_is_stocks(layout: dict[str, Any]) -> None:
     assert abs(held - theirs) < 0.01 * theirs
 
 
+def test_weight_gradients_that_megatron_delays_shorten_a_plan_as_they_do_stock() -> None:
+    """A story: under a plan `--delay-wgrad-compute` stayed in the launch and had no price, so Qwen3 235B's plan seemed slower
+    than what its launch takes today, whatever memory it had."""
+    stock = stock_job()
+    at_once_s, delayed_s = (
+        priced(stock, analytic_profile(stock), StockSetting(overlap=True, delayed=delayed)).step_s for delayed in (False, True)
+    )
+    found = decided(70, experts={"delayed": True})
+    assert delayed_s < 0.995 * at_once_s
+    assert found.simulation.step_s == pytest.approx(delayed_s, rel=2e-3)
+    assert found.plan.model.moe_delayed
+
+
 def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
     """DeepEP over two nodes of H100: below what stock's overlap needs, and below what a plan without it takes."""
     deepep = {"dispatcher": "deepep"}

@@ -51,6 +51,11 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         yield from _another_projection(chunk)
 
 
+def readers_of_logits(projection: Module) -> list[str]:
+    """Hooks that are shown all logits, such as those of a second loss of them, by name."""
+    return [getattr(hook, "__qualname__", name_of(hook)) for hook in projection._forward_hooks.values()]
+
+
 def head_chunk(run: LiveRun) -> Any:
     """The chunk of this rank that has the model's head; None where another stage has it."""
     return run.chunks[-1] if getattr(run.chunks[-1], "post_process", False) else None
@@ -60,6 +65,8 @@ def _another_model(chunk: Module) -> Iterator[Problem]:
     for method, owner in OVERRIDDEN.items():
         defined = next((base for base in type(chunk).__mro__ if method in vars(base)), None)
         found = None if defined is None else f"{defined.__module__}.{defined.__qualname__}"
+        if own := vars(chunk).get(method):
+            found = getattr(own, "__qualname__", name_of(own))
         if found not in (None, owner):
             yield Problem(f"model.{method}", f"{found}'s", f"{owner}'s with a head in pieces", f"train Megatron's, or {WHOLE}")
 
@@ -69,6 +76,9 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
     if (found := name_of(projection)) != PROJECTION:
         yield Problem("output_layer", found, f"{PROJECTION} with a head in pieces", WHOLE)
         return
+    for reader in readers_of_logits(projection):
+        drop = "drop what reads logits, such as --logits-load-dir, --logits-save-dir or --save-activations-interval"
+        yield Problem("output_layer.forward_hooks", reader, "none with a head in pieces", f"{drop}; or {WHOLE}")
     weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else projection.weight
     needed = {
         "bias": (projection.bias is not None, False),

@@ -135,6 +135,9 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
 
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        todo = "call initialize_model_parallel before; a plan does not go by decentralised groups"
+        return [Problem("megatron.core.parallel_state", "no groups", "those that the model was built with", todo)]
     return LiveRun(
         chunks=chunks,
         wrappers=tuple(wrapper for wrappers, _ in both for wrapper in wrappers),

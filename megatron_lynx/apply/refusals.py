@@ -2,6 +2,7 @@
 
 its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
 its torch          windows whose collectives would hold memory (at the end)
+its groups         a model with other ones than `parallel_state`'s
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`linears`)
@@ -59,6 +60,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *refused_windows(plan, run),
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),
+        *_groups(run),
         *_wrappers(run),
         *refused_layers(run),
         *_random_numbers(run),
@@ -74,6 +76,18 @@ def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
     if granularity:
         todo = "drop --recompute-granularity (and -method, -num-layers, -modules): the plan decides what is recomputed"
         yield Problem("--recompute-granularity", str(granularity), "none under a plan", todo)
+
+
+def _groups(run: LiveRun) -> Iterator[Problem]:
+    """Hooks go by `parallel_state`, and know a window's collectives by their group."""
+    from megatron.core import parallel_state
+
+    own = getattr(run.chunks[0], "pg_collection", None)
+    known = {"tp": run.tensor_group, "pp": parallel_state.get_pipeline_model_parallel_group()}
+    for name, group in known.items():
+        if (found := getattr(own, name, None)) not in (None, group) and found.size() > 1:
+            todo = "build it with ProcessGroupCollection.use_mpu_process_groups(), or without a collection"
+            yield Problem(f"model.pg_collection.{name}", "another group", "parallel_state's", todo)
 
 
 def _wrappers(run: LiveRun) -> Iterator[Problem]:

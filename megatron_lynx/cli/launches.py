@@ -65,7 +65,7 @@ def asked_about(
 
     words = words or []
     if bridge is not None:
-        from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
+        from megatron_lynx.launch_arguments.recipe import OPTION as CONTAINER
 
         words = [CONTAINER, bridge, *words]
     if launch_file is None:

@@ -68,6 +68,8 @@ class Experts(Part):
     """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
     overlapped: bool = False
     """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
+    delayed: bool = False
+    """Whether gradients of weights are nodes of their own there (`--delay-wgrad-compute`); of no meaning elsewhere."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
@@ -87,6 +89,11 @@ class Experts(Part):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def one_after_the_other(self) -> Experts:
+        """The same where tokens do not travel beside anything."""
+        return self.model_copy(update={"overlapped": False, "delayed": False})
 
     @property
     def held_load(self) -> float:

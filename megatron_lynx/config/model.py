@@ -283,6 +283,11 @@ class Model(Part):
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
+    def moe_delayed(self) -> bool:
+        """Whether gradients of weights are nodes of their own beside overlapped exchanges."""
+        return self.experts is not None and self.experts.overlapped and self.experts.delayed
+
+    @property
     def moe_overlapped(self) -> bool:
         """Whether tokens travel beside the computing of another micro-batch, in Megatron's combined schedule."""
         return self.experts is not None and self.experts.overlapped

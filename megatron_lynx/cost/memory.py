@@ -153,7 +153,7 @@ def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smalle
     and arguments that layers share. Of one that is a node what the node itself saves."""
     stays = [tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor)]
     if section.apart:
-        stays = [tensor for tensor in stays if {tensor.made_by, tensor.saved_by[0]}.isdisjoint(section.apart)]
+        stays = [tensor for tensor in stays if {tensor.made_by, *tensor.saved_by[:1]}.isdisjoint(section.apart)]
     blocks = [*([] if fed or section.apart else [profile.input_bytes]), *(tensor.bytes for tensor in stays)]
     return sum(size for size in blocks if size >= smallest_bytes)
 

@@ -277,8 +277,7 @@ def without_overlap(job: Job) -> Job:
     experts = job.model.experts
     if experts is None or not experts.overlapped:
         return job
-    alone = experts.model_copy(update={"overlapped": False})
-    return job.model_copy(update={"model": job.model.model_copy(update={"experts": alone})})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts.one_after_the_other})})
 
 
 def dispatched_bytes(shape: LayerShape) -> int:

@@ -6,15 +6,13 @@ main ─> read ─> run_script                     0, or what the script ends wi
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.flags import Flags, read_flags
-from megatron_lynx.launch.message import say
+from megatron_lynx.launch.message import stop
 
 USAGE = """\
 usage: torchrun ... -m {module} SCRIPT [--lynx-host HOST] [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
@@ -64,19 +62,6 @@ def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
 
         run_script(command)
     except LynxError as error:
-        _stop(error)
+        stop(error)
         return error.exit_status
     return 0
-
-
-def _stop(error: LynxError) -> None:
-    """Say what is wrong. In the middle of training the process ends here: other ranks may wait for this one in a collective, and
-    leaving the job properly would wait for them; torchrun ends them when this process is gone."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    in_job = distributed is not None and distributed.is_initialized()
-    if in_job or os.environ.get("LOCAL_RANK", "0") == "0":
-        rank = f"rank {os.environ.get('RANK', '0')}: " if in_job else ""
-        say(f"megatron-lynx: {rank}{error}")
-    if in_job:
-        sys.stdout.flush()
-        os._exit(error.exit_status)

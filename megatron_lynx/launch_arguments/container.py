@@ -1,59 +1,33 @@
-"""A launch of Megatron-Bridge: a recipe, or a `ConfigContainer` in a file, read into the values that Megatron-LM's flags have.
+"""A `ConfigContainer` of Megatron-Bridge: a recipe's, or one in a file, with what was changed of it.
 
 --bridge recipes:llama  model.seq_length=8192     the container that `llama()` of `recipes.py` returns, with a setting changed
 --bridge run_config.yaml                          one that was written (`cfg.to_yaml`, or by Bridge beside a checkpoint)
 
-cfg.model.num_layers: 32                 ─┐  bridge_settings.places_of
-cfg.model.activation_func: silu, gated    ├─────────────> {num_layers: 32, swiglu: True, ...}: all behind it is a launch's
-cfg.mixed_precision, cfg.comm_overlap    ─┘
+cfg.mixed_precision, cfg.comm_overlap    ──> laid over the model, the optimizer and the gradients, as Bridge does before it trains
 
-Neither a GPU nor a network is needed, but by recipes that ask a hub for a model's configuration. A recipe's container is what
-Bridge gets; a file's is taken as Bridge left it, in what differs: whether the vocabulary is padded.
+A recipe's container is what Bridge gets; a file's is taken as Bridge left it, in what differs: whether the vocabulary is padded.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
+from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.files import NO_ARGUMENT, checked
-from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
-from megatron_lynx.launch_arguments.flag_table import FlagTable
-from megatron_lynx.launch_arguments.given import Given, Value
-from megatron_lynx.launch_arguments.today import REPLACED
+from megatron_lynx.launch_arguments.recipe import HEADLINE, OPTION, container_of
 from megatron_lynx.yaml_file import read_yaml
 
-OPTION = "--bridge"
-OFFLINE = "HF_HUB_OFFLINE"
-HEADLINE = "the configuration cannot be read"
 FILES = (".yaml", ".yml")
 NEEDED_PARTS = ("model", "train", "optimizer", "ddp")
-
-HYBRID = "HybridModelProvider"
-MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", HYBRID)
-"""Classes of models whose layers are those of a launch of Megatron-LM; and those made of them that build nothing else."""
-
-LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
-LAYERS_OF_MEGATRON = "local_layer_spec"
-STACKS = {
-    "hybrid_stack_spec": ("get_default_hybrid_stack_spec", "transformer_engine_hybrid_stack_spec"),
-    "mamba_chunk_size": ("128",),
-}
-"""What hybrid stacks are planned with: Transformer Engine's layers, and Mamba layers that scan as many tokens at a time as
-Megatron-LM's do."""
 KNOWN_PRECISIONS = {"bf16_mixed": {"bf16": True, "fp16": False, "grad_reduce_in_fp32": True}}
 """What a name stands for in a file. In a recipe Bridge is asked."""
 
@@ -61,22 +35,6 @@ DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp
 
 BUCKET = 128 * 1024 * 1024
 """Parameters of a bucket where `cfg.comm_overlap` is set, and does not say."""
-
-NO_MATTER = NO_ARGUMENT | names_in(
-    """
-    activation_func share_embeddings_and_output_weights should_pad_vocab transformer_layer_spec cpu_offloading vocab_size
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage virtual_pipeline_model_parallel_size use_te_rng_tracker
-    moe_grad_scale_func mtp_grad_scale_func cpu_offloading_double_buffering softmax_scale persist_layer_norm tp_only_amax_red
-    experimental_attention_variant_loss_scale_func cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
-    disable_parameter_transpose_cache inference_sampling_seed hetereogenous_dist_checkpoint original_max_position_embeddings
-    beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor yarn_rotary_scaling_factor yarn_mscale
-    yarn_mscale_all_dim scatter_embedding_sequence_parallel hf_model_id hf_model_revision mtp_enabled cuda_graph_scope
-    use_arbitrary_attention_mask fp8_param fp4_param num_moe_experts generation_config transformer bias_activation_fusion
-    tp_comm_bootstrap_backend tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 yarn_original_max_position_embeddings
-    yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int attention_softmax_in_fp32 builder
-    """
-)
-"""Fields of `cfg.model` that no flag sets, and that are read in another way, or change neither activations nor seconds."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +65,7 @@ def read_container(words: Sequence[str], gpus: int | None) -> Container:
     """`words`: a recipe or a file, and `part.field=value`. Raises `ConfigError`, with all problems where there are several."""
     name, *changes = words or [""]
     is_file = name.endswith(FILES)
-    cfg = _as_objects(read_yaml(Path(name))) if is_file else _of_recipe(name)
+    cfg = _as_objects(read_yaml(Path(name))) if is_file else container_of(name)
     where = f"{OPTION} {name}"
     if missing := [part for part in NEEDED_PARTS if getattr(cfg, part, None) is None]:
         text = ", ".join(f"cfg.{part}" for part in missing)
@@ -120,35 +78,13 @@ def read_container(words: Sequence[str], gpus: int | None) -> Container:
     return Container(cfg, is_file)
 
 
-def given_container(container: Container, table: FlagTable) -> tuple[Given, list[Problem]]:
-    """Its values by Megatron's names, and everything that is wrong with it or not modelled."""
-    problems = [*_refused_model(container, table), *refused_settings(container.cfg)]
-    release, values = table.releases[-1], {}
-    for name, flags in table.of_name.items():
-        flag = next((flag for flag in flags if release in flag.releases), None)
-        place = next((place for place in places_of(name) if place[1] and container.has(*place)), None)
-        if flag is None or place is None:
-            continue
-        said, default = "cfg." + ".".join(place), table.default(name, release)
-        value = TOLD[name](container) if name in TOLD else container.get(".".join(place))
-        counts = name in READ and name not in REPLACED
-        if value is None or (not counts and (value == default or not (value or default))):
-            continue
-        if isinstance(value, list) and flag.takes in (0, 1):
-            value = ",".join(map(str, value)) if name == "window_size" else str(value)
-        values[name] = Value(flag, said, checked(flag, said, value, problems) if name in READ else value)
-    if _vocabulary(container) is None:  # that it is missing is said above
-        flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
-        values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
-    return Given(values, (release,), table, packed=_packed_by(container)), problems
-
-
-PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
-"""Settings of data sets whose sequences are packed: of 0.6, and of 0.5."""
-
-
-def _packed_by(container: Container) -> str:
-    return next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
+def _as_objects(data: Mapping[str, Any]) -> Any:
+    """Parts with fields, as a container has them."""
+    parts = {part: SimpleNamespace(**value) if isinstance(value, Mapping) else value for part, value in data.items()}
+    inner = getattr(parts.get("model"), "transformer", None)
+    if isinstance(inner, Mapping):
+        vars(parts["model"]).update({**inner, "_target_": vars(parts["model"]).get("_target_"), "transformer": None})
+    return SimpleNamespace(**parts)
 
 
 def plain(value: Any) -> Any:
@@ -168,202 +104,6 @@ def plain(value: Any) -> Any:
         return plain(layout)
     text = str(value)
     return DTYPES.get(text.removeprefix("torch."), value) if text.startswith("torch.") else value
-
-
-def _activation(container: Container) -> tuple[str, bool]:
-    """Whose name, and whether a gate is multiplied with it."""
-    return str(container.get("model.activation_func", "gelu")), bool(container.get("model.gated_linear_unit"))
-
-
-ACTIVATIONS = {("gelu", False), ("silu", True), ("squared_relu", False), ("quick_gelu", True), ("fast_gelu", False)}
-LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-
-
-def _layout(container: Container) -> str | None:
-    """Bridge takes lists, too: of what each virtual stage has."""
-    said = container.get("model.pipeline_model_parallel_layout")
-    if not isinstance(said, list):
-        return None if said is None else str(said)
-    stages = [stage if isinstance(stage, list) else [stage] for stage in said]
-    return "|".join("".join(LETTERS.get(str(one), str(one)) for one in stage) for stage in stages)
-
-
-def _of_tokenizer(container: Container) -> bool:
-    """Whether the vocabulary is the tokenizer's: then it is padded."""
-    return bool(container.get("tokenizer.use_tokenizer_vocab_size")) or container.get("model.vocab_size") is None
-
-
-def _vocabulary(container: Container) -> int | None:
-    return container.get("tokenizer.vocab_size" if _of_tokenizer(container) else "model.vocab_size")  # type: ignore[no-any-return]
-
-
-def _grouped(container: Container) -> bool:
-    return container.get("model.num_query_groups") not in (None, container.get("model.num_attention_heads"))
-
-
-def _implementation(container: Container) -> Any:
-    spec = str(container.get("model.transformer_layer_spec"))
-    return "local" if spec == LAYERS_OF_MEGATRON else "transformer_engine"
-
-
-def _strange_layers(container: Container) -> str | None:
-    spec = str(container.get("model.transformer_layer_spec"))
-    return None if spec in (*LAYERS_OF_TE, LAYERS_OF_MEGATRON) else spec
-
-
-def _is_stack(container: Container) -> bool:
-    """Whether it is a hybrid stack whose layers a pattern names, as for Megatron-LM's `pretrain_hybrid.py`."""
-    return bool(container.get("model.hybrid_layer_pattern"))
-
-
-TOLD: dict[str, Callable[[Container], Any]] = {
-    "swiglu": lambda container: _activation(container) == ("silu", True),
-    "squared_relu": lambda container: _activation(container) == ("squared_relu", False),
-    "quick_geglu": lambda container: _activation(container) == ("quick_gelu", True),
-    "untie_embeddings_and_output_weights": lambda container: not container.get("model.share_embeddings_and_output_weights", True),
-    "group_query_attention": _grouped,
-    "grad_reduce_in_bf16": lambda container: not container.get("ddp.grad_reduce_in_fp32"),
-    "vocab_size": _vocabulary,
-    "pad_vocab_size": lambda container: (
-        _of_tokenizer(container) or (container.is_resolved and bool(container.get("model.should_pad_vocab")))
-    ),
-    "transformer_impl": _implementation,
-    "spec": _strange_layers,
-    "is_hybrid_model": lambda container: None if _is_stack(container) else container.get("model.is_hybrid_model"),
-    "cuda_graph_modules": lambda container: (
-        own if (own := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
-    ),
-    "use_distributed_optimizer": lambda container: bool(
-        container.get("ddp.use_distributed_optimizer") or container.get("optimizer.use_distributed_optimizer")
-    ),
-    "fp8_param_gather": lambda container: bool(container.get("ddp.fp8_param_gather") or container.get("model.fp8_param")),
-    "fp4_param_gather": lambda container: bool(container.get("ddp.fp4_param_gather") or container.get("model.fp4_param")),
-    "te_rng_tracker": lambda container: bool(container.get("rng.te_rng_tracker") or container.get("model.use_te_rng_tracker")),
-    "use_megatron_fsdp": lambda container: bool(
-        container.get("ddp.use_megatron_fsdp") or container.get("dist.use_megatron_fsdp")
-    ),
-    "pipeline_model_parallel_layout": _layout,
-    "overlap_p2p_comm": lambda container: (
-        container.get("model.overlap_p2p_comm") if container.get("model.virtual_pipeline_model_parallel_size") else None
-    ),
-    "apply_rope_fusion": lambda container: (
-        container.get("model.apply_rope_fusion") if container.get("model.position_embedding_type") == "rope" else None
-    ),
-    "cpu_offloading_num_layers": lambda container: (
-        container.get("model.cpu_offloading_num_layers") if container.get("model.cpu_offloading") else None
-    ),
-    **dict.fromkeys(
-        ("recompute_activations", "num_layers_per_virtual_pipeline_stage", "vocab_file", "max_position_embeddings"),
-        lambda container: None,
-    ),
-    "async_tensor_model_parallel_allreduce": lambda container: None,  # megatron-core looks at it no more
-}
-"""What Bridge says in another way, by Megatron's names; None: as if nothing were said."""
-
-
-def _refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
-    """What no flag says, and nobody has modelled. Fields of a class of the user's own are among them."""
-    model = container.cfg.model
-    if (kind := _other_class(model)) is not None:
-        needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {HYBRID}"
-        yield Problem("cfg.model", kind, needed, "other models are not planned for")
-    if _activation(container) not in ACTIVATIONS:
-        name, gated = _activation(container)
-        needed = "gelu or squared_relu without a gate, silu or quick_gelu with one (cfg.model.gated_linear_unit)"
-        yield Problem("cfg.model.activation_func", f"{name}, {'gated' if gated else 'not gated'}", needed)
-    fields = {**vars(model), **vars(getattr(model, "transformer", None) or SimpleNamespace())}
-    known = {field for name in table.of_name for part, field in places_of(name) if part == "model"}
-    for field, value in fields.items():
-        if str(plain(value)) in STACKS.get(field, ()):
-            continue
-        if field.startswith("_") or field in NO_MATTER or field in known or not value or (value == 1 and value is not True):
-            continue
-        yield Problem(f"cfg.model.{field}", str(plain(value)), "a model without it: what it takes is not known")
-    if _vocabulary(container) is None:
-        where = "cfg.tokenizer.vocab_size" if container.has("tokenizer", "vocab_size") else "cfg.model.vocab_size"
-        todo = f"say {where.removeprefix('cfg.')}=N behind --: no tokenizer is loaded here"
-        yield Problem(where, "None", "the entries of the tokenizer, which Bridge takes for the vocabulary", todo)
-
-
-def _other_class(model: Any) -> str | None:
-    """The name of a model's class that builds something else than a GPT."""
-    if (target := getattr(model, "_target_", None)) is not None:
-        name = str(target).rpartition(".")[2]
-        return None if name in MODELS else name
-    if isinstance(model, SimpleNamespace):
-        return None
-    own = next((one for one in type(model).__mro__ if "provide" in vars(one)), type(model))
-    return None if own.__name__ in MODELS else type(model).__name__
-
-
-def _as_objects(data: Mapping[str, Any]) -> Any:
-    """Parts with fields, as a container has them."""
-    parts = {part: SimpleNamespace(**value) if isinstance(value, Mapping) else value for part, value in data.items()}
-    inner = getattr(parts.get("model"), "transformer", None)
-    if isinstance(inner, Mapping):
-        vars(parts["model"]).update({**inner, "_target_": vars(parts["model"]).get("_target_"), "transformer": None})
-    return SimpleNamespace(**parts)
-
-
-def _of_recipe(name: str) -> Any:
-    """What a function returns. What it prints goes to standard error."""
-    where, (module, _, function) = f"{OPTION} {name}", name.partition(":")
-    if not module or not function:
-        needed = f"module:function, which returns a ConfigContainer, or a file ({FILES[0]}) of one"
-        raise ConfigError(HEADLINE, [Problem(where, name or "nothing", needed)])
-    with _beside_the_user():
-        try:
-            return getattr(import_module(module), function)()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code, and a hub's
-            raise ConfigError(HEADLINE, [_failed(where, module, error)]) from None
-
-
-def _failed(where: str, module: str, error: BaseException) -> Problem:
-    text = " ".join(str(error).split()) or "no reason"
-    found = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
-    written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
-    needed = "what can be imported here, with Megatron-Bridge and all that it needs"
-    missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
-    if missing is not None and not f"{module}.".startswith(f"{missing}."):
-        package = missing.partition(".")[0]
-        return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
-    if isinstance(error, ImportError):
-        return Problem(where, found, needed, f"or {written}")
-    if _asked_a_hub(error):
-        needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
-        return Problem(where, found, needed, f"let it ask ({OFFLINE}=0), or {written}")
-    return Problem(where, found, "a function without arguments that returns a ConfigContainer")
-
-
-def _asked_a_hub(error: BaseException) -> bool:
-    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
-    return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error))
-
-
-def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
-    """An error and those behind it: libraries wrap what went wrong. `stated`: only what is said to be a cause."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or (None if stated else one.__context__)
-    return chain
-
-
-@contextmanager
-def _beside_the_user() -> Iterator[None]:
-    """Modules of the folder that the command was given in can be imported, as by `python -m`. Hubs are not asked, which would try
-    for minutes where there is no network, unless the user says so."""
-    folder, said = os.getcwd(), os.environ.get(OFFLINE)
-    sys.path.insert(0, folder)
-    os.environ.setdefault(OFFLINE, "1")
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.path.remove(folder)
-        if said is None:
-            del os.environ[OFFLINE]
 
 
 WORDS = {"true": True, "false": False, "null": None, "none": None}

@@ -18,7 +18,7 @@ from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 from megatron_lynx.launch_arguments.today import stays_overlapped
-from megatron_lynx.stock.setting import OVERLAP
+from megatron_lynx.stock.setting import DELAYED, OVERLAP
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
@@ -58,6 +58,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         yield from _fused(given, problems, planning=planning)
     if planning and stays_overlapped(given):
         yield Fact("model.experts.overlapped", True, f"{given.origin(OVERLAP)}: the plan is for the combined schedule")
+        if given[DELAYED]:
+            yield Fact("model.experts.delayed", True, f"{given.origin(DELAYED)}: stays, in the combined schedule")
     if (flag := next((name for name in FILLED if given[name]), None)) is not None:
         yield Fact("model.experts.filled", True, given.origin(flag))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1

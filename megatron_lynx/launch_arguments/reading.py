@@ -23,8 +23,8 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
-from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
-from megatron_lynx.launch_arguments.container import Container, given_container, read_container
+from megatron_lynx.launch_arguments.container import Container, read_container
+from megatron_lynx.launch_arguments.container_facts import given_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
@@ -54,6 +54,7 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     layer_facts,
     overlap_facts,
 )
+from megatron_lynx.launch_arguments.recipe import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting

@@ -172,6 +172,11 @@ class Report(Part):
     met: StepMet | None = None
     """What the rank met that had most to do. None: what was planned, or nobody counted (outcome files of before)."""
 
+    @property
+    def part_of_tokens(self) -> float | None:
+        """Of the planned tokens, what a micro-batch held; None where that was all."""
+        return None if self.met is None or self.met.full else self.met.tokens
+
     def predicted_of(self, row: StageRow) -> StagePredicted | None:
         """What the plan says of a stage for what came: seconds go by that; bytes are the most, and stay. None: it predicts
         nothing."""

@@ -56,6 +56,9 @@ class ModelFacts(Part):
     moe_overlapped: bool = False
     """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`): then forwards and
     backwards run in turn, node by node, and everything is replayed on demand."""
+    moe_delayed: bool = False
+    """Whether gradients of weights are nodes of their own there (`--delay-wgrad-compute`). It decides seconds alone, so a run is
+    not held to it."""
     moe_load: float = Field(default=1.0, ge=1)
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
@@ -101,6 +104,8 @@ class ModelFacts(Part):
     def _whose_shared_experts(self) -> ModelFacts:
         if self.shared_experts and not self.moe_layers:
             raise ValueError("shared_experts is true, needed moe_layers: the layers that have them")
+        if self.moe_delayed and not self.moe_overlapped:
+            raise ValueError("moe_delayed is true, needed moe_overlapped: true")
         return self
 
     @property

@@ -356,7 +356,7 @@ def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm", "mtp")
-    experts = None if model.experts is None else model.experts.model_copy(update={"overlapped": False})  # the same layers
+    experts = None if model.experts is None else model.experts.one_after_the_other  # the same layers
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": experts}
     usual = model.latent is not None or model.query_width == model.hidden
     facts |= {

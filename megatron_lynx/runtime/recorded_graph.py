@@ -266,21 +266,28 @@ MOST_SIGNATURES = 16
 
 
 class RecordedGraphs:
-    """The recorded graphs of one engine, by what distinguishes halves and the way in which they are recorded."""
+    """The recorded graphs of one engine, by what distinguishes halves and the way in which they are recorded.
+
+    Where a half has as many as it may, the one that was used longest ago makes room.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, dict[Signature, RecordedGraph]] = {}
+        """Of each half, the one that was used last at the end."""
 
     def find(self, half: Any, signature: Signature) -> RecordedGraph | None:
         known = self._known.get(half)
-        return known.get(signature) if known is not None else None
+        if known is None or (graph := known.pop(signature, None)) is None:
+            return None
+        known[signature] = graph
+        return graph
 
     def put(self, half: Any, signature: Signature, graph: RecordedGraph | None) -> None:
         """None: it is out of date."""
         known = self._known.setdefault(half, {})
+        known.pop(signature, None)
         if graph is None:
-            known.pop(signature, None)
             return
-        if len(known) >= MOST_SIGNATURES and signature not in known:
-            known.clear()
+        if len(known) >= MOST_SIGNATURES:
+            del known[next(iter(known))]
         known[signature] = graph

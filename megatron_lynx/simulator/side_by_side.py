@@ -10,8 +10,9 @@ over. What goes to the host half by half goes both ways meanwhile; copies that a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, Nodes, paired_s
@@ -80,18 +81,23 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
         yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
 
 
-def paired(chunks: Sequence[PairedChunk], interference: float, beside: Beside = UNDISTURBED) -> list[ChunkPasses]:
-    """The passes of the chunks of one stage. A chunk's steady forward is beside a backward of each of them as often."""
+def paired(
+    chunks: Sequence[PairedChunk], interference: float, beside: Beside = UNDISTURBED, *, delayed: bool = False
+) -> list[ChunkPasses]:
+    """The passes of the chunks of one stage. A chunk's steady forward is beside a backward of each of them as often. `delayed`:
+    gradients of weights are nodes of their own."""
     beside = beside._replace(computing=min(beside.computing, 1 / interference))
-    return [_paired(chunk, chunks, beside) for chunk in chunks]
+    return [_paired(chunk, chunks, partial(paired_s, beside=beside, delayed=delayed)) for chunk in chunks]
 
 
-def _paired(chunk: PairedChunk, chunks: Sequence[PairedChunk], beside: Beside) -> ChunkPasses:
+def _paired(
+    chunk: PairedChunk, chunks: Sequence[PairedChunk], pair_s: Callable[[Sequence[Nodes], Sequence[Nodes]], float]
+) -> ChunkPasses:
     seconds = exposed_s = again_s = 0.0
     for other in chunks:
-        both_s = paired_s(chunk.nodes, other.nodes, beside)
+        both_s = pair_s(chunk.nodes, other.nodes)
         seconds += (both_s + chunk.ends_s[0] + other.ends_s[1]) / len(chunks)
-        exposed_s += (both_s - paired_s(chunk.without_again, other.without_again, beside)) / len(chunks)
+        exposed_s += (both_s - pair_s(chunk.without_again, other.without_again)) / len(chunks)
         again_s += other.again_s / len(chunks)
     exposed_s = min(max(exposed_s, 0.0), again_s)
     host_s = chunk.passes.forward["steady"].host_s + sum(other.passes.backward["steady"].host_s for other in chunks) / len(chunks)

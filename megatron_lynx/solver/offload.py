@@ -182,7 +182,7 @@ class Leaver:
         if self.job.model.moe_overlapped:
             kinds = self.job.model.each_kind(self.job.layers_of(self.stage))
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
-            return (both_s := paired_s(nodes, nodes)), both_s
+            return (both_s := paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)), both_s
         halves, counts = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes), self.job.halves_on(self.stage)
         forward_s = sum(counts[section] * each.forward_s for section, each in halves.items())
         return forward_s, sum(counts[section] * each.backward_s for section, each in halves.items())

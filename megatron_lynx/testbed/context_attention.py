@@ -7,11 +7,13 @@ to run among several context-parallel ranks. This one takes the place of both, a
     a2a          every rank's rows, of a part of the heads  scores of these heads
     p2p          keys and values go around a ring           `RingAttention`
 
-Of a sequence in 2c slices rank r has slices r and 2c - 1 - r, as Megatron cuts it (`get_batch_on_this_cp_rank`).
+Of a sequence in 2c slices rank r has slices r and 2c - 1 - r, as Megatron cuts it (`get_batch_on_this_cp_rank`); of packed
+sequences, of which `all_gather` takes any number, those of each.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,9 +48,17 @@ class ContextAttention(torch.nn.Module):
         self.group = parallel_state.get_context_parallel_group()
 
     def forward(
-        self, query_sbnd: torch.Tensor, key_sbnd: torch.Tensor, value_sbnd: torch.Tensor, *_: Any, **__: Any
+        self,
+        query_sbnd: torch.Tensor,
+        key_sbnd: torch.Tensor,
+        value_sbnd: torch.Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
     ) -> torch.Tensor:
-        """The mask is causal, whatever is passed. Of shape (s, b, n d)."""
+        """The mask is causal, whatever is passed. Of shape (s, b, n d); of packed sequences all are without b."""
+        if packed_seq_params is not None:
+            return self._of_packed(query_sbnd, key_sbnd, value_sbnd, packed_seq_params.cu_seqlens_q.tolist())
         if self.exchange == "p2p" and self.dropout.p:  # asked here: latent attention builds one more that it never calls
             raise ValueError(f"attention_dropout ({self.dropout.p}) must be 0 with p2p: this ring drops nothing out")
         ranks, count, device = self.group.size(), len(query_sbnd), query_sbnd.device
@@ -66,6 +76,20 @@ class ContextAttention(torch.nn.Module):
             key, value = (gather_from_sequence_parallel_region(tensor, group=self.group) for tensor in (key_sbnd, value_sbnd))
             result = self._attended(query_sbnd, key, value, own, all_rows(ranks, count, device))
         return result.flatten(2)
+
+    def _of_packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        """Each sequence by itself: its rows are together on every rank."""
+        if self.exchange != "all_gather":
+            raise ValueError(f"cp_comm_type ({self.exchange}) must be all_gather where sequences are packed")
+        ranks, device = self.group.size(), query.device
+        gathered = (gather_from_sequence_parallel_region(tensor, group=self.group) for tensor in (key, value))
+        keys, values = (tensor.unflatten(0, (ranks, -1)) for tensor in gathered)
+        parts = []
+        for first, last in pairwise(end // ranks for end in ends):
+            own, everywhere = rows_of(self.group.rank(), ranks, last - first, device), all_rows(ranks, last - first, device)
+            k, v = (tensor[:, first:last].flatten(0, 1).unsqueeze(1) for tensor in (keys, values))
+            parts.append(self._attended(query[first:last].unsqueeze(1), k, v, own, everywhere).squeeze(1))
+        return torch.cat(parts).flatten(1)
 
     def _attended(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor

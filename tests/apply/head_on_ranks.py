@@ -141,8 +141,16 @@ def _mask(losses_BS: torch.Tensor) -> torch.Tensor:
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, job: Job, plan: Plan, spoil: Callable[[Any], None], called: dict[str, Any] | None = None) -> list[str]:
-    """Places and advice of what `install` says to a spoilt model, or the first call of it, if `called` with these."""
+def refused(
+    rank: int,
+    job: Job,
+    plan: Plan,
+    spoil: Callable[[Any], None],
+    called: dict[str, Any] | None = None,
+    later: Callable[[Any], None] | None = None,
+) -> list[str]:
+    """Places and advice of what `install` says to a spoilt model, or the first call of it, if `called` with these. `later`: what
+    spoils it under the plan."""
     from megatron_lynx.apply import install
     from tests.apply.on_ranks import Attributes, trained
 
@@ -151,6 +159,8 @@ def refused(rank: int, job: Job, plan: Plan, spoil: Callable[[Any], None], calle
     attributes = Attributes(training.chunks[-1])
     try:
         with install(training.chunks, plan):
+            if later is not None:
+                later(training.chunks[-1])
             if called is not None:
                 tokens = torch.zeros(job.batch.micro, job.model.seq, dtype=torch.int64)
                 training.chunks[-1](tokens, tokens, None, labels=tokens, **called)
@@ -187,6 +197,24 @@ def of_another_class(chunk: Any) -> None:
             return logits.float().logsumexp(-1).square().transpose(0, 1)
 
     chunk.__class__ = Distilled
+
+
+def read(chunk: Any) -> None:
+    """A hook of the kind that `--logits-load-dir` puts on the projection, for a second loss of logits."""
+    chunk.output_layer.register_forward_hook(_capture_logits)
+
+
+def _capture_logits(module: Any, inputs: Any, output: Any) -> None:
+    raise AssertionError("it would be shown no logits")
+
+
+def replaced(chunk: Any) -> None:
+    """What `--logits-save-dir` does with the loss, on the object itself."""
+
+    def compute_zero_loss(labels: Any, logits: Any) -> Any:
+        return (logits * 0).sum(dim=-1).transpose(0, 1)
+
+    chunk.compute_language_model_loss = compute_zero_loss
 
 
 def unfit(chunk: Any) -> None:

@@ -237,6 +237,17 @@ def context_parallel(training: Any, undo: ExitStack) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=2)
 
 
+def groups_of_its_own(training: Any, undo: ExitStack) -> None:
+    """Of the same ranks, and made by somebody else."""
+    undo.enter_context(patch.object(training.chunks[0].pg_collection, "tp", torch.distributed.new_group([0, 1])))
+
+
+def without_groups(training: Any, undo: ExitStack) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
 class FullyShardedDataParallel(torch.nn.Module):
     """Called as Megatron's and torch's are."""
 

@@ -103,9 +103,9 @@ def test_removal_restores_the_identical_objects(pool_of):
 # --- what is refused -----------------------------------------------------------------------------------------------------
 
 
-def refused(pool_of, spoil, called=None):
+def refused(pool_of, spoil, called=None, later=head_on_ranks.nothing):
     job = tiny_job("gpt", **UNTIED)
-    (found,) = pool_of(1).run(partial(head_on_ranks.refused, called=called), job, in_pieces(job), spoil)
+    (found,) = pool_of(1).run(partial(head_on_ranks.refused, called=called, later=later), job, in_pieces(job), spoil)
     return found
 
 
@@ -113,6 +113,16 @@ def test_what_makes_something_else_of_logits_is_refused_by_name(pool_of):
     assert [text for text in refused(pool_of, head_on_ranks.scaled) if "--use-mup" in text]
     (loss,) = refused(pool_of, head_on_ranks.of_another_class)
     assert loss.startswith("model.compute_language_model_loss")
+
+
+def test_a_second_loss_of_logits_is_refused_and_is_shown_none(pool_of):
+    """A hook on the projection was shown what stands for logits in pieces: distillation takes its second loss there."""
+    (found,) = refused(pool_of, head_on_ranks.read)
+    assert found.startswith("output_layer.forward_hooks: drop what reads logits, such as --logits-load-dir")
+    (found,) = refused(pool_of, head_on_ranks.replaced)
+    assert found.startswith("model.compute_language_model_loss")
+    (found,) = refused(pool_of, head_on_ranks.nothing, {}, head_on_ranks.read)
+    assert found.startswith("output_layer.forward_hooks: train without it")
 
 
 def test_all_that_is_unfit_is_said_at_once(pool_of):

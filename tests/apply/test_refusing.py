@@ -126,6 +126,14 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     assert refusal.places == places
 
 
+def test_groups_that_are_not_megatrons_own(pool_of):
+    """Decentralised ones: hooks would wait for collectives that never come. It ended in an assertion of Megatron's."""
+    for refusal in refused(pool_of, tiny_job(tensor=2), on_ranks.groups_of_its_own):
+        assert refusal.places == ["model.pg_collection.tp"]
+    [refusal] = refused(pool_of, tiny_job(), on_ranks.without_groups)
+    assert refusal.places == ["megatron.core.parallel_state"]
+
+
 def test_halves_that_nobody_knows_need_a_plan_that_keeps_them(pool_of):
     """Layers of Megatron's class with a fork's own attention, or a fork's own MLP."""
     [refusal] = refused(pool_of, tiny_job(), on_ranks.other_halves)

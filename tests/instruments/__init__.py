@@ -7,8 +7,9 @@
     latent_rotary         the same for Megatron's kernels on triton that turn rotary parts of latent attention
     graphs                captured CUDA graphs: operators of a capture, run again on the same memory
     deep_ep               DeepEP's and HybridEP's buffers, over all-to-alls
+    mamba                 kernels of Mamba layers, in torch
 
-They are no part of the wheel. The testbed's ranks take the stand-ins where TESTBED_STAND_INS names this package:
+They are no part of the wheel. The testbed's ranks take them, but `mamba`'s, where TESTBED_STAND_INS names this package:
 `tests/conftest.py` does, and scripts and benchmarks that run such layers without a GPU do with `offer()`.
 """
 

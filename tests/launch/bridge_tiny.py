@@ -1,16 +1,17 @@
 """A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
 
 Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
-those with a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of
-the usual layers; `changing` for micro-batches of other lengths; `lora`. What every rank saw of each step goes into the folder
-SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights.
+a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the usual
+layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed ones;
+`lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at
+the end, weights; and the configuration, as NAME_cfg.yaml.
 """
 
 import ast
 import itertools
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 if "UNDER" in os.environ:  # not started by the testbed's launcher, which answers for what a GPU machine has
@@ -43,9 +44,11 @@ from megatron.core.models import backends
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_lynx.testbed.context_attention import ContextAttention
+from megatron_lynx.testbed.tiny_models import TeContextAttention
 
 
-def container(local: bool, hybrid: bool) -> ConfigContainer:
+def container(words: list[str]) -> ConfigContainer:
+    local = "local" in words
     bf16 = not local
     dtype = torch.bfloat16 if bf16 else torch.float32
     layers = {
@@ -54,10 +57,15 @@ def container(local: bool, hybrid: bool) -> ConfigContainer:
         "num_layers": 4,
     }
     provider = GPTModelProvider
-    if hybrid:  # 0.6
-        from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as provider
-
+    if "hybrid" in words or "mamba" in words:
+        try:
+            from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as provider
+        except ImportError:  # 0.5
+            from megatron.bridge.models.mamba.mamba_provider import MambaModelProvider as provider
         layers = {"hybrid_layer_pattern": "*-*-*-*-", "attention_backend": AttnBackend.auto}
+    if "mamba" in words:
+        layers |= {"hybrid_layer_pattern": "M-*-M-*-", "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_state_dim": 16}
+        layers |= {"mamba_num_groups": 2, "is_hybrid_model": True}
     model = provider(
         **layers,
         hidden_size=64,
@@ -123,20 +131,40 @@ def container(local: bool, hybrid: bool) -> ConfigContainer:
 
 def changing(state, data_iterator, model, return_schedule_plan=False):
     """`forward_step` where micro-batches have 32, 128, 64 and 16 tokens in turn."""
+    lengths = ((32,), (128,), (64,), (16,))[next(CALLS) % 4]
+    return forward_step(state, of_length(data_iterator, sum(lengths)), model, return_schedule_plan)
 
-    def changed():
-        while True:
-            batch, length = next(data_iterator), (32, 128, 64, 16)[next(CALLS) % 4]
-            longer = {
-                name: value if value is None else torch.cat([value, value], -1)[..., :length] for name, value in batch.items()
+
+def packed(state, data_iterator, model, return_schedule_plan=False):
+    """`forward_step` of sequences as Bridge's packed data sets give them: where each ends, filled up by -1."""
+    lengths = ((20, 44), (5, 30, 9, 20), (64,), (12, 20))[next(CALLS) % 4]
+
+    def with_ends():
+        for batch in of_length(data_iterator, sum(lengths)):
+            ends = [0, *itertools.accumulate(lengths)]
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            yield {
+                **batch,
+                "attention_mask": None,
+                "position_ids": positions[None],
+                "cu_seqlens": torch.tensor([[*ends, -1, -1]], dtype=torch.int32),
+                "cu_seqlens_argmin": torch.tensor([len(ends)]),
+                "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32),
             }
-            longer["position_ids"] = torch.arange(length)[None]
-            yield longer
 
-    return forward_step(state, changed(), model, return_schedule_plan)
+    return forward_step(state, with_ends(), model, return_schedule_plan)
+
+
+def of_length(data_iterator, length):
+    while True:
+        batch = next(data_iterator)
+        longer = {name: value if value is None else torch.cat([value, value], -1)[..., :length] for name, value in batch.items()}
+        longer["position_ids"] = torch.arange(length)[None]
+        yield longer
 
 
 CALLS = itertools.count()
+STEPS = {"changing": changing, "packed": packed}
 
 
 class Seen(Callback):
@@ -153,23 +181,42 @@ class Seen(Callback):
         torch.save({"steps": self.steps, "weights": weights}, path)
 
 
-if __name__ == "__main__":
-    cfg = container(local="local" in sys.argv[1:], hybrid="hybrid" in sys.argv[1:])
-    if "cut" in sys.argv[1:]:  # Megatron's own core attention refuses to run among several context-parallel ranks
-        backends.DotProductAttention = ContextAttention
-    if "lora" in sys.argv[1:]:
+def attends_among_ranks():
+    """Megatron's own core attention refuses to run among several context-parallel ranks, and Transformer Engine's needs a GPU."""
+    from megatron.core.extensions import transformer_engine_spec_provider
+
+    backends.DotProductAttention = ContextAttention
+    transformer_engine_spec_provider.TEDotProductAttention = TeContextAttention
+
+
+def main():
+    words = sys.argv[1:]
+    cfg = container(words)
+    if "cut" in words:
+        attends_among_ranks()
+    if "lora" in words:
         cfg.peft = LoRA(dim=8, alpha=16)
-    for word in sys.argv[1:]:
+    for word in words:
         place, found, value = word.partition("=")
         if found:
             part, field = place.split(".")
             with suppress(ValueError):  # a word
                 value = ast.literal_eval(value)
             setattr(getattr(cfg, part), field, value)
-    if "UNDER" in os.environ:
-        from megatron_lynx.bridge import training_under
+    if os.environ["RANK"] == "0":
+        cfg.to_yaml(str(Path(os.environ["SAID_IN"]) / f"{os.environ['NAME']}_cfg.yaml"))
+    step = next((STEPS[word] for word in words if word in STEPS), forward_step)
+    with under(os.environ.get("UNDER")):
+        pretrain(cfg, step, callbacks=[Seen()])
 
-        with training_under(os.environ["UNDER"], check=2):
-            pretrain(cfg, changing if "changing" in sys.argv else forward_step, callbacks=[Seen()])
-    else:
-        pretrain(cfg, changing if "changing" in sys.argv else forward_step, callbacks=[Seen()])
+
+def under(plan):
+    if plan is None:
+        return nullcontext()
+    from megatron_lynx.bridge import training_under
+
+    return training_under(plan, check=2, trace=os.environ.get("TRACE"))
+
+
+if __name__ == "__main__":
+    main()

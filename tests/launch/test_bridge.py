@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.script_device import MEMORY_BYTES
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..te_releases import folder_of
 from ..test_cli import lynx
+from .launched import MODEL, flags_of, plan_of, saved
 
 HERE = Path(__file__).parent
 LAUNCHER = ["-m", "megatron_lynx.testbed", "--lynx-host", "bridge"]
@@ -120,7 +123,7 @@ def same(folder: Path, one: str, other: str, ranks: int, steps: int = 4) -> bool
 @pytest.mark.parametrize("release", ["0.6", "0.5"])
 def test_local_layers_with_dropout(tmp_path, release):
     save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
-    under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
+    under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2", "--lynx-trace", str(tmp_path / "first.json")]
     assert run(tmp_path, "stock", TP2, release=release)[0] == 0
     status, said = run(tmp_path, "planned", [*TP2, *under], release=release, as_users_do=release == "0.6")
     assert status == 0, said[-3000:]
@@ -128,10 +131,35 @@ def test_local_layers_with_dropout(tmp_path, release):
     assert "checked 2 steps against stock without recomputation: in each, 8 losses and the gradients of 54 parameters" in said
     # 4 steps x 4 micro-batches x 4 layers x 2 halves; the first half of a backward has no window
     assert "rank 0 replayed 128 layer halves: 112 inside windows, 16 on demand" in said
-    status, said = run(tmp_path, "within", TP2, release=release, launcher=[], UNDER=str(tmp_path / "plan.yaml"))
+    env = {"UNDER": str(tmp_path / "plan.yaml"), "TRACE": str(tmp_path / "second.json")}
+    status, said = run(tmp_path, "within", TP2, release=release, launcher=[], **env)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "within", 2)
     assert "rank 0 replayed 128 layer halves" in said
+    for name in ("first", "second"):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        ranks = [event["pid"] for event in events if event.get("cat") == "replay"]
+        assert ranks.count(0) == ranks.count(1) == 32, "of one step"
+
+
+@pytest.mark.parametrize("release", ["0.6", "0.5"])
+def test_after_megatron_lm_in_one_process(tmp_path, release):
+    """Launches one after the other, under a plan each: nothing of one is there when the next begins."""
+    job = tiny_job("llama", tensor=2, **SIZE, **DROPOUT)
+    plans = {"lm": plan_of("tensor 2"), "second": uniform_plan(job), "third": uniform_plan(job, ("activation",))}
+    paths = [str(saved(plan, tmp_path / f"{name}.yaml")) for name, plan in plans.items()]
+    assert run(tmp_path, "stock", TP2, release=release)[0] == 0
+    words = [*paths, *MODEL, *flags_of("tensor 2"), "--train-iters", "3"]
+    status, said = run(tmp_path, "after", words, release=release, launcher=[], script="bridge_after.py")
+    assert status == 0, said[-3000:]
+    assert same(tmp_path, "stock", "second", 2)
+    assert same(tmp_path, "stock", "third", 2)
+    assert re.findall(r"^left behind .*", said, re.MULTILINE) == [
+        line for line in (f"left behind {name}: []" for name in ("Megatron-LM", "the second", "the third")) for _ in range(2)
+    ]
+    assert re.findall(r"checked 2 steps|rank 0 replayed \d+", said) == [
+        part for halves in (96, 128, 64) for part in ("checked 2 steps", f"rank 0 replayed {halves}")
+    ]
 
 
 def test_transformer_engines_layers_in_a_pipeline(tmp_path):
@@ -158,10 +186,12 @@ EXPERTS = [
     *("model.moe_router_load_balancing_type='aux_loss'", "model.moe_aux_loss_coeff=0.01"),
 ]
 WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128}, "expert": 2, "expert_tensor": 1, "replicas": 2, **OF_TE}
-CUT = ["local", "cut", "model.context_parallel_size=2", "model.cp_comm_type='all_gather'"]
+CUT = ["cut", "model.context_parallel_size=2", "model.cp_comm_type='all_gather'"]
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "two chunks on each stage": (2, CHUNKS, {"pipeline": 2, "layers_per_chunk": 1, **OF_TE}),
-    "sequences cut among ranks": (2, CUT, {"context": 2, "context_exchange": "all_gather"}),
+    "sequences cut among ranks": (2, ["local", *CUT], {"context": 2, "context_exchange": "all_gather"}),
+    "sequences cut among ranks, layers of TE": (2, CUT, {"context": 2, "context_exchange": "all_gather", **OF_TE}),
+    "packed sequences": (2, ["packed", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
     "experts": (2, EXPERTS, {**WITH_EXPERTS, "microbatches": 2}),
     "a hybrid stack that is a GPT": (2, ["hybrid", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
     "FP8": (1, ["model.fp8='hybrid'", "model.fp8_recipe='tensorwise'"], {"fp8": {"recipe": "tensorwise"}, **OF_TE}),
@@ -169,17 +199,47 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 """Ranks, words of the script, and what makes the same job."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_bit_is_stocks(tmp_path, layout):
+@pytest.mark.parametrize(("layout", "release"), [*((layout, "0.6") for layout in LAYOUTS), ("packed sequences", "0.5")])
+def test_every_bit_is_stocks(tmp_path, layout, release):
     ranks, words, facts = LAYOUTS[layout]
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT, **facts})), tmp_path / "plan.yaml")
-    assert run(tmp_path, "stock", words, ranks=ranks)[0] == 0
+    assert run(tmp_path, "stock", words, ranks=ranks, release=release)[0] == 0
     under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
-    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks)
+    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks, release=release)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", ranks)
     assert "checked 2 steps against stock without recomputation: in each, " in said
     assert re.search(r"rank 0 replayed (64|128) layer halves", said)
+
+
+@pytest.mark.parametrize("release", ["0.6", "0.5"])
+def test_mamba_layers_of_a_stack(tmp_path, release):
+    """Bridge's own, with a stand-in for their kernels, under a plan for the configuration as Bridge writes it."""
+    words = ["mamba", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
+    status, said = run(tmp_path, "stock", words, release=release)
+    assert status == 0, said[-3000:]
+    reading = read_launch(["--bridge", str(tmp_path / "stock_cfg.yaml"), "tokenizer.vocab_size=511"], gpus=2)
+    assert reading.problems == ()
+    save_plan(uniform_plan(job_of(reading, "h100-80g")), tmp_path / "plan.yaml")
+    under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
+    status, said = run(tmp_path, "planned", [*words, *under], release=release)
+    assert status == 0, said[-3000:]
+    assert same(tmp_path, "stock", "planned", 2)
+    # 4 steps x 4 micro-batches x 4 layers; of two of them the first half is a Mamba layer, which is kept
+    assert "rank 0 replayed 96 layer halves" in said
+
+
+def test_out_of_memory_is_explained(tmp_path):
+    """As under Megatron-LM, whoever of the ranks it meets first."""
+    save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
+    words = [*TP2, "--lynx-plan", str(tmp_path / "plan.yaml")]
+    status, said = run(tmp_path, "full", words, **{MEMORY_BYTES: "2300000"})
+    assert status != 0, said[-3000:]
+    assert "out of device memory in step 2 of this run" in said
+    assert "Pretrain failed" not in said, "as Bridge says of other errors, with a traceback"
+    assert "of micro-batch " in said
+    assert said.count("nearest change that fits: megatron-lynx plan --memory-gib ") == 1
+    assert "/megatron_lynx/" not in said.partition("out of device memory")[2], "no traceback of ours"
 
 
 def test_a_run_saves_ends_by_interval_and_resumes_under_another_plan(tmp_path):
@@ -226,7 +286,7 @@ def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
     ],
 )
 def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
-    """Before the model is built, without a traceback."""
+    """Before the model is built, without a traceback. (Decentralised groups and restarts cannot begin here: `test_hosts`.)"""
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT}, **OF_TE)), tmp_path / "plan.yaml")
     (tmp_path / "weights").mkdir()  # of which LoRA would begin; nobody comes to read them
     words = [*words, f"checkpoint.pretrained_checkpoint='{tmp_path / 'weights'}'"] if "lora" in words else words

@@ -189,7 +189,7 @@ OF_MAMBA = {"mamba_num_heads": 32, "mamba_head_dim": 64, "mamba_num_groups": 8, 
 
 def stack(folder: Path, pattern: str, **changes: object) -> Reading:
     model = {name: value for name, value in MODEL.items() if name != "transformer_layer_spec"}
-    model |= {**STACK, "hybrid_layer_pattern": pattern, "num_layers": None, **changes}
+    model |= {**STACK, "hybrid_layer_pattern": pattern, "num_layers": None} | changes
     (folder / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
     return read_launch(["--bridge", str(folder / "cfg.yaml")], gpus=8)
 
@@ -198,6 +198,25 @@ def test_a_hybrid_stack_that_is_a_gpt_is_the_same_job(tmp_path: Path) -> None:
     """As `HybridModelProvider` says it: two symbols are a layer, and stages are alike."""
     same = read(tmp_path, "model.pipeline_model_parallel_layout='Etttt|ttttL'")
     assert job_of(stack(tmp_path, "*-" * 8), "h100-80g") == job_of(same, "h100-80g")
+
+
+@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+def test_a_hybrid_stack_of_0_5_is_read_as_0_6s_is(name: str, tmp_path: Path) -> None:
+    """`MambaModelProvider`, with its pattern under either name."""
+    pattern = "M-M-M*-M-M-M*-M-"
+    newer = job_of(stack(tmp_path, pattern, **OF_MAMBA), "h100-80g")
+    provider = "megatron.bridge.models.mamba.mamba_provider"
+    of_0_5 = {
+        "_target_": f"{provider}.MambaModelProvider",
+        "mamba_stack_spec": {"_target_": f"{provider}.get_default_mamba_stack_spec", "_call_": False},
+        "mamba_chunk_size": None,
+        "hybrid_stack_spec": None,
+        "hybrid_layer_pattern": None,
+        name: pattern,
+    }
+    reading = stack(tmp_path, pattern, **OF_MAMBA, **of_0_5)
+    assert reading.problems == ()
+    assert job_of(reading, "h100-80g") == newer
 
 
 def test_mamba_layers_of_a_hybrid_stack_are_kept_whole(tmp_path: Path) -> None:
@@ -285,7 +304,7 @@ def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_class_of_ones_own_is_told_by_what_it_builds() -> None:
-    from megatron_lynx.launch_arguments.container import _other_class
+    from megatron_lynx.launch_arguments.container_model import _other_class
 
     class GPTModelProvider:
         def provide(self) -> None: ...

@@ -128,6 +128,8 @@ def test_exchanges_stay_overlapped_where_a_plan_can_be_beside_them() -> None:
     assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in command
     assert "--recompute" not in command
     assert job_of(beside, "a100-80g").model.moe_overlapped
+    assert job_of(beside, "a100-80g").model.moe_delayed
+    assert not job_of(read(OVERLAPPED), "a100-80g").model.moe_delayed
     cut = read(f"{OVERLAPPED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")
     assert job_of(cut, "a100-80g").model.moe_overlapped
     assert "--overlap-moe" in cut.under_plan("plan.yaml", [])

@@ -11,7 +11,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 
 Held = tuple[int, str, str, int]
-"""(layer, half, the item before which its replay stopped or "gather" or "", bytes that were not there before)."""
+"""(layer, half, the item before which its replay stopped, at which it stopped ahead, "gather" or "", bytes that were not there
+before)."""
 
 
 def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
@@ -33,29 +34,40 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
 
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
+    from megatron_lynx.runtime.replay import Replays
     from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.timetable import Replay
 
     before: dict[int, tuple[Any, set[int]]] = {}
+
+    def was_there(frame: Any) -> set[int]:
+        return before.setdefault(id(frame), (frame, _storages(frame).keys() | _of(frame.inputs).keys()))[1]
+
+    def note(frame: Any, half: Any, stopped: str) -> None:
+        held.append((*half, stopped, sum(size for at, size in _storages(frame).items() if at not in was_there(frame))))
 
     def counting(run: Callable[..., Any]) -> Callable[..., Any]:
         def task(self: Any, planned: Any) -> Any:
             half, until = (planned.half, planned.until or "") if isinstance(planned, Replay) else (planned, "gather")
             frame = self.frame_of(half)
             if frame is not None:
-                before.setdefault(id(frame), (frame, _storages(frame).keys() | _of(frame.inputs).keys()))
+                was_there(frame)
             done = run(self, planned)
             if frame is not None:
-                new = _storages(frame).items() - {
-                    (at, size) for at, size in _storages(frame).items() if at in before[id(frame)][1]
-                }
-                held.append((*half, until, sum(size for _, size in new)))
+                note(frame, half, until)
             return done
 
         return task
 
+    begin = Replays.begin
+
+    def begun(self: Any, frame: Any, item: str) -> None:
+        was_there(frame)
+        begin(self, frame, item)
+        note(frame, frame.key, item)
+
     replay, gather = (mock.patch.object(Opening, name, counting(getattr(Opening, name))) for name in ("replay", "gather"))
-    with replay, gather:
+    with replay, gather, mock.patch.object(Replays, "begin", begun):
         yield
     before.clear()
 

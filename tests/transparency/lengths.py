@@ -129,7 +129,8 @@ def _step(training: Any, job: Job, step: Step, number: int) -> list[torch.Tensor
 
 
 def batch_of(job: Job, lengths: tuple[int, ...], seed: int, *, packed: bool) -> dict[str, Any]:
-    """Arguments of a GPTModel: random text of these lengths, packed or as one sequence of their sum."""
+    """Arguments of a GPTModel: random text of these lengths, packed or as one sequence of their sum; of each sequence what this
+    rank has."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -137,14 +138,15 @@ def batch_of(job: Job, lengths: tuple[int, ...], seed: int, *, packed: bool) -> 
     text = torch.randint(job.model.vocab, shape, generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(shape[0], -1)
     whole = {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions}
-    if packed:
-        ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        kinds = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
-        return {**whole, "packed_seq_params": PackedSeqParams(qkv_format="thd", **kinds)}
-    if job.parallel.context > 1:
-        ranks, mine = job.parallel.context, parallel_state.get_context_parallel_rank()
-        return {
-            name: torch.cat([each.chunk(2 * ranks, 1)[at] for at in (mine, 2 * ranks - 1 - mine)], 1)
-            for name, each in whole.items()
+    if (ranks := job.parallel.context) > 1:
+        mine, cuts = parallel_state.get_context_parallel_rank(), list(lengths) if packed else [sum(lengths)]
+        slices = {name: [each.chunk(2 * ranks, 1) for each in given.split(cuts, 1)] for name, given in whole.items()}
+        whole = {
+            name: torch.cat([each[at] for each in of_each for at in (mine, 2 * ranks - 1 - mine)], 1)
+            for name, of_each in slices.items()
         }
-    return whole
+    if not packed:
+        return whole
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    kinds = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+    return {**whole, "packed_seq_params": PackedSeqParams(qkv_format="thd", **kinds)}

@@ -102,14 +102,15 @@ TRAVELS: dict[str, tuple[Callable[[], Job], str, Any]] = {
     "TP2": (lambda: tiny_job("gpt", tensor=2, layers=2, microbatches=1), "allreduce", True),
     "TP2+SP": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", True),
     "TP2+SP, behind a gather": (lambda: tiny_job("gpt", **SP), "reduce_scatter_single", "gather"),
+    "TP2+SP, a gather": (lambda: tiny_job("gpt", **SP), "all_gather_single", "gather"),
     "EP2": (lambda: job_of("EP2"), "all_to_all_single", True),
 }
 
 
 @pytest.mark.parametrize("layout", TRAVELS)
 def test_it_travels_while_the_half_above_runs_backward(pool_of: Pools, layout: str) -> None:
-    """Between its issue and the wait for it stock's own collectives of the half above are issued, or its backward ends: on demand
-    the wait is the very next thing."""
+    """Between its issue and the wait for it stock's own collectives of the half above are issued, its backward comes to its core
+    attention, or it ends: on demand the wait is the very next thing."""
     made, work, how = TRAVELS[layout]
     job = made()
     for of_rank in pool_of(job.gpus).run(timelines, job, [begun(job, how=how), late(job)], {"ddp": True}, {}):

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import DENSE
+from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import priced
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.ahead_bytes import held_after_tasks
+from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for, replayable
 
 Pools = Callable[[int], RankPool]
@@ -57,6 +59,21 @@ def test_what_a_replay_holds_where_it_stops(pool_of: Pools, like: Any, case: str
     for rule in raw["stages"][0]["rules"][:2]:
         rule["windows"], rule["gather"] = windows, gathers
     checked(pool_of, job, Plan.model_validate(raw))
+
+
+@pytest.mark.parametrize("how", [True, "gather"])
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+def test_what_is_held_of_a_layer_that_begins_ahead(pool_of: Pools, like: Any, how: Any) -> None:
+    """A gathered input has a buffer of its own, which is gone when the replay stops the next time."""
+    job = tiny_job(like, tensor=2, layers=3, microbatches=1, sequence_parallel=how == "gather")
+    plan, profile = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how=how), made_up_profile(job)
+    section = DENSE["attention"]
+    checkpoint = Checkpoint(feeds=True, ahead_to=section.row_parallel, gathers_ahead=how == "gather")
+    begun = priced(profile, section, checkpoint.items(section), checkpoint).begun
+    stops = [section.row_parallel] if how is True else [section.column_parallel, section.row_parallel]
+    expected = [(layer, "attention", stop, begun[stop].bytes) for layer in (2, 1) for stop in stops]
+    for held in pool_of(job.gpus).run(held_after_tasks, job, plan):
+        assert held == expected
 
 
 def checked(pool_of: Pools, job: Any, plan: Plan) -> None:

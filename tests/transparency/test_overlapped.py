@@ -40,7 +40,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2xEP2": {"context": 2, "context_exchange": "all_gather", "expert": 2},
     "TP2xPP2xVPP2, EP2": {**TP2, "expert": 2, "expert_tensor": 1, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
 }
-DELAYED = {"delay_wgrad_compute": True}
 
 
 def job_of(layout: str, *, experts: dict[str, Any] | None = None, **model: Any) -> Job:
@@ -165,8 +164,7 @@ def test_multi_token_prediction(pool_of: Pools) -> None:
 @pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", "TP2xEP2, sequence parallel", *long(*IN_OTHERS)])
 def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
     """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was replayed, by then."""
-    job = job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32})
-    compared(te_pool_of, job, model=DELAYED)
+    compared(te_pool_of, job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32, "delayed": True}))
 
 
 @pytest.mark.parametrize("release", long("0.17", "0.18", "0.19"))

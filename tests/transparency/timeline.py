@@ -29,7 +29,8 @@ OUTSIDE = (ON_DEMAND, "flushed")
 
 @dataclass(frozen=True)
 class Event:
-    what: Literal["issued", "waited", "replay", "weight gradient", "gather"]
+    what: Literal["issued", "waited", "replay", "weight gradient", "gather", "midway"]
+    """`midway`: backward comes to the core attention of a half in whose midst something may begin."""
     name: str
     """Of a task what it is about, `attention(2)`; of a work the method of `ProcessGroup`, or `gradient`: it is received."""
     window: str = ""
@@ -124,7 +125,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     from megatron_lynx.runtime.replay import Replays
-    from megatron_lynx.runtime.waits import Opening
+    from megatron_lynx.runtime.waits import Opening, Waits
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
     notes = _Notes(timeline)
@@ -134,6 +135,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
             (Replays, "replay", notes.replay),
             (Replays, "gather", notes.gather),
             (Opening, "gather", notes.gather_task),
+            (Waits, "begin_midway", notes.midway),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
             (p2p_communication, "_batched_p2p_ops", notes.exchange),
@@ -177,6 +179,9 @@ class _Notes(WorkListener):
 
     def gather_task(self, opening: Any, half: Any) -> None:
         self._gathers_for = opening.window
+
+    def midway(self, waits: Any, entered: Any) -> None:
+        self._events.append(Event("midway", f"{entered.policy.half}({entered.policy.layer})"))
 
     def gather(self, replays: Any, frame: Any) -> None:
         self._events.append(Event("gather", f"{frame.policy.half}({frame.policy.layer})", self._gathers_for))

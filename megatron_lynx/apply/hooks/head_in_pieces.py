@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_lynx.apply.head_refusals import readers_of_logits
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.loss_in_pieces import loss_in_pieces
@@ -52,7 +53,7 @@ class _Head:
         def postprocess(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("labels") is None:
                 return original(*args, **kwargs)
-            _check_call(kwargs)
+            _check_call(kwargs, self._projection)
             self._wants_loss = True
             try:
                 return original(*args, **kwargs)
@@ -107,10 +108,10 @@ UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "in
 """What a call with labels may have, and pieces cannot give: all of the vocabulary on every rank, or logits for somebody else."""
 
 
-def _check_call(given: Mapping[str, Any]) -> None:
-    """Refuse what only a call shows."""
-    if found := [name for name in UNKNOWN if given.get(name)]:
-        todo = "train without it, or with a plan whose head is whole"
-        raise HookRefused(
-            "this call of the head cannot run in pieces", [Problem(f"model: {name}", "given", "none", todo) for name in found]
-        )
+def _check_call(given: Mapping[str, Any], projection: Module) -> None:
+    """Refuse what only a call shows: what it was given, and hooks that came later than the plan."""
+    todo = "train without it, or with a plan whose head is whole"
+    found = [Problem(f"model: {name}", "given", "none", todo) for name in UNKNOWN if given.get(name)]
+    found += [Problem("output_layer.forward_hooks", name, "none", todo) for name in readers_of_logits(projection)]
+    if found:
+        raise HookRefused("this call of the head cannot run in pieces", found)

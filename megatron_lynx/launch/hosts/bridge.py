@@ -8,7 +8,8 @@ Calls the original    once per call; a checked step with another `forward_backwa
 Holds                 the configuration, from the first call on; nothing per step.
 Passes through when   no plan was asked for.
 
-Bridge logs whatever leaves `pretrain` as a failure, with a traceback. All ranks that end together have said why: so they leave.
+Bridge logs whatever leaves `pretrain` as a failure, with a traceback. All ranks that end together have said why: so they leave. A
+rank with an error of ours, as where its device has no more memory, says it and leaves.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ import torch.distributed as dist
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.agreement import Ended
 from megatron_lynx.launch.flags import PREFIX
 from megatron_lynx.launch.hosts.host import Told, around_step
+from megatron_lynx.launch.message import stop
 
 TRAINING = "megatron.bridge.training"
 
@@ -168,3 +170,7 @@ def _leaving_together() -> Iterator[None]:
     except Ended as end:
         sys.stdout.flush()
         os._exit(int(end.code or 0))
+    except LynxError as error:
+        if dist.is_initialized():
+            stop(error)
+        raise
