@@ -140,8 +140,8 @@ def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str
         yield f"{rule.ahead_said}, but without parallel.sequence_parallel nothing is gathered: needed true"
     elif rule.gathers_ahead and not any(half.gathers_ahead for half in halves if half.layer in rule.layers):
         yield f"{rule.ahead_said}, but no attention of these layers gathers for a single linear, without experts: needed true"
-    elif rule.gathers_ahead and plan.model.fp8 is not None:
-        yield f"{rule.ahead_said}, but with fp8 {plan.model.fp8} that was not tried: needed true"
+    elif rule.gathers_ahead and not gathers_once(plan.model.fp8):
+        yield f"{rule.ahead_said}, but with fp8 {plan.model.fp8} a linear gathers more than its input by rows: needed true"
 
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megatron_lynx.cost.memory import BEGINS, HalfMemory
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.timetable import ahead_to, may_gather_ahead
 
@@ -44,7 +45,7 @@ def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> 
         for section, one in zip(sections, layer, strict=True)
     )
     yield first, second
-    gathers = shape.sequence_parallel and shape.tensor > 1 and shape.fp8 is None
+    gathers = shape.sequence_parallel and shape.tensor > 1 and gathers_once(shape.fp8)
     if gathers and first is not None and may_gather_ahead(sections[0], experts=experts, feeds=first.feeds):
         yield first._replace(gathers_ahead=True), second
 

@@ -59,9 +59,7 @@ def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
 LAYOUTS = [
-    *long({"tensor": 2}),
-    {"tensor": 2, "sequence_parallel": True},
-    *long({"pipeline": 2, "microbatches": 4}),
+    *long({"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "microbatches": 4}),
     {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1, "experts": EXPERTS, "bias": False},
 ]

@@ -96,7 +96,7 @@ def test_every_moment_where_experts_get_more_rows_on_one_rank_than_on_another(ow
         compare(counted, stage_parts(loaded, 0), loaded, 0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", *long("fp32")])
 def test_every_moment_of_context_parallel_ranks(own_pool_of, dtype):
     """The ring that stands in for Transformer Engine's keeps keys and values of one turn and a number for each row and head;
     Megatron's own attention, which takes no part in this, would keep scores. In 16 bits the head is no embedding: with one weight
@@ -150,7 +150,7 @@ def compare(counted, parts, job, stage):
     assert counted["first_update"] <= counted["update"] + small, "what is allocated then is there ever after"
 
 
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", [*long(1), 2])
 def test_norms_of_eager_operators_read_a_copy_of_what_halves_are_given(own_pool_of, context):
     """In 16 bits RMSNorm copies its input in fp32 and keeps that. So nobody keeps the inputs of halves, which are predicted on
     whatever device: too much here, by as many bytes, which once seemed to be context-parallel ranks'."""
@@ -164,7 +164,7 @@ def test_norms_of_eager_operators_read_a_copy_of_what_halves_are_given(own_pool_
     assert 0 <= over <= shape.input_bytes + tables + ROW_BYTES * shape.tokens, "what the first layer is given stays"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [*long("fp32"), "bf16"])
 def test_a_layer_made_again_is_never_there_together_with_the_logits(own_pool_of, dtype):
     job = tiny_job("gpt", **SIZE, dtype=dtype, tied_embeddings=False).model_copy(update={"policy": "full"})
     (counted,) = own_pool_of(1).run(count, job, FULL)
@@ -196,7 +196,7 @@ def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(own_pool_of):
 LOSS = {"layers": 2, "hidden": 32, "ffn": 64, "vocab": 4096, "seq": 64, "micro": 1, "tied_embeddings": False}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", *long("fp32")])
 def test_what_megatrons_fused_loss_holds(own_pool_of, dtype):
     job = tiny_job("gpt", **LOSS, dtype=dtype, cross_entropy="native")
     (counted,) = own_pool_of(1).run(count, job, {})

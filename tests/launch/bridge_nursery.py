@@ -3,7 +3,8 @@
     python -m tests.launch.bridge_nursery     reads a request a line, as JSON, until none comes; answers each by a status
     {"words": [...], "environment": {...}, "ranks": 2, "said": FILE}     `words`: `-m MODULE` or a script, with its arguments
 
-A rank finds the environment that torchrun gives it. What all of them say goes into the file. When one fails the others are ended.
+A rank finds the environment that torchrun gives it. What all of them say goes into the file. When one fails the others are ended;
+and all, where they take too long.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ AHEAD = (
 )
 TO_SAY_WHY_S = 5.0
 """How long other ranks may go on when one has failed."""
+LONGEST_S = 400.0
 
 
 def main() -> None:
@@ -60,15 +62,16 @@ def served(request: dict[str, Any]) -> int:
         if (pid := os.fork()) == 0:
             become({**request["environment"], **names, "RANK": rank, "LOCAL_RANK": rank}, request["words"], request["said"])
         running.add(pid)
-    worst, failed_s = 0, None
+    worst, ends_s = 0, time.monotonic() + LONGEST_S
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             running.discard(pid)
-            worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
-            failed_s = failed_s or (time.monotonic() if worst else None)
+            if (failed := abs(os.waitstatus_to_exitcode(status))) and not worst:
+                ends_s = min(ends_s, time.monotonic() + TO_SAY_WHY_S)
+            worst = max(worst, failed)
             continue
-        if failed_s is not None and time.monotonic() > failed_s + TO_SAY_WHY_S:
+        if time.monotonic() > ends_s:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -57,9 +57,11 @@ def container(words: list[str]) -> ConfigContainer:
         "num_layers": 4,
     }
     provider = GPTModelProvider
-    if "hybrid" in words or "mamba" in words:  # 0.6
-        from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as provider
-
+    if "hybrid" in words or "mamba" in words:
+        try:
+            from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as provider
+        except ImportError:  # 0.5
+            from megatron.bridge.models.mamba.mamba_provider import MambaModelProvider as provider
         layers = {"hybrid_layer_pattern": "*-*-*-*-", "attention_backend": AttnBackend.auto}
     if "mamba" in words:
         layers |= {"hybrid_layer_pattern": "M-*-M-*-", "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_state_dim": 16}

@@ -158,7 +158,7 @@ def test_after_megatron_lm_in_one_process(tmp_path, release):
         line for line in (f"left behind {name}: []" for name in ("Megatron-LM", "the second", "the third")) for _ in range(2)
     ]
     assert re.findall(r"checked 2 steps|rank 0 replayed \d+", said) == [
-        part for halves in (96, 128, 128) for part in ("checked 2 steps", f"rank 0 replayed {halves}")
+        part for halves in (96, 128, 64) for part in ("checked 2 steps", f"rank 0 replayed {halves}")
     ]
 
 
@@ -199,28 +199,30 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 """Ranks, words of the script, and what makes the same job."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_bit_is_stocks(tmp_path, layout):
+@pytest.mark.parametrize(("layout", "release"), [*((layout, "0.6") for layout in LAYOUTS), ("packed sequences", "0.5")])
+def test_every_bit_is_stocks(tmp_path, layout, release):
     ranks, words, facts = LAYOUTS[layout]
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT, **facts})), tmp_path / "plan.yaml")
-    assert run(tmp_path, "stock", words, ranks=ranks)[0] == 0
+    assert run(tmp_path, "stock", words, ranks=ranks, release=release)[0] == 0
     under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
-    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks)
+    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks, release=release)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", ranks)
     assert "checked 2 steps against stock without recomputation: in each, " in said
     assert re.search(r"rank 0 replayed (64|128) layer halves", said)
 
 
-def test_mamba_layers_of_a_stack(tmp_path):
+@pytest.mark.parametrize("release", ["0.6", "0.5"])
+def test_mamba_layers_of_a_stack(tmp_path, release):
     """Bridge's own, with a stand-in for their kernels, under a plan for the configuration as Bridge writes it."""
     words = ["mamba", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
-    status, said = run(tmp_path, "stock", words)
+    status, said = run(tmp_path, "stock", words, release=release)
     assert status == 0, said[-3000:]
     reading = read_launch(["--bridge", str(tmp_path / "stock_cfg.yaml"), "tokenizer.vocab_size=511"], gpus=2)
     assert reading.problems == ()
     save_plan(uniform_plan(job_of(reading, "h100-80g")), tmp_path / "plan.yaml")
-    status, said = run(tmp_path, "planned", [*words, "--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"])
+    under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
+    status, said = run(tmp_path, "planned", [*words, *under], release=release)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", 2)
     # 4 steps x 4 micro-batches x 4 layers; of two of them the first half is a Mamba layer, which is kept
@@ -232,7 +234,7 @@ def test_out_of_memory_is_explained(tmp_path):
     save_plan(uniform_plan(tiny_job("llama", tensor=2, **SIZE, **DROPOUT)), tmp_path / "plan.yaml")
     words = [*TP2, "--lynx-plan", str(tmp_path / "plan.yaml")]
     status, said = run(tmp_path, "full", words, **{MEMORY_BYTES: "2300000"})
-    assert status == 1, said[-3000:]
+    assert status != 0, said[-3000:]
     assert "out of device memory in step 2 of this run" in said
     assert "Pretrain failed" not in said, "as Bridge says of other errors, with a traceback"
     assert "of micro-batch " in said

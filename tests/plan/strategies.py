@@ -13,6 +13,7 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, ITEMS, LINE
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import order, weight_gradients
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
@@ -179,7 +180,7 @@ def stages_of(
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
-    gathers = parallel.sequence_parallel and parallel.tensor > 1 and (model is None or model.fp8 is None)
+    gathers = parallel.sequence_parallel and parallel.tensor > 1 and (model is None or gathers_once(model.fp8))
     kept = [draw(checkpointed(rule, parallel.tensor > 1, gathers)) for rule in kept] if checkpoints else kept
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)

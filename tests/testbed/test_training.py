@@ -9,7 +9,7 @@ import torch
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..long import with_models
+from ..long import long, with_models
 from . import on_ranks
 
 STOCK = [
@@ -82,7 +82,7 @@ def test_training_in_a_second_thread(pool_of):
     assert there.equals(here)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [*long("fp32"), "bf16"])
 def test_fused_gradients_with_overlap_and_distributed_optimizer(pool_of, dtype):
     """Two replicas: the fused path adds into `main_grad` itself, and reduction starts while backward runs (rule R11)."""
     job = tiny_job(replicas=2, distributed_optimizer=True, microbatches=3, dtype=dtype, tied_embeddings=False)

@@ -19,7 +19,7 @@ from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency import test_context, test_latent
-from tests.transparency.checkpoints import checkpointed
+from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for
 from tests.transparency.test_checkpoints import kept_but_for
@@ -52,7 +52,12 @@ OF_TE = {
 def test_transformer_engine(te_pool_of: Pools, layout: str) -> None:
     """In FP8 nothing is scaled or counted a second time: scales, histories and quantized weights are compared, too."""
     job = OF_TE[layout]
-    checked(te_pool_of, job, [kept_but_for(job, one) for one in CHECKPOINTS], Trial(steps=3))
+    plans = [kept_but_for(job, one) for one in CHECKPOINTS]
+    if job.parallel.sequence_parallel:
+        plans.append(ahead(plans[0], how="gather"))
+    for outcomes in checked(te_pool_of, job, plans, Trial(steps=3)):
+        for outcome in outcomes[len(CHECKPOINTS) :]:
+            assert outcome.planned.counts[-1].ahead == 2 * job.microbatches * (job.model.layers - 1)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +78,10 @@ def test_sequences_cut_among_ranks(pool_of: Pools, layout: str) -> None:
 
 def test_weight_gradients_are_deferred_as_elsewhere(pool_of: Pools) -> None:
     job = tiny_job("llama", **LAYOUTS["TP2+SP"])
-    plan = deferring(kept_but_for(job, "layer"))
+    plan = kept_but_for(job, "layer")
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
-    for [outcome] in checked(pool_of, job, [plan], trial):
-        for counts in outcome.planned.counts:
+    for outcomes in checked(pool_of, job, [deferring(plan), deferring(ahead(plan, how="gather"))], trial):
+        for counts in (each for outcome in outcomes for each in outcome.planned.counts):
             assert counts.deferred == counts.filled + counts.flushed
             assert counts.filled > 0
 
@@ -114,12 +119,13 @@ def test_without_flushes(pool_of: Pools, layout: dict[str, Any]) -> None:
 
 
 def test_frames_are_checked(pool_of: Pools) -> None:
-    job = tiny_job("gpt", tensor=2)
-    trial = frames_on_ranks.Trial(kept_but_for(job, "layer"))
-    [checked_ranks] = zip(*pool_of(2).run(frames_on_ranks.check_frames, job, [trial]), strict=True)
-    for rank in checked_ranks:
-        assert (rank.status, rank.observer, rank.kept) == (None, None, 0), rank.said
-    assert "replayed" in str(checked_ranks[0].summary)
+    job = tiny_job("gpt", **SP2)
+    plan = kept_but_for(job, "layer")
+    trials = [frames_on_ranks.Trial(each) for each in (plan, ahead(plan, how="gather"))]
+    for checked_ranks in zip(*pool_of(2).run(frames_on_ranks.check_frames, job, trials), strict=True):
+        for rank in checked_ranks:
+            assert (rank.status, rank.observer, rank.kept) == (None, None, 0), rank.said
+        assert "replayed" in str(checked_ranks[0].summary)
 
 
 def test_micro_batches_that_keep_everything(pool_of: Pools) -> None:
