@@ -34,7 +34,7 @@ def training_under(
     Raises:
         ConfigError: a value that does not read, or no Megatron-Bridge that could be imported.
         HookRefused: a Bridge without the functions that a launch goes through. What is wrong with the plan or the configuration
-            ends all ranks with one message, before the model is built.
+            ends all ranks with one message, before the model is built. A rank whose device has no more memory says why, and ends.
     """
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending

@@ -199,13 +199,13 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 """Ranks, words of the script, and what makes the same job."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_bit_is_stocks(tmp_path, layout):
+@pytest.mark.parametrize(("layout", "release"), [*((layout, "0.6") for layout in LAYOUTS), ("packed sequences", "0.5")])
+def test_every_bit_is_stocks(tmp_path, layout, release):
     ranks, words, facts = LAYOUTS[layout]
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT, **facts})), tmp_path / "plan.yaml")
-    assert run(tmp_path, "stock", words, ranks=ranks)[0] == 0
+    assert run(tmp_path, "stock", words, ranks=ranks, release=release)[0] == 0
     under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
-    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks)
+    status, said = run(tmp_path, "planned", [*words, *under], ranks=ranks, release=release)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", ranks)
     assert "checked 2 steps against stock without recomputation: in each, " in said

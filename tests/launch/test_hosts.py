@@ -36,7 +36,7 @@ def test_what_bridge_does_and_no_plan_goes_with():
 def test_one_after_the_other(pool_of, tmp_path):
     """Megatron-LM's launch, then Megatron-Bridge under another plan and under the first one: every bit is stock's, each says what
     it did, and nothing of one is there when the next begins."""
-    job = tiny_job(tensor=2, sequence_parallel=True, attention_dropout=0.1, hidden_dropout=0.1)
+    job = tiny_job(tensor=2, layers=2, sequence_parallel=True, attention_dropout=0.1, hidden_dropout=0.1)
     plans = [uniform_plan(job, gather="once"), uniform_plan(job, ("activation",))]
     paths = [str(saved(plan, tmp_path / f"{number}.yaml")) for number, plan in enumerate(plans)]
     for rank, launches in enumerate(pool_of(2).run(one_after_the_other, job, paths, str(tmp_path))):
