@@ -137,6 +137,7 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
             hidden,
             _arguments(alone),
             device_for(hidden.device),
+            sections=job.model.halves.values(),
             sequence_shards=sequence_shards,
             repetitions=repetitions,
             te=te_layer(job, layer),
@@ -163,7 +164,7 @@ def _arguments(job: Job) -> dict[str, Any]:
     """What the block passes to each layer besides its input."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    if job.model.position != "rope":
+    if job.model.position != "rope" or job.model.latent is not None:  # which makes its own
         return {}
     rotary = RotaryEmbedding(job.model.head_size, 1.0, use_cpu_initialization=True)
     return {"rotary_pos_emb": rotary(job.model.seq)}

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
-from megatron_lynx.anatomy import DENSE, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.planning import flops_of
@@ -18,15 +18,16 @@ from megatron_lynx.testbed.compiled_parts import has_compiled_extension, transfo
 
 def check_measurable(job: Job) -> None:
     """Raises `ConfigError` for context parallelism and experts, whose exchanges are between more ranks than are measured, for
-    latent attention, for FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same
-    path."""
+    FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same path."""
     todo = "plan for a described cluster: seconds and bytes then follow from shapes"
     if job.parallel.context > 1:
         problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
         raise ConfigError("layers that exchange keys and values cannot be measured yet", [problem])
-    if job.model.latent is not None:
-        problem = Problem("job: model.latent", "latent attention", "none", todo)
-        raise ConfigError("Layers with latent attention cannot be measured yet.", [problem])
+    if job.model.latent is not None and not job.model.uses_te:
+        problem = Problem(
+            "job: model.implementation", "local", "transformer_engine with latent attention, as Megatron has it", todo
+        )
+        raise ConfigError("these layers cannot be built", [problem])
     if job.model.experts is not None:
         problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
         raise ConfigError("Layers of experts cannot be measured yet.", [problem])
@@ -48,7 +49,7 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
     """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
     if not job.model.uses_te:
         return None
-    norms = {half: inner_norms(layer, section) for half, section in DENSE.items()}
+    norms = {half: inner_norms(layer, section) for half, section in job.model.halves.items()}
     return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
 
 

@@ -28,14 +28,15 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     dtype = next(layer.parameters()).dtype
     arguments = {}
-    if model.position == "rope":
+    if model.position == "rope" and model.latent is None:
         arguments["rotary_pos_emb"] = RotaryEmbedding(model.head_size, 1.0, use_cpu_initialization=True)(model.seq)
     hidden = torch.randn(model.seq, job.batch.micro, model.hidden, dtype=dtype)
     sequence_shards = shards if job.parallel.sequence_parallel else 1
     with fp8_context(job, layer):
         te = te_layer(job, layer)
         device = device_for(hidden.device)
-        return measure_layer(layer, hidden, arguments, device, sequence_shards=sequence_shards, repetitions=2, te=te)
+        fields = {"sections": model.halves.values(), "sequence_shards": sequence_shards, "repetitions": 2, "te": te}
+        return measure_layer(layer, hidden, arguments, device, **fields)
 
 
 def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:

@@ -17,6 +17,7 @@ from megatron_lynx.testbed import compiled_parts
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
+from megatron_lynx.testbed.te_layer import check_measurable
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with
@@ -178,3 +179,25 @@ def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
     monkeypatch.setattr(compiled_parts, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
         measure_profile(tiny_job("gpt", **TE), hosts=None, announce=None)
+
+
+LATENT = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_latent_attention_is_measured(te_pool, monkeypatch, fused):
+    """Both its paths, with the kernel that turns queries where they lie and without: bytes are those of its shape up to the core
+    attention, which is stood in for. Such jobs were refused."""
+    job = tiny_job("gpt", latent=LATENT | {"fused_rotary": fused}, qk_norm=True, tensor=2, **TE | {"position": "rope"})
+    [measured] = te_pool.run(measure_one, job)
+    section, shape, found = job.model.halves["attention"], replace(LayerShape.of(job), device="cuda"), measured["attention"]
+    monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
+    check_measurable(job)
+    assert sizes(found.tensors) == sizes(half_tensors(shape, "attention"))
+    assert all(found.items[name].flops == flops_of(shape)[name] for name in section.names)
+    for linear in (item for item in section.items if item.is_linear):
+        seconds = found.items[linear.name]
+        assert min(seconds.dgrad_s, seconds.wgrad_s) > 0
+        assert linear.norm_inside or min(seconds.forward_s, seconds.backward_s) > 0, "both down-projections read one tensor"
+    with pytest.raises(ConfigError, match="found local, needed transformer_engine with latent attention"):
+        check_measurable(tiny_job("llama", kv_groups=4, latent=LATENT))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import DENSE, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.measured.blocks import blocks_of
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
@@ -50,11 +50,12 @@ def measure_layer(
     arguments: dict[str, Any],
     device: Device,
     *,
+    sections: Iterable[Section] = tuple(DENSE.values()),
     sequence_shards: int = 1,
     repetitions: int = 9,
     te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
-    """Measures both halves of a `TransformerLayer`, which is in training mode.
+    """Measures both halves of a `TransformerLayer`, which is in training mode. `sections`: what fills them.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
     `device` is what the layer is on: seconds are those of its clock.
@@ -63,7 +64,7 @@ def measure_layer(
     """
 
     runs, head_start = list[HalfRun](), head_start_on(device)
-    for section in DENSE.values():
+    for section in sections:
         start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
         sites = sites_of(layer, section, norms=te is None)
         norms = {} if te is None else te.norms[section.half]

@@ -57,16 +57,31 @@ def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
     passes = [_timed_pass(run, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
+    arguments = _read_and_made(run)[0]
+    _share_out(medians[1], run, arguments)
     for linear, norm in run.inner_norms.items():
-        for seconds, alone_s in zip(medians, inner_norm_seconds(run, norm, head_start, repetitions), strict=True):
+        for seconds, alone_s in zip(medians, inner_norm_seconds(norm, arguments[linear], head_start, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm.item], seconds[linear] = seconds[norm.item] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
 
 
-def inner_norm_seconds(run: HalfRun, norm: InnerNorm, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
-    """Forward and backward of the norm that a linear makes, alone: what of the linear's seconds is not the linear's."""
-    rows = run.input.detach().requires_grad_()
+def _share_out(backward_s: dict[str, float], run: HalfRun, arguments: dict[str, Tensor]) -> None:
+    """Linears that read the same tensor have one gradient, which exists when the last of their backwards is over: by the sizes of
+    their weights."""
+    reading: dict[int, dict[str, int]] = {}
+    for linear in run.section.linears:
+        weights = run.sites[linear].get_parameter("weight").numel()
+        reading.setdefault(arguments[linear].data_ptr(), {})[linear] = weights
+    for weights_of in reading.values():
+        all_s = sum(backward_s[linear] for linear in weights_of)
+        for linear, weights in weights_of.items():
+            backward_s[linear] = all_s * weights / sum(weights_of.values())
+
+
+def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
+    """Forward and backward of the norm that a linear makes of these rows, alone: what of its seconds is not the linear's."""
+    rows = rows.requires_grad_()
     with torch.no_grad():
         forward_s = median_seconds(lambda: norm.run(rows), head_start, repetitions)
     backward = []
@@ -124,17 +139,7 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone. Where its weight has a `main_grad`, wgrad
     is added to it, as in training."""
-    arguments: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def entered(name: str, called_with: Any) -> None:
-        arguments[name] = all_in(Tensor, called_with)[0].detach().flatten(0, -2)
-
-    def left(name: str, result: Any) -> None:
-        outputs[name] = first_of(result).detach().flatten(0, -2)
-
-    with run.watched(entered, left), torch.no_grad():
-        run.output()
+    arguments, outputs = (_as_matrices(tensors) for tensors in _read_and_made(run))
     result = {}
     for name in run.section.linears:
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
@@ -143,6 +148,26 @@ def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int)
             wgrad = median_seconds(partial(_weight_gradient, gradient, argument, weight), head_start, repetitions)
         result[name] = (dgrad, wgrad)
     return result
+
+
+def _as_matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.flatten(0, -2) for name, tensor in tensors.items()}
+
+
+def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The first tensor that each site reads, and the first that it makes."""
+    arguments: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def entered(name: str, called_with: Any) -> None:
+        arguments[name] = all_in(Tensor, called_with)[0].detach()
+
+    def left(name: str, result: Any) -> None:
+        outputs[name] = first_of(result).detach()
+
+    with run.watched(entered, left), torch.no_grad():
+        run.output()
+    return arguments, outputs
 
 
 def _weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:
