@@ -1,7 +1,8 @@
 """What a job's plan leaves alone on each device: the parts of its cluster's reserve, in bytes.
 
 cluster.reserve_gib   stated: that much, in one piece         a job's own margin, or a paper's
-cluster.reserve       otherwise the parts                     context, libraries, NCCL's buffers by layout, allocator's slack
+cluster.reserve       otherwise the parts                     context, libraries, NCCL's buffers by layout, DeepEP's or
+                                                              HybridEP's, allocator's slack
 neither               nothing                                 the testbed
 budget.share, .beside   in addition                           what others have of the same device
 """
@@ -18,6 +19,8 @@ from megatron_lynx.units import GIB
 
 OTHERS = "others' share"
 """What a job's share of the device leaves to others, by name."""
+DISPATCH = "dispatch"
+"""Buffers of DeepEP's and HybridEP's."""
 SLACK = "allocator"
 """The part that PyTorch's allocator reserves and nobody has; plan files know it by this name, too (`plan.facts`)."""
 
@@ -63,8 +66,10 @@ class DeviceReserve:
         return f"NCCL ({', '.join(self.communicators)})" if part == "nccl" and self.communicators else part
 
 
-def device_reserve(cluster: Cluster, groups: Sequence[Communicator], *, expandable_segments: bool) -> DeviceReserve:
-    """`groups`: the communicators that the layout makes."""
+def device_reserve(
+    cluster: Cluster, groups: Sequence[Communicator], *, expandable_segments: bool, dispatch_bytes: int = 0
+) -> DeviceReserve:
+    """`groups`: the communicators that the layout makes. `dispatch_bytes`: buffers in which tokens travel to experts."""
     memory_bytes, reserve = int(GIB * cluster.memory_gib), cluster.reserve
     if cluster.reserve_gib:
         return DeviceReserve(memory_bytes, {"stated": int(GIB * cluster.reserve_gib)}, {})
@@ -76,6 +81,7 @@ def device_reserve(cluster: Cluster, groups: Sequence[Communicator], *, expandab
         "context": int(GIB * reserve.context_gib),
         "libraries": int(GIB * reserve.libraries_gib),
         "nccl": sum(buffers.values()),
+        **({DISPATCH: dispatch_bytes} if dispatch_bytes else {}),
         SLACK: int(GIB * (slack.expandable_gib if expandable_segments else slack.fixed_gib)),
     }
     return DeviceReserve(memory_bytes, parts, buffers)

@@ -66,6 +66,9 @@ class Experts(Part):
 
     dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
+    multiprocessors: int | None = Field(default=None, ge=2)
+    """How many of them one of its kernels takes while tokens travel (`--moe-flex-dispatcher-num-sms`); None: as many as Megatron
+    sets. None are counted for the all-to-all's."""
     overlapped: bool = False
     """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
     delayed: bool = False

@@ -21,6 +21,7 @@ from megatron_lynx.config.fit import (
     needs_flushes,
     size_problems,
 )
+from megatron_lynx.config.fused_dispatch import FusedDispatch
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -318,9 +319,16 @@ class Job(Part):
         return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
 
     @property
+    def fused_dispatch(self) -> FusedDispatch:
+        """What brings tokens to experts with kernels of its own, if any does."""
+        return FusedDispatch(self.model, self.parallel, self.batch.micro, self.cluster)
+
+    @property
     def device_reserve(self) -> DeviceReserve:
         """What is left alone on one device, by part; counted, whether a budget is stated or not."""
-        reserve = device_reserve(self.cluster, self.communicators, expandable_segments=self.budget.expandable_segments)
+        segments = self.budget.expandable_segments
+        buffers = self.fused_dispatch.buffers_bytes
+        reserve = device_reserve(self.cluster, self.communicators, expandable_segments=segments, dispatch_bytes=buffers)
         return reserve.beside(self.budget.share, {each.what: each.gib for each in self.budget.beside})
 
     @property

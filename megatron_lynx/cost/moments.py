@@ -1,7 +1,8 @@
 """When a device of a stage is fullest: its peak is a maximum over moments, because much of what it holds is never there together.
 
     forward              the last of its micro-batches in flight has run forward
-    loss                 last stage: the loss is computed, or its backward begins: the logits in fp32 and in the model's type
+    loss                 last stage: the loss is computed, or its backward begins: the logits in fp32 and in the model's type. In
+                         the combined schedule on one stage the embedding's backward of the micro-batch before comes behind it
     head_backward        last stage: the output projection's backward, with the logits' gradient
     backward             a layer runs backward, made again before where it was not kept: the logits are gone
     embedding_backward   first stage: that micro-batch's layers are gone, the embedding's gradient is made as one dense block
@@ -100,6 +101,8 @@ class Parts:
     """What layers that predict more tokens keep, until the backward of those before them begins."""
     logits: int = 0
     """All copies of one micro-batch's logits while the loss is computed."""
+    logits_kept: int = 0
+    """What the loss keeps of them, where the embedding's backward of the micro-batch before runs behind it; else 0."""
     loss_in_hand: int = 0
     """Of a head in pieces: what was made of the pieces before, beside the logits of one."""
     logits_gradient: int = 0
@@ -171,8 +174,13 @@ class Parts:
         return replace(self.states, moment=moment, **beside)
 
     @property
-    def _of_pieces(self) -> dict[str, int]:
-        return {"in_hand": self.loss_in_hand} if self.loss_in_hand else {}
+    def _at_loss(self) -> dict[str, int]:
+        """Beside what the head reads."""
+        computed = {"logits": self.logits, "in_hand": self.loss_in_hand} if self.loss_in_hand else {"logits": self.logits}
+        if not self.logits_kept:
+            return computed
+        behind = {"logits": self.logits_kept, "in_hand": self.embedding_gradient + self.remembered}
+        return max(computed, behind, key=lambda each: sum(each.values()))
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "optimizer_made":
@@ -183,7 +191,7 @@ class Parts:
         if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
             running |= {"activations": self.activations_at_loss}
         if moment == "loss":
-            return running | {"head": self.head + self.predicting, "logits": self.logits} | self._of_pieces
+            return running | {"head": self.head + self.predicting} | self._at_loss
         if moment == "head_backward":
             return running | {"head": self.head + self.predicting, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
         if moment == "backward":

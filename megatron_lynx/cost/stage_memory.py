@@ -48,6 +48,7 @@ from megatron_lynx.cost.ends import (
     logits_at_loss_bytes,
     logits_gradient_bytes,
     loss_in_hand_bytes,
+    loss_kept_bytes,
     tied_gradients_bytes,
 )
 from megatron_lynx.cost.graphs import graph_buffers_bytes, pool_bytes
@@ -173,6 +174,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
         predicting=predicting_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
+        logits_kept=loss_kept_bytes(shape) if first and last and job.model.moe_overlapped else 0,
         loss_in_hand=loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
         logits_gradient=logits_gradient_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
         head_in_hand=_head_in_hand(job, shape, tied, in_place=in_place) if last else 0,

@@ -5,6 +5,7 @@
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
 --moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
 --moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
+--moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: rows of a rank lie in a block of so many
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from megatron_lynx.stock.setting import DELAYED, OVERLAP
 
 FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
+RANK_CAPACITY = "moe_expert_rank_capacity_factor"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
+MULTIPROCESSORS = {
+    "deepep": ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"),
+    "hybridep": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
+}
+"""By backend the flags that say how many of them its kernels take, the newer one first."""
 FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 """Two names for one thing, of which 0.15 and before know the second."""
 
@@ -96,7 +103,26 @@ def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator
     known = backend if backend in DISPATCHERS else "deepep"
     if planning and backend != known:
         problems.append(Problem(origin, str(backend), "deepep or hybridep under a plan", "it can be estimated"))
+    yield from _rank_capacity(given, problems, str(backend))
     yield Fact("model.experts.dispatcher", known, f"{origin}: flex, priced as {known}")
+    flag = next((name for name in MULTIPROCESSORS[known] if given[name] is not None and name in given.values), None)
+    if flag is not None:
+        yield Fact("model.experts.multiprocessors", given[flag], given.origin(flag))
+
+
+def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Iterator[Fact]:
+    """How many rows a rank has room for, over a balanced share. NCCL EP's lie in one block of that size, which experts' first
+    linears keep; what comes out of them is only counted as if it were as large. With HybridEP Megatron takes it together with
+    fused experts alone (`TransformerConfig.__post_init__` of 0.18 and 0.19): their calls are none that a plan knows, nor is it
+    known what they keep. Megatron stops another backend."""
+    factor, origin = given[RANK_CAPACITY], given.origin(RANK_CAPACITY)
+    if factor is not None and backend == "ncclep":
+        yield Fact("model.experts.holds", max(1.0, factor), f"{origin}: rows of a rank lie in a block of that size")
+    elif factor is not None:
+        needed = (
+            "none: with HybridEP Megatron takes it beside --use-transformer-engine-op-fuser alone, whose experts are one call"
+        )
+        problems.append(Problem(origin, f"{factor:g}", needed, "drop it: then no token is dropped, and rows are as many as come"))
 
 
 def _widths(given: Given) -> Iterator[Fact]:

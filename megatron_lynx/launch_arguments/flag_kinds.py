@@ -65,7 +65,8 @@ READ = names_in(
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_gate moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
-    moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_expert_rank_capacity_factor
+    moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag
@@ -123,7 +124,6 @@ REFUSED = {
     "use_grouped_gemm_for_dense_mlp": _OTHER_CALLS,
     "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
-    "moe_expert_rank_capacity_factor": _UNBALANCED,
     "moe_latent_size": "experts of another width than the layer's are not modelled",
     "moe_input_jitter_eps": _MORE_SAVED,
     "moe_apply_probs_on_input": _MORE_SAVED,
@@ -182,7 +182,7 @@ USERBUFFERS_OWN = "tp_comm_"
 
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 
-_DISPATCH = "exchanges in which a token travels once to each rank of its experts. Leave room for the backend's own buffers"
+_DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
 _FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
 
@@ -195,9 +195,6 @@ PRICED_AS = {
     "moe_router_dtype": "a router whose probabilities are in fp32",
     "moe_enable_deepep": _DISPATCH,
     "moe_flex_dispatcher_backend": _DISPATCH,
-    "moe_flex_dispatcher_num_sms": _DISPATCH,
-    "moe_deepep_num_sms": _DISPATCH,
-    "moe_hybridep_num_sms": _DISPATCH,
     "moe_hybridep_num_sms_preprocessing": _DISPATCH,
     "moe_hybridep_num_blocks_permute": _DISPATCH,
     "moe_hybridep_num_blocks_unpermute": _DISPATCH,

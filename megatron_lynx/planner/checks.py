@@ -24,6 +24,8 @@ def check_plannable(job: Job) -> None:
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
     problems += [*_overlap_problems(job), *_graph_problems(job)]
+    for found, needed in job.fused_dispatch.limits():
+        problems.append(Problem("job: model.experts.dispatcher", found, needed, "the job can be estimated"))
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)

@@ -54,12 +54,19 @@ def analytic_profile(job: Job) -> Profile:
         embedding=_with(_embedding(shape, roof), _beyond_fp8(job, figures, job.model.first_in_bf16)),
         head=_with(_head(shape, roof), _beyond_fp8(job, figures, job.model.last_in_bf16)),
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
-        interference=1 / (1 - roof.matmul.beside_collective),
+        interference=_interference(job, roof),
         host_time=job.cluster.host_time,
         opaque={each.kind: figures[each.kind] for each in job.model.opaque},
         **usual,
         **_said_by(job),
     )
+
+
+def _interference(job: Job, roof: Roofline) -> float:
+    """How much longer computing takes beside an exchange. HybridEP's run alone, but where exchanges are overlapped."""
+    kept, experts = 1 - roof.matmul.beside_collective, job.model.experts
+    beside = experts is not None and (experts.dispatcher == "deepep" or experts.overlapped)
+    return 1 / min(kept, job.fused_dispatch.computing_kept if beside else 1.0)
 
 
 def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> Passes:

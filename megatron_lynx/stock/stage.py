@@ -24,7 +24,7 @@ from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
 from megatron_lynx.cost.communication import embedding_of
-from megatron_lynx.cost.ends import logits_gradient_bytes
+from megatron_lynx.cost.ends import logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
@@ -79,7 +79,8 @@ class StockStage:
         whole = not self.setting.recompute
         parts = (stage_parts if whole else parts_beside_layers)(job, stage)
         if self.setting.overlap:
-            parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes)
+            kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
+            parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
         return replace(
             parts,
             activations=chunks_in_flight(job, stage) * _stays(layers) + self._deferred_bytes,
@@ -129,7 +130,8 @@ class StockStage:
         """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
         backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
         layers = [self._nodes(profile, each) for each in range(self.job.chunks)]
-        beside = self.beside._replace(computing=min(self.beside.computing, 1 / profile.interference))
+        kept = min(self.beside.computing, 1 / profile.interference, self.job.fused_dispatch.computing_kept)
+        beside = self.beside._replace(computing=kept)
         timed, both_s = [self._timed(profile, each) for each in range(self.job.chunks)], 0.0
         for other in range(self.job.chunks):
             ends_s = sum(self._ends_s(profile, which)[way] for way, which in enumerate((chunk, other)))

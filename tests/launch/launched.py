@@ -180,11 +180,14 @@ def inside_experts(plan: Plan) -> Plan:
     return Plan.model_validate(facts)
 
 
-def offloading(plan: Plan, size_bytes: int, pace: int | None = None) -> Plan:
-    """The same plan, with so many bytes of every micro-batch and chunk on the host; with a pace of the last chunk, too."""
+def offloading(plan: Plan, size_bytes: int, pace: int | None = None, *, experts: bool = False) -> Plan:
+    """The same plan, with so many bytes of every micro-batch and chunk on the host; with a pace of the last chunk, too.
+    `experts`: what these keep as well."""
     facts = plan.model_dump(mode="json")
     for stage in facts["stages"]:
-        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1, "pace_bytes": pace}
+        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1, "pace_bytes": pace} | (
+            {"experts": True} if experts else {}
+        )
     return Plan.model_validate(facts)
 
 

@@ -18,7 +18,7 @@ from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.testbed.deferring import deferring
 
 from ..long import long
-from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for
+from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for, under_plans
 from .launched import (
     EXPERTS,
     LATENT,
@@ -62,6 +62,25 @@ def test_with_overlapped_exchanges(script, tmp_path):
         planned = launch(script, [*flags, *under], ranks=4)
         assert planned.status == 0, planned.text
         assert planned.iterations == stock.iterations
+
+
+def test_overlapped_exchanges_on_one_stage_with_copies_to_the_host(script, tmp_path):
+    """A micro-batch leaves half by half while the one before comes back."""
+    overlapped = ["--bf16", "--no-masked-softmax-fusion", "--overlap-moe-expert-parallel-comm"]
+    flags = [*MODEL, *EXPERTS, "--mock-data", *overlapped]
+    plan = offloading(plan_of("expert 2", overlapped=True), 1 << 20, pace=1 << 16, experts=True)
+    [(planned, _)] = under_plans(script, flags, "expert 2", [plan], tmp_path)
+    assert "copied to the host" in planned.ours[-1]
+
+
+def test_experts_fall_back_when_more_rows_come_than_a_plan_holds_for(script, tmp_path):
+    """It holds for a balanced load, to which routers do not keep; tokens travel again in checked steps, too."""
+    plan = plan_of("expert 2", experts=True)
+    held = tuple(stage.model_copy(update={"experts_hold": 1.0}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": held})
+    flags = [*MODEL, *EXPERTS, "--mock-data", "--tensorboard-dir", str(tmp_path)]
+    [(planned, _)] = under_plans(script, flags, "expert 2", [plan], tmp_path)
+    assert re.search(r"experts: \d+ halves of a step fell back on stage 0, whose bytes hold for less", planned.text), planned.text
 
 
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])

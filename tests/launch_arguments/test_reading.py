@@ -281,12 +281,36 @@ def test_who_brings_tokens_to_experts(flags: str, dispatcher: str | None) -> Non
     assert found.get("model.experts.dispatcher") == dispatcher
 
 
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        ("", None),
+        ("--moe-deepep-num-sms 24", 24),
+        ("--moe-flex-dispatcher-num-sms 12", 12),
+        ("--moe-hybridep-num-sms 12", None),
+        ("--moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 12", 12),
+    ],
+)
+def test_how_many_multiprocessors_bring_tokens_to_experts(flags: str, taken: int | None) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex {flags}")
+    assert found.get("model.experts.multiprocessors") == taken
+
+
+def test_rows_of_a_rank_are_bounded_by_nccl_ep_alone() -> None:
+    """With HybridEP the flag comes with fused experts, which nobody looks into."""
+    flex = f"{SMALL} --num-experts 8 --moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 1.5"
+    backend = f"{flex} --moe-flex-dispatcher-backend"
+    assert facts(f"{backend} ncclep")["model.experts.holds"] == 1.5
+    assert "found 1.5, needed none: with HybridEP Megatron takes it beside --use-transf" in problems(f"{backend} hybridep")
+    assert "model.experts.holds" not in facts(f"{backend} hybridep")
+
+
 def test_what_experts_may_have_beside_them() -> None:
     """A launch with experts was told that they are "a feature that is not switched on"."""
-    reading = read(f"{SMALL} --num-experts 8 --moe-per-layer-logging --moe-deepep-num-sms 24")
+    reading = read(f"{SMALL} --num-experts 8 --moe-per-layer-logging --moe-permute-fusion")
     assert reading.problems == ()
     assert reading.no_matter["logging"] == ("--moe-per-layer-logging",)
-    assert "--moe-deepep-num-sms" in dict(reading.priced_as)
+    assert "--moe-permute-fusion" in dict(reading.priced_as)
     assert "a feature that is not switched on" not in reading.no_matter
     without = read(f"{SMALL} --moe-mlp-glu-interleave-size 32")
     assert (without.problems, without.priced_as) == ((), ())
