@@ -72,7 +72,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
-        needed, todo = "alltoall with experts or parts of them on other ranks", "what every rank gathers is not priced"
+        needed = "alltoall (or flex) with experts or parts of them on other ranks"
+        todo = "give it: what every rank gathers is not priced"
         problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
 
 

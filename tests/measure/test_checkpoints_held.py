@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_hand import less_in_hand_bytes
+from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.solver.ahead import begun_ahead
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.measure.on_ranks import held
+from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with
 from tests.transparency import test_latent
-from tests.transparency.checkpoints import FULL, checkpointed
+from tests.transparency.checkpoints import FULL, ahead, checkpointed
 from tests.transparency.plans import plan_for
 
 Pools = Callable[[int], RankPool]
@@ -76,6 +81,22 @@ def test_full_recomputation_holds_as_much(own_pool_of: Pools, fields: dict[str, 
         checkpoints = {"uniform 1": 4, "uniform 2": 2, "uniform 4": 1, "block 1": 1, "block 3": 3}.get(name, 0)
         assert -STATES * checkpoints - IN_FLIGHT <= ours - stocks <= IN_FLIGHT, name
         assert ours_peak <= stocks_peak + IN_FLIGHT, name
+
+
+@pytest.mark.parametrize("ffn", [512, *long(256)])
+def test_what_is_planned_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
+    """Counted on ranks, where the planner says so: beside MLP halves that are large enough for two attentions at once."""
+    job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})
+    sections = tuple(job.model.sections(1))
+    layer = begun_ahead(
+        Prices(made_up_profile(job), less_in_hand_bytes(job)), sections, (Checkpoint(feeds=True), Checkpoint(fed=True))
+    )
+    assert (layer[0] is not None and layer[0].gathers_ahead) == (ffn == 512)
+    late = kept_but_for(job, "layer")
+    plans = [late, ahead(late), ahead(late, how="gather")]
+    for peaks in own_pool_of(job.gpus).run(held, job, [({}, plan) for plan in plans]):
+        (_, on_demand), *begun = peaks
+        assert [peak <= on_demand + IN_FLIGHT for _, peak in begun] == [ffn == 512] * 2
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": "all", "shared_ffn": 32}

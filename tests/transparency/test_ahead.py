@@ -82,9 +82,14 @@ def test_tokens_are_dispatched_ahead(pool_of: Pools, layout: str) -> None:
     job, trial = job_of(layout), EXPERTS[layout]
     trial.training, trial.counted = {"ddp": True, "optimizer": "megatron"}, True
     plans = [begun(job), late(job), begun(job, "mlp"), begun(job, "halves")]
-    for outcomes in checked(pool_of, job, plans, trial):
+    if "SP" in layout:
+        plans.append(begun(job, how="gather"))  # of layers without experts, behind those with them
+    for rank, outcomes in enumerate(checked(pool_of, job, plans, trial)):
         first, second, *others = (outcome.planned for outcome in outcomes)
         assert Counter(first.collectives) == Counter(second.collectives)
+        if "SP" in layout:
+            assert Counter(others[-1].collectives) == Counter(second.collectives), rank
+            assert others[-1].counts[-1].ahead == job.microbatches * begun_in(plans[-1], 0) > first.counts[-1].ahead
         if layout == "EP2":
             times = (job.model.layers - 1) * job.microbatches
             assert [one.counts[-1].ahead for one in (first, second, *others)] == [times, 0, times, times]
