@@ -46,7 +46,7 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     with activation_meter("cpu") as meter:
         training = Training(job, build_model(job, **fields), optimizer="megatron", ddp=True)
         gc.collect()  # modules that were built and replaced
-        _watch(training, meter)
+        _watch(training, meter, in_pieces=plan is not None and plan.head is not None)
         installation = install(training.chunks, plan) if plan is not None else None
         for name in ("first", "later"):
             _step(training, meter, batches, name)
@@ -88,14 +88,14 @@ def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) 
     meter.mark("updated")
 
 
-def _watch(training: Any, meter: ActivationMeter) -> None:
-    """Marks where moments begin, by hooks on modules and on the gradients of what they return."""
+def _watch(training: Any, meter: ActivationMeter, *, in_pieces: bool) -> None:
+    """Marks where moments begin, by hooks on modules and on the gradients of what they return. `in_pieces`: the head runs so."""
     from megatron.core.utils import get_model_config, unwrap_model
 
     for model in unwrap_model(training.chunks):
         if training.job.parallel.expert > 1:  # behind the last exchange of a forward, and before its mark
             model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: exchange_nothing())
-        _watch_chunk(model, meter)
+        _watch_chunk(model, meter, in_pieces=in_pieces)
     config = get_model_config(training.chunks[0])
     finalize = config.finalize_model_grads_func
 
@@ -118,7 +118,7 @@ def exchange_nothing() -> None:
                 dist.all_reduce(torch.zeros(1), group=group)
 
 
-def _watch_chunk(model: Any, meter: ActivationMeter) -> None:
+def _watch_chunk(model: Any, meter: ActivationMeter, *, in_pieces: bool) -> None:
     layers, ends = model.decoder.layers, "embedding_backward" if model.pre_process else "handed on"
     layers[0].register_forward_pre_hook(
         lambda _, given, named: _layers_begin((*given, *named.values())[0], meter, ends), with_kwargs=True
@@ -127,7 +127,10 @@ def _watch_chunk(model: Any, meter: ActivationMeter) -> None:
     layers[-2].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward of others"))
     if model.post_process:
         model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: meter.mark("forward"))
-        model.output_layer.register_forward_hook(lambda _, args, made: _before_loss(made[0], meter))
+        if in_pieces:  # then nobody may be shown logits
+            model.output_layer.register_forward_pre_hook(lambda _, args: meter.mark("loss"))
+        else:
+            model.output_layer.register_forward_hook(lambda _, args, made: _before_loss(made[0], meter))
 
 
 def _layers_begin(hidden_states: Any, meter: ActivationMeter, ends: str) -> None:
@@ -141,7 +144,7 @@ def _before_loss(logits: Any, meter: ActivationMeter) -> None:
 
 
 def _before_gradient(tensor: Any, meter: ActivationMeter, name: str) -> None:
-    if getattr(tensor, "requires_grad", False):  # not what stands for logits, where the head runs in pieces
+    if tensor.requires_grad:
         tensor.register_hook(lambda gradient: meter.mark(name))
 
 

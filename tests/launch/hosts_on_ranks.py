@@ -62,17 +62,22 @@ def one_after_the_other(rank: int, job: Job, plans: list[str], folder: str) -> l
 
 def _compared(job: Job, how: Any, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     said = io.StringIO()
+    others = _ours()  # of tests that had these ranks before
     before, words, folders = Attributes(), list(sys.argv), list(sys.path)
     with redirect_stderr(said):
         found = _trained(job, how)
     changed = [name for name in before.changed() if ".parallel_state." not in name]  # whose groups the model's job makes anew
-    gc.collect()
     return {
         "differing": [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])],
         "changed": changed + ["sys"] * ((sys.argv, sys.path) != (words, folders)),
-        "left": sum(type(thing).__name__ in ("Frame", "Launch", "Installation", "Engine") for thing in gc.get_objects()),
+        "left": sum(not any(thing is other for other in others) for thing in _ours()),
         "said": said.getvalue(),
     }
+
+
+def _ours() -> list[Any]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Launch", "Installation", "Engine")]
 
 
 def _trained(job: Job, pretrain: Any) -> dict[str, torch.Tensor]:

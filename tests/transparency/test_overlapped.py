@@ -98,16 +98,18 @@ def test_what_is_kept_may_go_to_the_host(pool_of: Pools, layout: str) -> None:
 
 def test_device_bytes_half_by_half_are_what_the_planner_says(pool_of: Pools) -> None:
     """Of both passes of a pair, before each half's forward and backward. Every expert gets every token; beside what a plan counts
-    small tensors leave, and some stay."""
+    small tensors leave, and some stay; and gloo's own thread may still hold what an exchange brought."""
     job = job_of("EP2", experts={"layers": "all", "per_token": 4}, microbatches=3)
     profile, kept, size = profile_of(job), plan_for(job, lambda layer: ()), 1 << 20
     smallest = profile.attention.input_bytes // 4
     fast, slow = (offloading(kept, size, smallest=smallest, pace=pace, experts=True) for pace in (size, 2_000))
     plans = [offloading(kept, 1, smallest=10**9, pace=1, experts=True), fast, slow]
+    rows_bytes = 2 * 4 * LayerShape.of(job).input_bytes
     for stayed, *found in pool_of(job.gpus).run(bytes_at_halves, job, plans):
         for plan, own in zip(plans[1:], found, strict=True):
             gone, said = [before - now for before, now in zip(stayed, own, strict=True)], gone_in_pairs(plan, profile)
-            assert max(abs(one - other) for one, other in zip(gone, said, strict=True)) <= 0.08 * max(said), (gone, said)
+            off = max(abs(one - other) for one, other in zip(gone, said, strict=True))
+            assert off <= 0.08 * max(said) + rows_bytes, (gone, said)
 
 
 def profile_of(job: Job) -> Profile:
