@@ -1,5 +1,5 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every property once, as continuous integration runs it (15 minutes on two idle cores)
+# make test    every property once, as continuous integration runs it (about 20 minutes on two cores)
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)
