@@ -36,9 +36,13 @@ def policies(
             half: _policy(plan, stage, planned[layer, half], section, gather, modules[layer])
             for half, section in sections.items()
         }
-        midway = {key: section.core for key in timetable.midway_halves if (section := sections.get(key[1])) and key[0] == layer}
         found[layer] = {
-            half: replace(policy, fed_by=fed_by.get(policy.key), midway=midway.get(policy.key)) for half, policy in made.items()
+            half: replace(
+                policy,
+                fed_by=fed_by.get(policy.key),
+                midway=policy.section.core if policy.key in timetable.midway_halves else None,
+            )
+            for half, policy in made.items()
         }
     return found
 

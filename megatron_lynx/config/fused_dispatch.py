@@ -73,6 +73,11 @@ class FusedDispatch(NamedTuple):
         return self.parallel.expert * self.parallel.expert_tensor_size
 
     @property
+    def _ranks_within(self) -> int:
+        """Of them those of one node, which is a domain of NVLink."""
+        return min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+
+    @property
     def multiprocessors(self) -> int:
         """How many one kernel holds while tokens travel; 0 where none does that."""
         experts = self._by_kernels
@@ -101,7 +106,7 @@ class FusedDispatch(NamedTuple):
             if ranks not in DEEP_EP_RANKS:
                 yield f"deepep over {ranks} ranks", f"{', '.join(map(str, DEEP_EP_RANKS))}, for which DeepEP has configurations"
             return
-        within = min(ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+        within = self._ranks_within
         if ranks % within:
             yield f"hybridep over {ranks} ranks", f"a multiple of the {within} ranks of a node"
         of_node = experts.count // self.parallel.expert * within
@@ -123,8 +128,7 @@ class FusedDispatch(NamedTuple):
         return size + WORKSPACE_BYTES
 
     def _hybrid_ep_bytes(self, experts: Experts) -> int:
-        """A node is a domain of NVLink."""
-        within = min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+        within = self._ranks_within
         others, own = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
         tokens = -(-self._own_tokens // HYBRID_CHUNK) * HYBRID_CHUNK
         token, scales = 2 * self.model.hidden, FP32_BYTES * (self.model.hidden // SCALED)
