@@ -35,7 +35,7 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """Fields by their part. Each changes nothing where it is as its part has it by default."""
 
-IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16")
+IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16", "copies_kept")
 IN_EXPERTS = (
     "load",
     "holds",

@@ -44,6 +44,9 @@ class Fp8(Part):
     """How many layers from the first on compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
     """How many up to the last one do (`--num-layers-at-end-in-bf16`)."""
+    copies_kept: bool | None = None
+    """Whether a checkpointed half keeps the copy that its last linear has of what it reads, so that this linear need not run
+    again. None: a plan does what is faster."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +212,8 @@ class Model(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured)
+        copies_go = self.fp8 is not None and not self.fp8.copies_kept
+        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def halves(self) -> Mapping[Half, Section]:

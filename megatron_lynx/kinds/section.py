@@ -101,6 +101,11 @@ class Item:
         return self.role.endswith(("_parallel", "_projection"))
 
     @property
+    def computes(self) -> bool:
+        """Whether it is a linear, or stands for those of several experts."""
+        return self.is_linear or self.of_experts
+
+    @property
     def of_experts(self) -> bool:
         """Whether it stands for the linears of several experts."""
         return self.role in EXPERTS_LINEARS
@@ -191,6 +196,9 @@ class Section:
     """Whether nobody looks into it: it is kept whole, on the device, has no windows, and no hook is on its layer's half."""
     captured: bool = False
     """Whether it runs as a captured graph: then all of that holds of it, too, but what is inside is known, and priced as ever."""
+    copies_go: bool = False
+    """Whether its last linear runs again, too, where its half is checkpointed: it computes in FP8 or FP4, and would keep a copy
+    of its own of what it reads."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
@@ -245,7 +253,7 @@ class Section:
     def linears(self) -> tuple[str, ...]:
         """Its linears whose weight gradients may be deferred, in the order of a forward. An item of experts stands for all of a
         rank's."""
-        return tuple(item.name for item in self.items if item.is_linear or item.of_experts)
+        return tuple(item.name for item in self.items if item.computes)
 
     def beside_wgrad(self, linear: str, sequence_parallel: bool) -> int | None:
         """The ordinal of the backward's collective that the weight gradient of a linear hides where it is computed at once: the
@@ -278,7 +286,8 @@ class Section:
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
         """The items that run again in a half that is checkpointed, in order. `whole`: it returns its output again, so its last
         linear runs, with its reduction, and rows of experts travel back. A router decides once."""
-        return tuple(item.name for item in self.items if item.role != "router" and (whole or not item.ends_values))
+        again = (item for item in self.items if whole or not item.ends_values or (self.copies_go and item.computes))
+        return tuple(item.name for item in again if item.role != "router")
 
     @cached_property
     def on_rows(self) -> frozenset[str]:

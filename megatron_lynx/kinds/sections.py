@@ -11,6 +11,8 @@ Files name items and kinds; a wrong name is answered with those that exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -46,6 +48,8 @@ class Facts(NamedTuple):
     """Of one layer: what nobody looks into."""
     captured: tuple[CapturedModule, ...] = ()
     """The modules that run as captured graphs."""
+    copies_go: bool = False
+    """Whether linears compute in FP8 or FP4, and checkpoints keep no copies of what they read."""
 
 
 USUAL = Facts()
@@ -123,7 +127,12 @@ def sections_of(facts: Facts = USUAL) -> LayerKind:
         if (section := kind.chosen(facts)) is not None:
             found[section.half] = section
     attention, mlp = (in_graph(found[half], facts.captured) for half in HALVES)
-    return attention, mlp
+    return (_without_copies(attention), _without_copies(mlp)) if facts.copies_go else (attention, mlp)
+
+
+@cache
+def _without_copies(section: Section) -> Section:
+    return section if section.opaque else replace(section, copies_go=True)
 
 
 def halves_of(facts: Facts) -> Mapping[Half, Section]:

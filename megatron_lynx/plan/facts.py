@@ -45,6 +45,9 @@ class ModelFacts(Part):
     """How many layers from the first on compute in bf16 where the others do in FP8 (`--first-last-layers-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
     """How many up to the last one do."""
+    fp8_copies_kept: bool = True
+    """Whether a checkpointed half keeps the copy that its last linear has of what it reads. False: that linear runs again, too,
+    as under stock's recomputation, and nothing but the input is kept."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts. Empty: there are none."""
@@ -83,8 +86,8 @@ class ModelFacts(Part):
     @property
     def facts(self) -> Facts:
         """What decides which kinds fill the halves of layers without experts."""
-        te = self.implementation == "transformer_engine"
-        return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured)
+        te, copies_go = self.implementation == "transformer_engine", not self.fp8_copies_kept
+        return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def in_bf16(self) -> dict[str, int]:
@@ -98,6 +101,8 @@ class ModelFacts(Part):
         for name, found in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
             if found and self.fp8 is None:
                 raise ValueError(f"{name} is {str(found).lower()}, needed fp8: how scales are found")
+        if self.fp8 is None and not self.fp8_copies_kept:
+            raise ValueError("fp8_copies_kept is false, needed fp8: how scales are found")
         return self
 
     @model_validator(mode="after")

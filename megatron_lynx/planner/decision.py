@@ -155,6 +155,18 @@ def _decided(job: Job, profile: Profile) -> Decision:
 
 
 def _fastest(job: Job, profile: Profile) -> Decision:
+    """The decision for such a job; in FP8 with copies beside its checkpoints, or without."""
+    if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
+        return _made(job, profile)
+    least = _made(left_open.with_copies(job, kept=False), profile)
+    found = [least]
+    if any(rule.checkpoint or rule.replay for entry in least.plan.stages for rule in entry.rules):
+        with suppress(Infeasible):
+            found.append(_made(left_open.with_copies(job, kept=True), profile))
+    return _as_of(job, min(found, key=lambda each: each.simulation.step_s))
+
+
+def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     known = Known()

@@ -1,4 +1,5 @@
-"""Decides what a job leaves open beside its layers: where the optimizer is, what asks the host, whether the head runs in pieces.
+"""Decides what a job leaves open beside its layers: where the optimizer is, what asks the host, whether the head runs in pieces,
+and in FP8 whether checkpoints keep copies.
 
 How much of the optimizer goes to the host (`optimizer.offload: auto`): bytes of the optimizer and bytes of activations are bought
 at different prices: of the one in seconds of an update, once in a step, of the other in seconds of replays and copies, of every
@@ -9,6 +10,9 @@ micro-batch. A plan for each of a few shares knows both:
 
 Whether what turns queries and keys of packed sequences may run again, where the host has to wait for the device then: only where
 no plan fits without.
+
+Whether a checkpointed half keeps the copy in FP8 that its last linear has of what it reads (`fp8: {copies_kept: ...}`), or this
+linear runs again, too: the second holds less, so both are planned where anything runs again, and the faster one is taken.
 
 In how many pieces the head runs (`head: {pieces: auto}`): the fewest are tried with which the loss is no longer what the last
 stage holds most of, because more would only cost seconds. The plan with them is taken where none fits without, or where its step
@@ -39,6 +43,13 @@ def with_rotary_again(job: Job) -> Iterator[Job]:
     yield job
     if job.rotary_asks_host:
         yield job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
+
+
+def with_copies(job: Job, *, kept: bool) -> Job:
+    """The job, in FP8, whose checkpoints keep copies, or do not."""
+    assert job.model.fp8 is not None, "asked only of jobs in FP8"
+    fp8 = job.model.fp8.model_copy(update={"copies_kept": kept})
+    return job.model_copy(update={"model": job.model.model_copy(update={"fp8": fp8})})
 
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:

@@ -166,9 +166,11 @@ def parallel_facts(job: Job) -> ParallelFacts:
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
     """A plan of these entries for a job with its layers."""
+    checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
+    copies_kept = not (checkpoints and job.model.facts.copies_go)
     return Plan(
         version=1,
-        model=model_facts(job),
+        model=model_facts(job).model_copy(update={"fp8_copies_kept": copies_kept}),
         parallel=parallel_facts(job),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,

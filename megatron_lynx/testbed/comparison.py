@@ -84,6 +84,7 @@ def check_plan(job: Job, plan: Plan) -> None:
         "parallel": parallel_facts(job).model_dump(),
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
+    del needed["model"]["fp8_copies_kept"]  # the planner decides it
     found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
     if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # then it says nothing of its own
         del needed["parallel"]["microbatch_group"]

@@ -23,7 +23,7 @@ from megatron_lynx.testbed.ranks import RankError, RankPool
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with
-from ..transparency.checkpoints import checkpointed
+from ..transparency.checkpoints import checkpointed, without_copies
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_deferring_experts import LINEARS, into_exchanges
@@ -98,13 +98,15 @@ def test_experts(pool_of, recipe, layout, filled, grouped):
     ("recipe", "layout"), [("blockwise", "EP2"), *long(("delayed", "EP2"), ("tensorwise", "TP2+SP, EP2"), ("nvfp4", "EP2"))]
 )
 def test_checkpoints(pool_of, recipe, layout):
-    """Layers of latent attention and experts, and halves of them, keep their input alone: tokens travel again."""
+    """Layers of latent attention and experts, and halves of them, keep their input: tokens travel again. Copies of what their
+    last linears read stay, or these run again, too."""
     job = latent_job(recipe, layout, experts=MIXTURE | {"filled": True}, qk_norm=True)
     kept = experts_plan(job, ())
     candidates = [checkpointed(kept, checkpoint) for checkpoint in ("layer", "attention", "mlp")]
+    candidates += [without_copies(one) for one in candidates]
     model = {"moe_grouped_gemm": True}
     for outcomes in pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=3, model=model)):
-        assert [outcome.differing for outcome in outcomes] == [[]] * 3
+        assert [outcome.differing for outcome in outcomes] == [[]] * 6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])

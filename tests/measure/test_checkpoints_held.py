@@ -21,7 +21,7 @@ from tests.measure.on_ranks import held
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with
 from tests.transparency import test_latent
-from tests.transparency.checkpoints import FULL, ahead, checkpointed
+from tests.transparency.checkpoints import FULL, ahead, checkpointed, without_copies
 from tests.transparency.plans import plan_for
 
 Pools = Callable[[int], RankPool]
@@ -97,6 +97,19 @@ def test_what_is_planned_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: i
     for peaks in own_pool_of(job.gpus).run(held, job, [({}, plan) for plan in plans]):
         (_, on_demand), *begun = peaks
         assert [peak <= on_demand + IN_FLIGHT for _, peak in begun] == [ffn == 512] * 2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])
+def test_in_fp8_full_recomputation_holds_as_much_as_where_no_copies_stay(te_pool: RankPool, recipe: str) -> None:
+    """A layer's last linear keeps a quarter of what its MLP half saves, a copy of what it reads, if it does not run again."""
+    fields = {**SIZE, "layers": 2, "implementation": "transformer_engine", "dtype": "bf16", "fp8": {"recipe": recipe}}
+    job = tiny_job("llama", **fields)
+    kept = kept_but_for(job, "layer")
+    cases = [(uniform(1), None), ({}, without_copies(kept)), ({}, kept)]
+    [((stocks, stocks_peak), (ours, ours_peak), (with_copies, _))] = te_pool.run(held, job, cases)
+    assert -2 * STATES - IN_FLIGHT <= ours - stocks <= IN_FLIGHT
+    assert ours_peak <= stocks_peak + IN_FLIGHT
+    assert with_copies > ours + 2 * job.model.seq * job.batch.micro * job.model.ffn // 2
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": "all", "shared_ffn": 32}

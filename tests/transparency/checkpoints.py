@@ -28,6 +28,11 @@ def checkpointed(plan: Plan, checkpoint: Any, layers: Iterable[int] | None = Non
     return Plan.model_validate(raw)
 
 
+def without_copies(plan: Plan) -> Plan:
+    """The same plan, in FP8, whose checkpointed halves keep no copy of what their last linear reads."""
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"fp8_copies_kept": False})})
+
+
 def ahead(plan: Plan, *, expert: int = 1, how: Any = True) -> Plan:
     """The same plan in which what checkpointed layers communicate begins ahead. `expert`: ranks that share out experts. `how`: as
     a rule has it."""
