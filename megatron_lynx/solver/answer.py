@@ -197,13 +197,14 @@ class SolvedChunks(tuple[Solved, ...]):
 
 
 class Within(NamedTuple):
-    """What leaves within each micro-batch of a stage where its own backward follows at once (`runtime.offload.half_by_half`)."""
+    """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
+    (`runtime.offload.half_by_half`)."""
 
     bytes: int
     pace_bytes: int
     """So many are copied beside one half's forward."""
-    gone_bytes: int
-    """What is not there when the last half ends its forward and when it begins its backward."""
+    spared_bytes: int
+    """What of all micro-batches in flight is not there when the last half of one ends its forward, and begins its backward."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ class StageAnswer:
 
     @property
     def within_bytes(self) -> int:
-        """What of the one micro-batch is gone when its last half ends its forward, and begins its backward."""
-        return 0 if self.within is None else self.within.gone_bytes
+        """What of all micro-batches in flight is gone when the last half of one ends its forward, and begins its backward."""
+        return 0 if self.within is None else self.within.spared_bytes
 
     @property
     def layers_peak_bytes(self) -> int:
@@ -271,8 +272,8 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward: then all that leaves within it is gone."""
-        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.bytes)
+        """What is held when the model's last chunk has run forward: then all that leaves within micro-batches is gone."""
+        return self.chunks.before_loss_bytes - (0 if self.within is None else self.in_flight * self.within.bytes)
 
     @property
     def chunk_bytes(self) -> int:

@@ -6,7 +6,7 @@ Under a policy that has a name: the smallest share of every chunk's bytes with w
 
 One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
 
-Where a micro-batch's own backward follows at once, of one stage and of the last one: how much leaves while it runs (`Leaver`).
+Within a micro-batch, where it has a stage for itself or few others are there: how much leaves while it runs (`Leaver`).
 
     share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
                                                           can so much of that leave? no: as much as can, once more
@@ -30,8 +30,8 @@ from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage import half_seconds
-from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
+from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
+from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
@@ -99,8 +99,9 @@ SLACK = 0.95
 
 
 def goes_within(job: Job, stage: int) -> bool:
-    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so."""
-    return job.chunks == 1 and job.schedule == "flush" and stage == job.parallel.pipeline - 1
+    """Whether each micro-batch of a stage with one chunk is offloaded so: where no more of them are in flight than those of which
+    nothing leaves between passes."""
+    return job.chunks == 1 and job.schedule == "flush" and chunks_in_flight(job, stage) <= CHUNKS_NOT_OFFLOADED
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,13 @@ class Leaver:
 
         Raises `Infeasible` as that does.
         """
-        spared_bytes = asked_bytes
+        spared_bytes = self.in_flight * asked_bytes
         while True:
             chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
             within = self._within(asked_bytes, chunks)
-            if within.gone_bytes >= spared_bytes:
-                return chunks, within._replace(gone_bytes=spared_bytes) if within.bytes else None
-            spared_bytes = within.gone_bytes
+            if within.spared_bytes >= spared_bytes:
+                return chunks, within._replace(spared_bytes=spared_bytes) if within.bytes else None
+            spared_bytes = within.spared_bytes
 
     def exposed_s(self, size_bytes: int, longer_s: float) -> float:
         """Seconds of a micro-batch in which its passes wait for so many bytes, out and back. `longer_s`: of its replays."""
@@ -139,6 +140,11 @@ class Leaver:
         leaving = zip(sections, self._leaving(chunks, size_bytes), strict=False)
         return sum((offloading_host_s(self.profile, section) for section, size in leaving if size), start=host)
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches of which so much leaves."""
+        return chunks_in_flight(self.job, self.stage)
+
     def hidden_bytes(self) -> int:
         """So much can be copied behind the stage's forward."""
         asked_bytes = 2**30
@@ -146,14 +152,15 @@ class Leaver:
         return int(asked_bytes * (1 - 1 / self._halves) * self._layers_s[0] / copy_s) if copy_s else 0
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """What leaves of these choices: so much at most. What is away with the last half only, spares it nothing."""
+        """What leaves of these choices: so much at most. What is away with the last half only, spares its own micro-batch nothing."""
         leaving = self._leaving(chunks, asked_bytes)
         if not (size_bytes := sum(leaving)):
             return Within(0, 1, 0)
         pace_bytes = self._pace_bytes(size_bytes)
         pace = Pace(pace_bytes, self._halves)
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(leaving, start=1) if size]
-        return Within(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self._halves))
+        gone_bytes = sum(size for size, turn in turns if turn.away < self._halves)
+        return Within(size_bytes, pace_bytes, gone_bytes + (self.in_flight - 1) * size_bytes)
 
     def _leaving(self, chunks: SolvedChunks, size_bytes: int) -> list[int]:
         """What of so many bytes leaves of each half but the last: what forward made first leaves first."""

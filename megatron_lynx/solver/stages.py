@@ -53,6 +53,8 @@ class Worked:
     """What is worked out once for all stages of a job, whatever they spare and exclude."""
 
     chunks: Chunks
+    in_backward: Chunks
+    """Where nothing is replayed before its own backward begins."""
     swept: Remembering
 
 
@@ -87,7 +89,7 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
-        solver = partial(self._chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
+        solver = partial(Chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
         found = [self._offloading(stage, ratio, None, solver) for ratio in {0.0, max(self._ratios(stage), default=0.0)}]
         return min(found, key=lambda answer: answer.peak_bytes)
 
@@ -150,10 +152,10 @@ class Stages:
     def _offloading(
         self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        solver = solver or partial(self._chunks.solved, solver=self._solved)
+        solver = solver or partial(Chunks.solved, solver=self._solved)
         if ratio and goes_within(self.job, stage):
             return self._within(stage, ratio, budget_bytes, solver)
-        solved = partial(solver, stage, budget_bytes=budget_bytes)
+        solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, ratio, ratio, solved)
         while answer.movable_share < answer.offloaded_share:
             answer = self._leaving(stage, ratio, answer.movable_share, solved)
@@ -162,9 +164,10 @@ class Stages:
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
-    def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver, self._solved)
-        return self._chunks.sharing(stage, budget_bytes, chunks)
+    def _refined(
+        self, chunks: Chunks, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver
+    ) -> SolvedChunks:
+        return chunks.sharing(stage, budget_bytes, chunks.solved(stage, in_flight, budget_bytes, solver, self._solved))
 
     def _solved(self, problem: StageProblem) -> Solved:
         """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
@@ -189,14 +192,16 @@ class Stages:
         """The answer of a stage that offloads within a micro-batch a share of what it would keep if it replayed nothing."""
         leaver = Leaver(self.job, self.profile, stage)
         asked_bytes = int(ratio * self._kept_bytes(stage))
-        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solver(stage, 1, budget_bytes=budget))
+        count = leaver.in_flight
+        solved = partial(solver, self._chunks if count == 1 else self.worked.in_backward, stage, count)
+        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
         answer = StageAnswer(
-            stage, chunks, 1, ratio, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
+            stage, chunks, count, ratio, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
         )
         size_bytes = 0 if within is None else within.bytes
         exposed_s = self.job.microbatches * leaver.exposed_s(size_bytes, answer.longer_s)
         host = leaver.host_s(chunks, size_bytes)
-        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(2 if self.job.model.moe_overlapped else 1,))
+        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(count + self.job.model.moe_overlapped,))
 
     def _kept_bytes(self, stage: int) -> int:
         """What the stage keeps of one micro-batch if it replays nothing."""
@@ -262,7 +267,7 @@ class Stages:
     @cached_property
     def worked(self) -> Worked:
         problems = StageProblems(self.job, self.profile, self.early_exchanges, self.ahead)
-        return self.before or Worked(Chunks(problems), Remembering(Sweeps()))
+        return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), Remembering(Sweeps()))
 
     @property
     def _chunks(self) -> Chunks:
