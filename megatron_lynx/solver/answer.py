@@ -196,6 +196,14 @@ class SolvedChunks(tuple[Solved, ...]):
         return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
 
 
+class Share(NamedTuple):
+    """How much of what every chunk keeps is asked to go to the host."""
+
+    ratio: float
+    within: bool = False
+    """Whether it goes within its own micro-batch (`solver.offload`), and not between passes."""
+
+
 class Within(NamedTuple):
     """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
     (`runtime.offload.half_by_half`)."""
@@ -215,8 +223,8 @@ class StageAnswer:
     chunks: SolvedChunks
     in_flight: int
     """Chunks between their forward and their backward, at most."""
-    offload_ratio: float
-    """The share of what every chunk keeps that was asked to be offloaded."""
+    asked: Share
+    """What of every chunk was asked to be offloaded."""
     stock: StageSeconds
     """Forward and backward without replays."""
     exposed_copies_s: float
@@ -231,6 +239,11 @@ class StageAnswer:
     """What the host takes to issue all of it; 0 where that is not known."""
     within: Within | None = None
     """Of a stage that offloads within a micro-batch: then no share is."""
+
+    @property
+    def offload_ratio(self) -> float:
+        """The share of what every chunk keeps that was asked to be offloaded."""
+        return self.asked.ratio
 
     @property
     def host_late_s(self) -> float:

@@ -31,7 +31,7 @@ from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
-from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, OffloadingStages, host_bytes, memory_of_stages
+from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
@@ -98,10 +98,9 @@ SLACK = 0.95
 """Of the bytes that a link copies beside a half: halves differ, and a pace that is too fast is waited for."""
 
 
-def goes_within(job: Job, stage: int) -> bool:
-    """Whether each micro-batch of a stage with one chunk is offloaded so: where no more of them are in flight than those of which
-    nothing leaves between passes."""
-    return job.chunks == 1 and job.schedule == "flush" and chunks_in_flight(job, stage) <= CHUNKS_NOT_OFFLOADED
+def may_go_within(job: Job) -> bool:
+    """Whether micro-batches may be offloaded so: every stage has one chunk."""
+    return job.chunks == 1 and job.schedule == "flush"
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Leaver:
         return int(asked_bytes * (1 - 1 / self._halves) * self._layers_s[0] / copy_s) if copy_s else 0
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """What leaves of these choices: so much at most. What is away with the last half only, spares its own micro-batch nothing."""
+        """What leaves of these choices: so much at most. What is away with the last half only, spares others in flight alone."""
         leaving = self._leaving(chunks, asked_bytes)
         if not (size_bytes := sum(leaving)):
             return Within(0, 1, 0)

@@ -253,9 +253,7 @@ class StageProblem:
         attention = self.attention.in_backward
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         mlp, last_mlp = self.mlp.in_backward, self.last_mlp.in_backward
-        return replace(
-            self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top, receive=None
-        )
+        return replace(self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top, receive=None)
 
     @property
     def plain(self) -> StageProblem:

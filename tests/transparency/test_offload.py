@@ -338,7 +338,7 @@ def after_forwards(simulation: Simulation, stage: int) -> list[int]:
 @pytest.mark.parametrize(("like", "pipeline"), [("gpt", 1), ("gpt", 3), *long(("llama", 1))])
 def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Pools, like: Any, pipeline: int) -> None:
     """Before every half's forward and before its backward, to the byte, copies under way included, on every stage. Of the tensor
-    at the edge of what leaves the rest is there twice until its turn. A half that is replayed while a gradient is received stays."""
+    at the edge of what leaves the rest is there twice until its turn. What is replayed while a gradient is received stays."""
     job = tiny_job(like, layers=4 * pipeline, pipeline=pipeline, microbatches=1 + pipeline)
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places

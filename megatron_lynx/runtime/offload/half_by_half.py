@@ -9,9 +9,9 @@
  [4] the last half stays, and so does what is made when the plan's bytes are reached: what is needed first stays
  [5] a node asks its handle, as for whatever was offloaded
 
-So no copy outlasts its pass, and none meets a message. Between its two passes, which may follow at once or have many others in
-between, all that left is away; a half whose replay begins before the backward does keeps what it keeps on the device. On one stage
-whose exchanges of experts are overlapped the next micro-batch's forward runs in turns with this backward, and sends meanwhile.
+So no copy outlasts its pass, and none meets a message. Between the two passes, whether others come there or none, all that left
+is away; of a half whose replay begins before the backward does, nothing leaves. On one stage whose exchanges of experts are
+overlapped the next micro-batch's forward runs in turns with this backward, and sends meanwhile.
 """
 
 from __future__ import annotations
