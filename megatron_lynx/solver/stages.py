@@ -110,8 +110,8 @@ class Stages:
         solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
         found = self._offloading(stage, answer.asked, budget_bytes, solver)
-        share = self._smallest.get((stage, answer.asked.within), answer.asked)
-        if share.ratio == answer.offload_ratio:
+        share = self._smallest.get(stage, answer.asked)
+        if share == answer.asked:
             return (found,)
         less = self._offloading(stage, share, budget_bytes, solver)
         return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
@@ -130,7 +130,7 @@ class Stages:
                 if too_small := self._host_shortage(candidate):
                     problems = partial(list, (too_small,))
                     continue
-                self._smallest.setdefault((stage, share.within), share)
+                self._smallest.setdefault(stage, share)
                 if best is None or self._late_s(candidate) < self._late_s(best):
                     best = candidate
                 if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
@@ -155,7 +155,7 @@ class Stages:
             if asked == "auto":  # what is not hidden spares nothing, as it is waited for in the end
                 hidden = Leaver(self.job, self.profile, stage).hidden_bytes() / max(1, self._kept_bytes(stage))
                 ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
-            yield self._allowed(stage, (Share(ratio, within=True) for ratio in ratios if ratio or not between))
+            yield self._allowed(stage, (Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between))
 
     def _allowed(self, stage: int, shares: Iterable[Share]) -> list[Share]:
         return [share for share in shares if (stage, share) not in self.excluded]
@@ -164,7 +164,7 @@ class Stages:
         self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
         solver = solver or partial(Chunks.solved, solver=self._solved)
-        if share.ratio and share.within:
+        if share.within:
             return self._within(stage, share, budget_bytes, solver)
         solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, share, share.ratio, solved)
@@ -208,7 +208,7 @@ class Stages:
             stage, chunks, count, share, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
         )
         size_bytes = 0 if within is None else within.bytes
-        exposed_s = self.job.microbatches * leaver.exposed_s(size_bytes, answer.longer_s)
+        exposed_s = self.job.microbatches * leaver.exposed_s(chunks, within)
         host = leaver.host_s(chunks, size_bytes)
         return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(count + self.job.model.moe_overlapped,))
 
@@ -265,8 +265,8 @@ class Stages:
         return {}
 
     @cached_property
-    def _smallest(self) -> dict[tuple[int, bool], Share]:
-        """The smallest share of either kind with which each stage fits."""
+    def _smallest(self) -> dict[int, Share]:
+        """The smallest share with which each stage fits, between passes if that is tried."""
         return {}
 
     @cached_property
