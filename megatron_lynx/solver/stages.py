@@ -153,7 +153,7 @@ class Stages:
             yield self._allowed(stage, map(Share, ratios if between else [0.0]))
         if within:
             if asked == "auto":  # what is not hidden spares nothing, as it is waited for in the end
-                hidden = Leaver(self.job, self.profile, stage).hidden_bytes() / max(1, self._kept_bytes(stage))
+                hidden = self._leaver(stage).hidden_bytes() / max(1, self._kept_bytes(stage))
                 ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
             yield self._allowed(stage, (Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between))
 
@@ -199,7 +199,7 @@ class Stages:
 
     def _within(self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
         """The answer of a stage that offloads within a micro-batch a share of what it would keep if it replayed nothing."""
-        leaver = Leaver(self.job, self.profile, stage)
+        leaver = self._leaver(stage)
         asked_bytes = int(share.ratio * self._kept_bytes(stage))
         count = leaver.in_flight
         solved = partial(solver, self._chunks if count == 1 else self.worked.in_backward, stage, count)
@@ -212,9 +212,16 @@ class Stages:
         host = leaver.host_s(chunks, size_bytes)
         return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(count + self.job.model.moe_overlapped,))
 
+    def _leaver(self, stage: int) -> Leaver:
+        if stage not in self._leavers:
+            self._leavers[stage] = Leaver(self.job, self.profile, stage)
+        return self._leavers[stage]
+
     def _kept_bytes(self, stage: int) -> int:
         """What the stage keeps of one micro-batch if it replays nothing."""
-        return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        if stage not in self._kept:
+            self._kept[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        return self._kept[stage]
 
     def _stock(self, stage: int) -> StageSeconds:
         """The stage without replays, whatever it offloads."""
@@ -267,6 +274,14 @@ class Stages:
     @cached_property
     def _smallest(self) -> dict[int, Share]:
         """The smallest share with which each stage fits, between passes if that is tried."""
+        return {}
+
+    @cached_property
+    def _leavers(self) -> dict[int, Leaver]:
+        return {}
+
+    @cached_property
+    def _kept(self) -> dict[int, int]:
         return {}
 
     @cached_property
