@@ -40,7 +40,7 @@ test: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(SIDE_BY_SIDE)
 
 long: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" $(SIDE_BY_SIDE)
+	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" --hypothesis-profile drawn $(SIDE_BY_SIDE)
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams

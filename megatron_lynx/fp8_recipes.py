@@ -16,7 +16,7 @@ What differs between them is data here, which planning and runs ask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,9 +80,13 @@ def lacking(recipe: Recipe, where: str) -> Problem:
     return Problem(where, recipe, needed, f"install a Transformer Engine that has it, or drop {option}")
 
 
-def lacks_here(recipe: Recipe) -> bool:
-    """Whether a Transformer Engine is installed that does not have a recipe. It is not imported: that takes a GPU's libraries."""
-    return STORED[recipe].made_by not in _text_of_recipes()
+def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
+    """The same of the one that is installed here; None where there is none, or where it has the recipe. It is not imported: that
+    takes a GPU's libraries."""
+    if recipe is None or STORED[recipe].made_by in _text_of_recipes():
+        return None
+    problem = lacking(recipe, where)
+    return replace(problem, todo=f"{problem.todo}; or plan for another machine where no Transformer Engine is installed")
 
 
 @cache

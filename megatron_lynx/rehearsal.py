@@ -7,9 +7,10 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
@@ -41,19 +42,29 @@ from megatron_lynx.simulator.treated import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
-def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False, job: Job | None = None) -> Simulation:
+def rehearse(
+    plan: Plan,
+    profile: Profile,
+    *,
+    reduced_in_backward: bool = False,
+    job: Job | None = None,
+    loaded: Mapping[int, Profile] = MappingProxyType({}),
+) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
     `job`: the plan's. It says what each half has in hand as it runs backward (`cost.in_hand`); else that is equal.
+    `loaded`: the profiles of stages whose experts have another load than the plan's.
     Without flushes a whole run, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    prices = Prices(profile, {} if job is None else less_in_hand_bytes(job))
+    less_in_hand = {} if job is None else less_in_hand_bytes(job)
+    usual = Prices(profile, less_in_hand)
+    prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
     chunks = [
-        passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
-        for stage in range(plan.parallel.pipeline)
+        passes_of_chunks(plan, plan.chunks_of(stage), each, reduced_in_backward=reduced_in_backward)
+        for stage, each in enumerate(prices)
     ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
@@ -69,11 +80,12 @@ def rehearse(plan: Plan, profile: Profile, *, reduced_in_backward: bool = False,
     if not plan.model.moe_overlapped:
         return apart
     pairs = [
-        paired(list(_in_nodes(plan, stage, passes, prices)), profile.interference, delayed=plan.model.moe_delayed)
+        paired(list(_in_nodes(plan, stage, passes, prices[stage])), profile.interference, delayed=plan.model.moe_delayed)
         for stage, passes in enumerate(chunks)
     ]
     together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)
-    more_bytes = tuple(most_beside(each, _most_of_a_layer(plan, stage, profile)) for stage, each in enumerate(chunks))
+    layers_bytes = (_most_of_a_layer(plan, stage, each.profile) for stage, each in enumerate(prices))
+    more_bytes = tuple(map(most_beside, chunks, layers_bytes))
     return SideBySide(together.executed, together.copied, apart, more_bytes)
 
 

@@ -21,8 +21,9 @@ from tests import hurry, instruments
 from tests.nursery.process import start_rank
 
 instruments.offer()
-settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
-settings.load_profile("untimed")
+settings.register_profile("drawn", settings.default, deadline=None, derandomize=False)  # a busy machine must not fail a test
+settings.register_profile("alike", settings.get_profile("drawn"), derandomize=True, database=None)
+settings.load_profile("alike")  # every machine draws the same; `make long` others in each run (--hypothesis-profile drawn)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -86,6 +86,14 @@ def within(job: Job, size_bytes: int) -> Job:
     return on_devices_of(job, size_bytes / GIB).model_copy(update={"policy": "planned"})
 
 
+def host_s_of_keeping(job: Job) -> float:
+    """How much longer the host takes in a step at most for layers that a plan keeps whole than for those of stock: measured, 9 us
+    for a layer of Transformer Engine's. Where the host is what a step waits for, no plan can be without it."""
+    assert job.cluster.host_time is not None
+    measured = job.cluster.host_time.of(job.model.implementation)
+    return (measured.layer_s("kept") - measured.layer_s("none")) * job.model.layers * job.microbatches
+
+
 @settings(max_examples=8, deadline=None)
 @given(jobs(), st.data())
 def test_a_plan_holds_no_more_and_is_no_slower(job: Job, data: st.DataObject) -> None:
@@ -100,7 +108,8 @@ def test_a_plan_holds_no_more_and_is_no_slower(job: Job, data: st.DataObject) ->
         decision = decide(limited, profile)
         assert max(stage.total for stage in decision.memory) <= allowed
         behind = AS_FAST if job.parallel.context == 1 else AS_FAST_WITH_CONTEXT
-        assert decision.simulation.step_s <= rival.step_s * (behind if setting.offload else 1 + 1e-9), setting.name
+        allowed_s = rival.step_s * (behind if setting.offload else 1 + 1e-9) + host_s_of_keeping(job)
+        assert decision.simulation.step_s <= allowed_s, setting.name
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-a100-80g", "llama3-70b-h800-80g"])

@@ -10,10 +10,10 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost import budget as cost_budget
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, PlannerFault
-from megatron_lynx.planner import decide, decision, least_memory, nearest
+from megatron_lynx.planner import decide, decision, least_memory
 from megatron_lynx.planner.budget_kept import check_budget_kept, most_held
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.nearest import with_load
+from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
 from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
@@ -109,7 +109,7 @@ def heaviest_load_fits(decided: Decision, profile: Profile) -> None:
     for entry in decided.plan.stages:
         if entry.predicted.moe_load:
             loaded = with_load(decided.job, entry.predicted.moe_load)
-            simulation = nearest._rehearsed(loaded, decided.plan, profile)
+            simulation = rehearsed_with_load_of(loaded, decided.plan, profile)
             held = max(each.device_bytes for each in most_held(loaded, simulation, entry.stage))
             assert held <= decided.job.memory_budget_bytes
 

@@ -14,7 +14,6 @@ from rich.text import Text
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.today import Row
 from megatron_lynx.advise.verdict import verdict
-from megatron_lynx.fp8_recipes import lacking, lacks_here
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
@@ -108,9 +107,6 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if answer.on_host is not None:
         yield answer.on_host.in_words
     yield from _rotary(answer)
-    recipe = answer.job.model.fp8_recipe
-    if recipe is not None and lacks_here(recipe):
-        yield str(lacking(recipe, "on this machine a run under the plan would be refused"))
     if _may_offload(answer):
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
     if launch.flags and not answer.refused:

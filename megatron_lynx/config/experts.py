@@ -60,6 +60,10 @@ class Experts(Part):
     """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
     again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
+    shared_beside: bool = False
+    """Whether shared experts compute beside the exchanges, on their own stream (`--moe-shared-expert-overlap`). Megatron runs
+    them inside its dispatcher then, so `whole` is needed beside it."""
+
     filled: bool = False
     """Whether routers fill up what each expert gets to a multiple that FP8 needs (`--moe-router-padding-for-quantization`).
     Otherwise rows are filled up before the experts' GEMMs."""
@@ -81,6 +85,9 @@ class Experts(Part):
             problems.append(f"per_token ({self.per_token}) must be at most count ({self.count})")
         if self.shared_gate and not self.shared_ffn:
             problems.append("shared_gate true needs shared_ffn, found 0")
+        if self.shared_beside and not (self.shared_ffn and self.whole and not self.overlapped):
+            found = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
+            problems.append(f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}")
         if self.holds is not None and self.holds < self.load:
             problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
         if isinstance(self.layers, tuple):

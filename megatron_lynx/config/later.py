@@ -36,7 +36,18 @@ LATER: dict[str, tuple[str, ...]] = {
 """Fields by their part. Each changes nothing where it is as its part has it by default."""
 
 IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16")
-IN_EXPERTS = ("load", "holds", "whole", "filled", "dispatcher", "shared_gate", "overlapped", "delayed", "multiprocessors")
+IN_EXPERTS = (
+    "load",
+    "holds",
+    "whole",
+    "filled",
+    "dispatcher",
+    "shared_gate",
+    "overlapped",
+    "delayed",
+    "multiprocessors",
+    "shared_beside",
+)
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
 """The same of `model.fp8`, of `model.experts`, and of `overlap` where anything else of it is stated."""
 

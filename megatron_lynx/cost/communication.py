@@ -43,7 +43,9 @@ def window_lengths_s(
     `deferred`: linears whose weight gradient is put off, so that it hides nothing here.
     """
     return tuple(
-        _exchanged_s(profile, each) if isinstance(each, Exchange) else _exposed_s(profile, section, each, message_bytes, deferred)
+        _exchanged_s(profile, passing, each)
+        if isinstance(each, Exchange)
+        else _exposed_s(profile, section, each, message_bytes, deferred)
         for each in windows_of(profile, section, passing)
     )
 
@@ -81,10 +83,11 @@ def _carries_for(section: Section, waited: Collective | Exchange) -> str:
     return section.item(waited.behind).name
 
 
-def _exchanged_s(profile: Profile, exchange: Exchange) -> float:
-    """An all-to-all of rows; that of their probabilities is not counted."""
-    assert profile.experts is not None, "a profile with such a section has its figures"
-    return profile.experts.exchange_s if exchange.carries == "tokens" else 0.0
+def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
+    """An all-to-all of rows, without what shared experts hide of it; that of their probabilities is not counted."""
+    half = profile.experts
+    assert half is not None, "a profile with such a section has its figures"
+    return half.exchange_s - half.beside_s(passing, exchange.behind) if exchange.carries == "tokens" else 0.0
 
 
 def _exposed_s(

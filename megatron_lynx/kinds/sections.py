@@ -118,20 +118,17 @@ def kind_names() -> tuple[str, ...]:
 
 def sections_of(facts: Facts = USUAL) -> LayerKind:
     """What fills the halves of a layer, in the order of a forward."""
-    attention, mlp = HALVES
-    return _filling_of(attention, facts), _filling_of(mlp, facts)
+    found: dict[Half, Section] = {}
+    for kind in KINDS:  # the last one that answers
+        if (section := kind.chosen(facts)) is not None:
+            found[section.half] = section
+    attention, mlp = (in_graph(found[half], facts.captured) for half in HALVES)
+    return attention, mlp
 
 
 def halves_of(facts: Facts) -> Mapping[Half, Section]:
     """What fills the halves of those layers of a model that have the usual content of what only some layers have otherwise."""
     return dict(zip(HALVES, sections_of(facts._replace(experts=False)), strict=True))
-
-
-def _filling_of(half: Half, facts: Facts) -> Section:
-    for kind in reversed(KINDS):
-        if kind.half == half and (section := kind.chosen(facts)) is not None:
-            return in_graph(section, facts.captured)
-    raise LookupError(f"nothing fills {half}: its usual content answers to all facts")
 
 
 def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:

@@ -5,6 +5,7 @@
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
 --moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
 --moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
+--moe-shared-expert-overlap               ──> model.experts.shared_beside, whole
 --moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: rows of a rank lie in a block of so many
 """
 
@@ -25,7 +26,8 @@ FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
 RANK_CAPACITY = "moe_expert_rank_capacity_factor"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
-KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
+BESIDE = "moe_shared_expert_overlap"
+KEPT_WHOLE = (BESIDE, "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
 MULTIPROCESSORS = {
     "deepep": ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"),
@@ -57,6 +59,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
         yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is replayed or offloaded")
+    yield from _beside(given, problems)
     yield from _capacity(given, problems)
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
@@ -75,6 +78,17 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         needed = "alltoall (or flex) with experts or parts of them on other ranks"
         todo = "give it: what every rank gathers is not priced"
         problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
+
+
+def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Shared experts beside the exchanges. Megatron has them inside the dispatcher, but the all-gather one; overlapped exchanges
+    beside that it refuses, which is told with the launch's setting."""
+    if not given[BESIDE] or given["moe_shared_expert_intermediate_size"] is None or given[OVERLAP]:
+        return
+    if given[DISPATCHER] == "allgather":
+        needed = "--moe-token-dispatcher-type alltoall (or flex) beside it"
+        problems.append(Problem(given.origin(BESIDE), "given", needed, "Megatron stops here"))
+    yield Fact("model.experts.shared_beside", True, f"{given.origin(BESIDE)}: they compute while tokens travel")
 
 
 def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:

@@ -65,7 +65,7 @@ READ = names_in(
     grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_gate moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
-    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_expert_rank_capacity_factor
+    moe_shared_expert_overlap moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_expert_rank_capacity_factor
     moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
     moe_router_padding_for_fp8 moe_router_padding_for_quantization
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
@@ -199,7 +199,6 @@ PRICED_AS = {
     "moe_hybridep_num_blocks_permute": _DISPATCH,
     "moe_hybridep_num_blocks_unpermute": _DISPATCH,
     "moe_hybridep_pad_uneven_dispatch_inputs": _DISPATCH,
-    "moe_shared_expert_overlap": "shared experts before the dispatch, not beside it",
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",

@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
-from megatron_lynx.plan.rule import joined
+from megatron_lynx.plan.rule import Rule, joined
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
 
@@ -66,6 +67,15 @@ class PlanContents(Part):
             if rule.checkpoint is not None
         )
         return ", ".join(f"{layers} ({said})" for layers, said in named)
+
+    def kept_input(self, entry: Stage, rule: Rule, half: Half) -> str:
+        """What a checkpointed half of an entry keeps, and whether that goes to the host, in words."""
+        kept = rule.kept_input(half)
+        if entry.offload is None or (half != HALVES[0] and rule.feeds(rule.layers.last, HALVES[0])):
+            return kept
+        of_experts = self.model.sections_of(rule.layers.last)[HALVES.index(half)].in_some_layers
+        of_chunk = half == HALVES[0] and rule.layers.last == entry.layers.first  # Megatron holds it
+        return kept if of_chunk or (of_experts and not entry.offload.experts) else f"{kept}, to the host"
 
     def place_of(self, entry: Stage) -> str:
         """Where an entry stands in the plan, for messages: `stages.3`."""

@@ -26,9 +26,7 @@ def explanation(plan: Plan) -> RenderableType:
     """What the plan is for and how to launch it, then for each stage a table and what is expected. Chunks that are treated alike
     share a table."""
     parts = (
-        part
-        for alike in _treated_alike(plan)
-        for part in (_table(alike, plan.parallel.chunks > 1), _beside(alike[0]), _expected(alike[0].predicted))
+        part for alike in _treated_alike(plan) for part in (_table(plan, alike), _beside(alike[0]), _expected(alike[0].predicted))
     )
     return Group(*_heading(plan), *(part for part in parts if part is not None))
 
@@ -115,8 +113,8 @@ def _load(plan: Plan) -> Iterator[Text]:
         yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 
-def _table(alike: Sequence[Stage], chunked: bool) -> Table:
-    stage, last = alike[0], alike[-1]
+def _table(plan: Plan, alike: Sequence[Stage]) -> Table:
+    stage, last, chunked = alike[0], alike[-1], plan.parallel.chunks > 1
     chunks = f"chunk {stage.chunk}" if len(alike) == 1 else f"chunks {stage.chunk}-{last.chunk}, each"
     place = f"stage {stage.stage}, {chunks}" if chunked else f"stage {stage.stage}"
     layers = ", ".join(str(each.layers) for each in alike)
@@ -130,7 +128,7 @@ def _table(alike: Sequence[Stage], chunked: bool) -> Table:
             deferred = [_deferred(rule, half)] if stage.defers else []
             again = rule.replays(half)
             if rule.checkpoints(half):
-                kept, again = [rule.kept_input(half)], (CHECKPOINTED,)
+                kept, again = [plan.kept_input(stage, rule, half)], (CHECKPOINTED,)
             table.add_row(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
     return table
 
@@ -170,7 +168,8 @@ def _beside(stage: Stage) -> Text | None:
     if (offload := stage.offload) is not None:
         coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"
         back = f"the copy comes back during {coming_back}"
-        goes = f"to the host: {format_bytes(offload.bytes)} of every micro-batch"
+        inputs = ", inputs of checkpoints among it" if any(rule.checkpoint is not None for rule in stage.rules) else ""
+        goes = f"to the host: {format_bytes(offload.bytes)} of every micro-batch, what forward made first{inputs}"
         stays = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay"
         if offload.pace_bytes is None:
             lines.append(f"{goes}; {stays}, {back}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
@@ -27,6 +28,8 @@ def check_plannable(job: Job) -> None:
     for found, needed in job.fused_dispatch.limits():
         problems.append(Problem("job: model.experts.dispatcher", found, needed, "the job can be estimated"))
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
+    if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
+        problems.append(lacks)
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

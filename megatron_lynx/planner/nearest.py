@@ -141,22 +141,27 @@ def loads_that_fit(job: Job, answers: Sequence[StageAnswer], plan: Plan, profile
     heavier = with_load(job, min(DOUBLED * job.model.moe_load, job.model.experts.most_load(job.parallel.expert)))
     if heavier.model.moe_load <= job.model.moe_load:
         return [0.0] * len(answers)
-    later = _rehearsed(heavier, plan, profile)
+    later = rehearsed_with_load_of(heavier, plan, profile)
     defers = any(entry.defers for entry in plan.stages)
     held = [(_held_bytes(job, each, simulation, defers), _held_bytes(heavier, each, later, defers)) for each in answers]
     found = [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
-    return [_held_to(job, plan, profile, stage, load) for stage, load in enumerate(found)]
+    return _held_to(job, plan, profile, found)
 
 
-def _held_to(job: Job, plan: Plan, profile: Profile, stage: int, load: float) -> float:
-    """A load between two that were rehearsed, or the next lower one at which the stage holds no more than it may."""
-    while load > job.model.moe_load:
-        loaded = with_load(job, load)
-        simulation = _rehearsed(loaded, plan, profile)
-        if max(each.device_bytes for each in most_held(loaded, simulation, stage)) <= job.memory_budget_bytes:
-            break
-        load = round(load - 1 / DIGITS, 2)
-    return load
+def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> list[float]:
+    """Loads of stages between two that were rehearsed, or the next lower ones at which they hold no more than they may: each
+    stage is rehearsed at its own."""
+    found = list(loads)
+    asked = {stage for stage, load in enumerate(found) if load > job.model.moe_load}
+    while asked:
+        jobs = {stage: with_load(job, found[stage]) for stage in asked}
+        loaded = {stage: _loaded(each, profile) for stage, each in jobs.items()}
+        simulation = rehearse(plan, profile, job=job, loaded=loaded)
+        for stage, each in jobs.items():
+            if max(held.device_bytes for held in most_held(each, simulation, stage)) > job.memory_budget_bytes:
+                found[stage] = round(found[stage] - 1 / DIGITS, 2)
+        asked = {stage for stage in asked if job.model.moe_load < found[stage] < jobs[stage].model.moe_load}
+    return found
 
 
 def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
@@ -207,11 +212,10 @@ def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, replay: 
     return more - less
 
 
-def _rehearsed(job: Job, plan: Plan, profile: Profile) -> Simulation:
-    """The plan with the load of this job."""
-    loaded = _loaded(job, profile)
-    heavier = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
-    return rehearse(heavier, loaded, job=job)
+def rehearsed_with_load_of(job: Job, plan: Plan, profile: Profile) -> Simulation:
+    """A plan that was made for another load of experts than this job's."""
+    loaded = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
+    return rehearse(loaded, _loaded(job, profile), job=job)
 
 
 def _loaded(job: Job, profile: Profile) -> Profile:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
+from megatron_lynx.anatomy import Facts, Half, Pass, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
 from megatron_lynx.config.job import Job
@@ -26,8 +26,10 @@ from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.kinds.experts.section import BESIDE
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
+from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
@@ -110,24 +112,33 @@ class ExpertHalf(HalfProfile):
     """Seconds in which experts that are cut gather their rows, or scatter their sums; once each in each pass."""
     collective_s: float = Field(default=0.0, ge=0)
     """Seconds of one collective of shared experts; there are two in each pass."""
+    shared_rate: float = Field(default=0.0, ge=0, le=1)
+    """The share of their rate at which shared experts compute beside the exchanges; 0: they compute before them."""
 
-    @property
-    def waits_s(self) -> float:
+    def beside_s(self, passing: Pass, role: Role) -> float:
+        """Seconds of one exchange of rows, by the role of its item, behind which shared experts compute."""
+        if not self.shared_rate:
+            return 0.0
+        items = [self.items[name] for name in BESIDE[role]]
+        computed_s = sum(item.forward_s if passing == "fwd" else item.backward_s for item in items)
+        return min(self.shared_rate * self.exchange_s, computed_s)
+
+    def waits_s(self, passing: Pass) -> float:
         """Seconds of one pass in which it waits for other ranks."""
-        return 2 * (self.exchange_s + self.cut_s + self.collective_s)
+        return 2 * (self.exchange_s + self.cut_s + self.collective_s) - sum(self.beside_s(passing, role) for role in BESIDE)
 
     @property
     def forward_s(self) -> float:
-        return super().forward_s + self.waits_s
+        return super().forward_s + self.waits_s("fwd")
 
     @property
     def backward_s(self) -> float:
-        return super().backward_s + self.waits_s
+        return super().backward_s + self.waits_s("bwd")
 
     @property
     def communication_s(self) -> float:
         """Seconds of both passes in which it waits for other ranks."""
-        return 2 * self.waits_s
+        return self.waits_s("fwd") + self.waits_s("bwd")
 
 
 class LinkPoint(Part):

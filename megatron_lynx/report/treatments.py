@@ -52,7 +52,7 @@ def _entry(
         stage=entry.stage,
         chunk=entry.chunk,
         layers=str(entry.layers),
-        treatments=[_treatment(plan, rule, half) for rule in entry.rules for half in HALVES],
+        treatments=[_treatment(plan, entry, rule, half) for rule in entry.rules for half in HALVES],
         offloaded_bytes=0 if entry.offload is None else entry.offload.bytes,
         deferred_bytes=0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
         hidden_replay_s=hidden_s,
@@ -68,7 +68,7 @@ def used_kinds(memory: StageMemory) -> dict[str, int]:
     return {name: size for name, size in memory.kinds.items() if size}
 
 
-def _treatment(plan: Plan, rule: Rule, half: Half) -> Treatment:
+def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
     section = rule.filling(half)
     replayed = rule.replays(half)
     if rule.checkpoints(half):  # it names no items
@@ -78,7 +78,7 @@ def _treatment(plan: Plan, rule: Rule, half: Half) -> Treatment:
         layers=str(rule.layers),
         half=half,
         items=[(item, "replay" if item in replayed else "keep") for item in section.names],
-        window=_place(rule, half) if replayed else "",
+        window=_place(plan, entry, rule, half) if replayed else "",
         deferred=[
             f"{linear}: {', '.join(rule.weight_gradients[linear])}"
             for linear in section.linears
@@ -88,10 +88,10 @@ def _treatment(plan: Plan, rule: Rule, half: Half) -> Treatment:
     )
 
 
-def _place(rule: Rule, half: Half) -> str:
+def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
     """Where a half is replayed."""
     if rule.checkpoints(half):
-        return f"{rule.checkpoint_said}{rule.ahead_in_words}: keeps {rule.kept_input(half)}"
+        return f"{rule.checkpoint_said}{rule.ahead_in_words}: keeps {plan.kept_input(entry, rule, half)}"
     return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
 
 

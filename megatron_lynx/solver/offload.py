@@ -6,7 +6,7 @@ Under a policy that has a name: the smallest share of every chunk's bytes with w
 
 One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
 
-Within a micro-batch, on a stage with one chunk: how much leaves while its forward runs, and comes back in its backward (`Leaver`).
+Within a micro-batch, on a stage with one chunk: how much leaves in its forward, and comes back in its backward (`Leaver`).
 
     share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
                                                           can so much of that leave? no: as much as can, once more

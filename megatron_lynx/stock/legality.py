@@ -72,6 +72,7 @@ class Facts:
             release,
             frozenset(has),
             model.fp8_recipe,
+            shared_overlap=model.experts is not None and model.experts.shared_beside,
             transformer_engine=model.uses_te,
             bias=model.bias,
             pipeline=job.parallel.pipeline,

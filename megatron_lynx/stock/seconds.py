@@ -31,7 +31,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.kinds.experts.section import DISPATCH, SHARED_FC1
+from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase
@@ -74,6 +74,7 @@ def _expert_half(shape: LayerShape, profile: Profile, setting: StockSetting) -> 
     own, half = expert_treatment(shape, setting), profile.experts
     again_s = sum(half.items[name].forward_s for name in own.runs)
     again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
+    again_s -= sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in own.runs else 0.0
     return HalfSeconds(half.forward_s, half.backward_s, again_s)
 
 

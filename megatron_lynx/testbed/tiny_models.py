@@ -160,6 +160,7 @@ def expert_fields(job: Job) -> dict[str, Any]:
         **_dispatcher_fields(experts.dispatcher),
         **({"moe_router_padding_for_quantization": True} if experts.filled else {}),
         **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
+        **({"moe_shared_expert_overlap": True} if experts.shared_beside else {}),
         **({"overlap_moe_expert_parallel_comm": True} if experts.overlapped else {}),
         **({"delay_wgrad_compute": True} if experts.delayed else {}),
         "expert_model_parallel_size": job.parallel.expert,

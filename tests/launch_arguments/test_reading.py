@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lynx.config import Experts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
@@ -329,6 +330,23 @@ def test_what_experts_may_have_beside_them() -> None:
 def test_experts_that_cannot_be_looked_into_are_kept_whole(flags: str, whole: bool) -> None:
     reading = read(f"{SMALL} --num-experts 8 {flags}")
     assert [fact.value for fact in reading.facts if fact.place == "model.experts.whole"] == [True] * whole
+
+
+def test_shared_experts_beside_the_exchanges_are_read() -> None:
+    """Where Megatron takes it: not beside an all-gather, nor overlapped exchanges, which are refused with the setting."""
+    shared = f"{SMALL} --num-experts 8 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+    for flags, found, refused in (
+        ("--moe-token-dispatcher-type alltoall", [True], ()),
+        ("--moe-token-dispatcher-type flex", [True], ()),
+        ("--moe-token-dispatcher-type allgather", [True], ("--moe-shared-expert-overlap",)),
+        ("--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm", [], ()),
+    ):
+        reading = read(f"{shared} {flags}")
+        assert [fact.value for fact in reading.facts if fact.place == "model.experts.shared_beside"] == found
+        assert tuple(problem.where for problem in reading.problems) == refused
+        assert not [said for said, _ in reading.priced_as if "shared" in said]
+    with pytest.raises(ValueError, match="shared_beside true needs shared_ffn, whole: true and overlapped: false, found 0"):
+        Experts(count=8, per_token=2, ffn=64, shared_beside=True)
 
 
 def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from megatron_lynx.config import Experts
 from megatron_lynx.plan.explanation import explanation
-from megatron_lynx.plan.plan import Head, Offload, Plan
+from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.checkpoints import checkpointed
 
 
 def shown(plan: Plan) -> str:
@@ -44,6 +45,15 @@ def test_a_pace_is_explained() -> None:
         text = shown(plan.model_copy(update={"stages": (stage.model_copy(update={"offload": offload}),)}))
         assert "it goes half by half, 512.00 KiB beside one half's forward" in text
         assert said in text
+
+
+def test_inputs_of_checkpoints_that_go_to_the_host_are_explained() -> None:
+    plan = checkpointed(uniform_plan(tiny_job("llama"), windows=False), CheckpointGroups(layers=2).model_dump())
+    (stage,) = plan.stages
+    text = shown(plan.with_stages([stage.model_copy(update={"offload": Offload(bytes=1 << 20)})]))
+    assert "the input of every 2 layers, to the host" in text
+    assert "of every micro-batch, what forward made first, inputs of checkpoints among it; tensors" in text
+    assert "to the host" not in shown(plan)
 
 
 def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_not_fit() -> None:

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts
 from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
+from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
+from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.simulator.halves import segments
+from megatron_lynx.stock.price import priced
+from megatron_lynx.stock.setting import FULL, NONE, StockSetting
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -159,6 +165,58 @@ def test_every_item_of_megatrons_own_layers_saves_what_its_shape_says(pool_of: C
     counted_bytes = job.gpus * (2 * EIGHT.count + 1) * FP32_BYTES  # of each expert, for the auxiliary loss: not priced
     assert 0 <= saved.pop("router") - parts.pop("router") <= counted_bytes
     assert saved == parts
+
+
+def beside(job: Job, shared_ffn: int, *, shared_beside: bool = True) -> Job:
+    """With shared experts of that width, beside the exchanges or before them; in both cases kept whole."""
+    experts = {"shared_ffn": shared_ffn, "whole": True, "shared_beside": shared_beside}
+    model = job.model.model_copy(update={"experts": job.model.experts.model_copy(update=experts)})
+    return job.model_copy(update={"model": model})
+
+
+def test_shared_experts_beside_the_exchanges_keep_their_gathered_input(pool_of: Callable[[int], RankPool]) -> None:
+    """Megatron gathers it outside of their first linear then, which saves what it is given. It was priced as without."""
+    layout = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    job = beside(tiny_job("llama", seq=64, hidden=64, **layout, experts=EIGHT), 48)
+    ranks = pool_of(2).run(bytes_saved_by_items, job)
+    saved, priced = sum(sum(each.values()) for each in ranks), 2 * sum(saved_parts(LayerShape.of(job)).values())
+    assert 0 <= saved - priced <= 2 * (2 * EIGHT.count + 1) * FP32_BYTES
+
+
+@pytest.mark.parametrize("ffn", [64, 14336])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_shared_experts_hide_exchanges_and_no_second_twice(dispatcher: Dispatcher, ffn: int) -> None:
+    """What passes take less than with shared experts before the exchanges: of each exchange what computes beside it, at most
+    all of it. Windows are what is left, and passes are as long in the simulator."""
+    plain = mixtral()
+    experts = plain.model.experts.model_copy(update={"dispatcher": dispatcher})
+    plain = plain.model_copy(update={"model": plain.model.model_copy(update={"experts": experts})})
+    jobs = [beside(plain, ffn, shared_beside=on) for on in (False, True)]
+    before, after = map(analytic_profile, jobs)
+    section, message_bytes = jobs[1].model.experts.section, LayerShape.of(plain).gathered_bytes
+    most_s = plain.fused_dispatch.computing_kept * before.experts.exchange_s
+    for passing, name in (("fwd", "forward_s"), ("bwd", "backward_s")):
+        fc1_s, activation_s, fc2_s = (getattr(before.experts.items[item], name) for item in SHARED_EXPERTS)
+        hidden_s = min(most_s, fc1_s + activation_s) + min(most_s, fc2_s)
+        assert hidden_s > 0
+        assert getattr(before.experts, name) - getattr(after.experts, name) == pytest.approx(hidden_s)
+        windows_s = [window_lengths_s(each, passing, section, message_bytes) for each in (before, after)]
+        assert sum(windows_s[0]) - sum(windows_s[1]) == pytest.approx(hidden_s if section.exchanges_in_windows else 0)
+        assert all(each >= 0 for each in windows_s[1])
+        parts = segments(after, passing, section, message_bytes)
+        assert sum(parts.compute_s) + sum(parts.windows_s) == pytest.approx(getattr(after.experts, name))
+
+
+def test_a_step_is_shorter_with_shared_experts_beside_the_exchanges() -> None:
+    """Stock's and a plan's, by at most what is hidden; and where `moe` runs again, what runs again is shorter, too."""
+    jobs = [beside(mixtral(), 4096, shared_beside=on) for on in (False, True)]
+    before, after = ((job, analytic_profile(job)) for job in jobs)
+    most_s = 3 * 2 * before[1].experts.exchange_s * before[0].model.layers * before[0].microbatches
+    for setting in (NONE, StockSetting(("moe",)), FULL):
+        steps = [priced(job, costs, setting).step_s for job, costs in (before, after)]
+        assert 0 < steps[0] - steps[1] <= most_s
+    planned = [decide(job.model_copy(update={"policy": "planned"}), costs).simulation.step_s for job, costs in (before, after)]
+    assert 0 < planned[0] - planned[1] <= most_s
 
 
 def with_hold(job: Job, load: float) -> Job:

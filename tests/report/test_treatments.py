@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.plan.stage import WeightGradients
+from megatron_lynx.plan.stage import Offload, WeightGradients
 from megatron_lynx.report.treatments import stages_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.report.samples import PLAN
@@ -39,6 +39,24 @@ def test_a_checkpoint_shows_what_runs_again_and_what_it_keeps() -> None:
         "experts_fc1": "replay",
         "combine": "keep",
     }
+
+
+def test_inputs_of_checkpoints_that_go_to_the_host_are_said() -> None:
+    """Only how many bytes go was said. Megatron holds the chunk's own input; that of experts goes where theirs does."""
+    job = tiny_job("gpt", layers=3, experts={"count": 4, "per_token": 2, "ffn": 32, "layers": "all"}, bias=False)
+    plan = checkpointed(checkpointed(plan_for(job, lambda layer: ()), "layer", [2]), "halves", [1, 3])
+
+    def windows(offload: Offload | None) -> list[str]:
+        (stage,) = plan.stages
+        shown = stages_of(plan.with_stages([stage.model_copy(update={"offload": offload})]))[0]["treatments"]
+        return [each["window"].partition("keeps ")[2] for each in shown]
+
+    layer = ["the layer's input", "nothing: attention makes its input"]
+    on_host = "its input, to the host"
+    assert windows(None) == ["its input", "its input", *layer, "its input", "its input"]
+    sent = ["its input", "its input", f"{layer[0]}, to the host", layer[1], on_host, "its input"]
+    assert windows(Offload(bytes=1 << 20)) == sent
+    assert windows(Offload(bytes=1 << 20, experts=True)) == [sent[0], on_host, *sent[2:5], on_host]
 
 
 def test_where_halves_are_replayed_by_phase() -> None:

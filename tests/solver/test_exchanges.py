@@ -10,9 +10,9 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.planner import decide, nearest, uniform_plan
+from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.planner.budget_kept import most_held
-from megatron_lynx.planner.nearest import with_load
+from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.solver.options import StageProblems
@@ -124,7 +124,7 @@ def test_what_ranks_let_go_of_alone_makes_room_for_more_rows() -> None:
 
     def held(plan: Plan, load: float) -> int:
         loaded = with_load(decision.job, load)
-        return max(each.device_bytes for each in most_held(loaded, nearest._rehearsed(loaded, plan, profile), 1))
+        return max(each.device_bytes for each in most_held(loaded, rehearsed_with_load_of(loaded, plan, profile), 1))
 
     assert held(plan, more) <= 70 * GIB < held(decision.plan, 1.1 * kept)
 

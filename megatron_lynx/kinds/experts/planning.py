@@ -94,6 +94,7 @@ class MixtureOfExperts(Planning):
             exchange_s=_exchange_s(job, shape),
             cut_s=_cut_s(job, shape),
             collective_s=_shared_collective_s(job, shape),
+            shared_rate=job.fused_dispatch.computing_kept if experts_of(shape).shared_beside else 0.0,
         )
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:

@@ -67,7 +67,7 @@ def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
     shape = as_held(shape)
     section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
-    if readers[0] == SHARED_FC1 and shape.model.fp8_recipe == "delayed":  # Megatron has others keep the norm's output, as it is
+    if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # Megatron has others keep the norm's output, as it is
         readers = (ROUTER,)
     norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
     blocks = (*norm, *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
@@ -148,18 +148,26 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Shared experts save what an MLP of their width does."""
+    """Shared experts save what an MLP of their width does. Beside the exchanges they gather their input themselves, so that their
+    first linear keeps it whole, and their gate has neither offset nor clamp (`SharedExpertMLP`)."""
     if not experts_of(shape).shared_ffn:
         return
-    model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn})
+    plain = {"glu_offset": False, "activation_clamped": False} if experts_of(shape).shared_beside else {}
+    model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn, **plain})
     if model.fp8_recipe == "delayed":
-        size = saved_bytes("delayed", shape.own_tokens, model.hidden)
+        size = saved_bytes("delayed", shape.tokens if _gathers_apart(shape) else shape.own_tokens, model.hidden)
         yield SavedTensor(bytes=size, made_by=SHARED_FC1, saved_by=(SHARED_FC1,))
+    elif _gathers_apart(shape):
+        yield SavedTensor(bytes=shape.gathered_bytes, made_by=SHARED_FC1, saved_by=(SHARED_FC1,))
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
     if experts_of(shape).shared_gate:  # the gate's linear keeps what it was given, and the product what it multiplies
         yield from (SavedTensor(bytes=shape.input_bytes, made_by=SHARED_FC2, saved_by=(SHARED_FC2,)) for _ in range(2))
+
+
+def _gathers_apart(shape: LayerShape) -> bool:
+    return experts_of(shape).shared_beside and shape.parallel.sequence_parallel
 
 
 def experts_of(shape: LayerShape) -> Experts:

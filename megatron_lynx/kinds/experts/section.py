@@ -34,7 +34,7 @@ from itertools import product
 from typing import Literal, get_args
 
 from megatron_lynx.kinds.dense.section import MLP
-from megatron_lynx.kinds.section import Exchange, Item, Pass, Section
+from megatron_lynx.kinds.section import Exchange, Item, Pass, Role, Section
 
 MIXTURE = "mlp"
 """Where Megatron's layer has its mixture of experts, as an attribute path."""
@@ -111,6 +111,9 @@ SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 """The items that exist with shared experts only."""
 
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
+BESIDE: Mapping[Role, tuple[str, ...]] = {"dispatch": (SHARED_FC1, SHARED_ACTIVATION), "combine": (SHARED_FC2,)}
+"""What of shared experts computes beside which exchange, in either pass, where they have a stream of their own
+(`--moe-shared-expert-overlap`): `MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`."""
 SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
 """Names for formulas that hold for one item alone: seconds, saved tensors."""
