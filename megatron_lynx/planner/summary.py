@@ -34,6 +34,8 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 def job_flags(job: Job) -> list[str]:
     """Flags of a launch that a plan does not know of."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
+    if (instances := job.parallel.optimizer_instances) > 1:
+        optimizer.append(f"--num-distributed-optimizer-instances {instances}")
     return [*expert_flags(job), *optimizer, *host_optimizer_flags(job), f"--global-batch-size {job.batch.global_}"]
 
 
