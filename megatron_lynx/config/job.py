@@ -233,7 +233,8 @@ class Job(Part):
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
         problems = [f"{why}, {todo}" for why in needs_flushes(self.model)]
         if self.parallel.optimizer_instances > 1:
-            problems.append(f"parallel.optimizer_instances ({self.parallel.optimizer_instances}) must be 1 without flushes, {todo}")
+            instances = self.parallel.optimizer_instances
+            problems.append(f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}")
         if self.optimizer.offload != 0:
             problems.append(f"optimizer.offload {self.optimizer.offload} needs all of it on the device: 0, {todo}")
         if self.chunks > 1:

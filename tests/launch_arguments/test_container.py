@@ -112,6 +112,7 @@ def test_a_container_is_the_job_of_the_flags_that_say_the_same(tmp_path: Path) -
         (["mixed_precision=None", "model.bf16=True", "ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "bf16"),
         (["ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "fp32"),
         (["model.num_query_groups=16"], "model.kv_groups", 16),
+        (["ddp.num_distributed_optimizer_instances=2"], "parallel.optimizer_instances", 2),
         (
             ["model.pipeline_model_parallel_layout=[['embedding','decoder','decoder','decoder'],"
              "['decoder','decoder','decoder','decoder','decoder','loss']]"],
