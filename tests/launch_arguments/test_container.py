@@ -63,7 +63,10 @@ CONTAINER = {
     "model": MODEL,
     "train": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
     "optimizer": {"optimizer": "adam", "lr": 3e-4, "main_grads_dtype": {"_target_": "torch.float32", "_call_": False}},
-    "ddp": {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": None},
+    "ddp": {
+        **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": None},
+        "num_distributed_optimizer_instances": 1,
+    },
     "dist": {"use_decentralized_pg": False},
     "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None, "use_tokenizer_vocab_size": False},
     "mixed_precision": "bf16_mixed",
