@@ -64,7 +64,10 @@ CONTAINER = {
     "train": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
     "optimizer": {"optimizer": "adam", "lr": 3e-4, "main_grads_dtype": {"_target_": "torch.float32", "_call_": False}},
     "ddp": {
-        **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": None},
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": None,
         "num_distributed_optimizer_instances": 1,
     },
     "dist": {"use_decentralized_pg": False},
