@@ -37,8 +37,6 @@ STATES_OF_A_LAYER = 6 * 5056
 """Random states that stock's recomputation remembers for each layer on this testbed."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-GATHERING = {"moe_token_dispatcher_type": "allgather"}
-
 JOBS = {
     "fp32, tied": ("gpt", {}),
     "bf16": ("gpt", {"dtype": "bf16", "tied_embeddings": False}),
@@ -85,7 +83,7 @@ WITH_EXPERTS = {
     "one rank, GELU": ("gpt", {"bias": False, "experts": Experts(count=4, per_token=2, ffn=48)}, {}),
     "one rank, SwiGLU beside shared experts": ("llama", {"experts": Experts(count=4, per_token=2, ffn=96, shared_ffn=48)}, {}),
     "two ranks": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS)}, {}),
-    "two ranks, gathering": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS)}, GATHERING),
+    "two ranks, gathering": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS, dispatcher="allgather")}, {}),
 }
 
 

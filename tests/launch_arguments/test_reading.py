@@ -148,7 +148,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
     ("flags", "named"),
     [
         ("--num-experts 8 --moe-pad-expert-input-to-capacity", "needed --moe-expert-capacity-factor beside it"),
-        ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
         (
             "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
@@ -332,6 +331,18 @@ def test_what_experts_may_have_beside_them() -> None:
 def test_experts_that_cannot_be_looked_into_are_kept_whole(flags: str, whole: bool) -> None:
     reading = read(f"{SMALL} --num-experts 8 {flags}")
     assert [fact.value for fact in reading.facts if fact.place == "model.experts.whole"] == [True] * whole
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-token-dispatcher-type allgather"])
+def test_gathers_of_all_tokens_are_megatrons_default(flags: str) -> None:
+    """They were refused. Where experts are on one rank nothing is gathered."""
+    shared = f"{SMALL} --num-experts 8 --moe-router-topk 2 {flags}"
+    assert "dispatcher" not in read(shared).job_data["model"]["experts"]
+    reading = read(f"{shared} --expert-model-parallel-size 2", gpus=8)
+    assert reading.problems == ()
+    job = job_of(reading, "h100-80g")
+    assert job.model.moe_dispatcher == "allgather"
+    assert "--moe-token-dispatcher-type allgather" in job_flags(job)
 
 
 def test_instances_of_the_distributed_optimizer_are_read() -> None:
