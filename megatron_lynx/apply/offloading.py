@@ -87,5 +87,6 @@ def _state_bytes(run: LiveRun) -> int:
     """What the rank's part of a checkpoint, or of an optimizer on the CPU, takes at most."""
     parameters = sum(parameter.numel() for chunk in run.chunks for parameter in chunk.parameters() if parameter.requires_grad)
     configs = (getattr(wrapper, "ddp_config", None) for wrapper in run.wrappers)
-    shared_out = any(getattr(config, "use_distributed_optimizer", False) for config in configs)
-    return STATE_BYTES * parameters // (run.replicas if shared_out else 1)
+    shared_out = next((config for config in configs if getattr(config, "use_distributed_optimizer", False)), None)
+    instances = getattr(shared_out, "num_distributed_optimizer_instances", 1)
+    return STATE_BYTES * parameters // (run.replicas // instances if shared_out is not None else 1)
