@@ -5,8 +5,7 @@ python -m benchmarks.never_less --launches FOLDER            launches that recom
                                 --offloading                 plans may offload, where stock does not
 
 Simulated, without the optimizer's update. Where no plan fits them, a job with experts gets what its routers keep beside them:
-they decide once, where stock's full recomputation has them decide again. Launches whose dispatcher is `flex` are read as
-all-to-all.
+they decide once, where stock's full recomputation has them decide again.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ LAYOUTS = (
 )
 """Models, tensor-parallel ranks, stages and micro-batches of one replica, with tensor parallelism and without."""
 CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
-DISPATCHER = "--moe-token-dispatcher-type"
 
 
 def kept_by_routers(job: Job, profile: Profile) -> int:
@@ -97,10 +95,7 @@ def decided(job: Job, profile: Profile, size_bytes: int) -> tuple[Decision, int]
 def launched(path: Path) -> tuple[Job, StockSetting]:
     """A launch and what it recomputes today. Raises `ConfigError` where it cannot be read."""
     file = read_launch_file(path)
-    words = list(file.words)
-    if DISPATCHER in words:
-        words[words.index(DISPATCHER) + 1] = "alltoall"
-    asked = asked_launch(words, file.cluster or "h100-80g")
+    asked = asked_launch(list(file.words), file.cluster or "h100-80g")
     return asked.job, asked.reading.today.setting
 
 

@@ -33,6 +33,7 @@ RENAMED = {
     "fp8_param_gather": "ddp.fp8_param_gather",
     "recompute_activations": "model.recompute_granularity",
     "use_distributed_optimizer": "ddp.use_distributed_optimizer",
+    "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
     "overlap_grad_reduce": "ddp.overlap_grad_reduce",
     "overlap_param_gather": "ddp.overlap_param_gather",
     "use_mcore_models": "model",

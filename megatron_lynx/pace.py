@@ -1,4 +1,4 @@
-"""When what one forward saves is on the host, and when it has to come back, where its own backward follows at once: by a pace.
+"""When what one forward saves is on the host, and when it has to come back, where it goes half by half: by a pace.
 
     pace 2, halves 1 .. 6     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤├─ 4 ─┤├─ 5 ─┤├─ 6 ─┤     so many bytes are copied beside one half's forward
     to the host, 3 of each           └── 1 ───┤└── 2 ───┤└── 3 ───┤          1 is away behind half 3, 2 behind 4, 3 behind 6

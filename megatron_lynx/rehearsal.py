@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 
 from megatron_lynx.anatomy import Section
@@ -147,12 +147,11 @@ def _chunk_passes(
 ) -> ChunkPasses:
     """`halves`: of all chunks of the stage."""
     own = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
-    passes = _passes(plan, entry, prices, timetable, own, halves, reduced_in_backward=reduced_in_backward)
-    passes = replace(passes, copy=_copy(plan, entry, prices.profile))
+    made = partial(_passes, plan, entry, prices, timetable, halves=halves, reduced_in_backward=reduced_in_backward)
+    passes = replace(made(own), copy=_copy(plan, entry, prices.profile))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
-        leaving = list(_half_by_half(plan, entry, prices, own))
-        at_once = _passes(plan, entry, prices, timetable, leaving, halves, reduced_in_backward=reduced_in_backward)
-        passes = replace(passes, at_once=at_once)
+        within = made(list(_half_by_half(plan, entry, prices, own)))
+        passes = within if entry.offload.half_by_half == "all" else replace(passes, at_once=within)
     if entry.whole is None:
         return passes
     beside = timetable.beside_kept(entry.chunk)
@@ -233,13 +232,14 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
-    """The halves of a stage as they are where a micro-batch's own backward follows at once: what leaves of each, and when."""
+    """The halves of a stage as they are where a micro-batch goes half by half: what leaves of each, and when."""
     assert stage.offload is not None
     assert stage.offload.pace_bytes is not None
     movable = _movable_of_halves(plan, stage, prices.profile, stage.offload.smallest_tensor_bytes)
     pace, left_bytes = Pace(stage.offload.pace_bytes, len(treated)), stage.offload.bytes
     for place, (half, most_bytes) in enumerate(zip(treated, movable, strict=True), start=1):
-        size_bytes = 0 if pace.stays(place) else min(left_bytes, most_bytes)
+        stays = pace.stays(place) or stage.offload.stays(half.planned)
+        size_bytes = 0 if stays else min(left_bytes, most_bytes)
         if size_bytes <= 0:
             replay = stage.rule_for(half.layer).replays(half.half)
             yield replace(half, host=prices.host(half.section, replay, offloads=False, deferred=len(half.deferred)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_lynx.anatomy import ATTENTION, DENSE
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.explanation import explanation
 from scripts.make_plans import CONFIGS, jobs, plan_text
@@ -74,17 +74,17 @@ def test_plans_fit_their_devices() -> None:
 
 
 @pytest.mark.parametrize("cluster", ["h100-80g", "h800-80g"])
-def test_everything_but_attention_is_recomputed_and_attention_offloaded(cluster: str) -> None:
-    """What many ask stock Megatron for (its issue 1732), with long sequences cut among ranks: where memory is shortest, all that
-    a layer does but its attention is replayed, and what is kept goes to the host; nobody waits for a copy."""
+def test_attention_is_never_recomputed_and_what_is_kept_is_offloaded(cluster: str) -> None:
+    """What many ask stock Megatron for (its issue 1732), with long sequences cut among ranks: what is kept goes to the host
+    within its own micro-batch; nobody waits for a copy."""
     path = CONFIGS / "plans" / f"llama3-70b-256k-{cluster}.yaml"
     plan, (job, _) = load_plan(path), JOBS[path]
     assert plan.parallel.context == job.parallel.context == 2
     assert all(ATTENTION.item("core").name in rule.keep for stage in plan.stages for rule in stage.rules)
-    for stage in plan.stages[:4]:
-        whole = {item for section in DENSE.values() for item in section.replayable_among(2) if item != section.residual}
-        most = [layer for rule in stage.rules if set(rule.replay) == whole for layer in rule.layers]
-        assert len(most) >= 7
+    for stage in plan.stages[:6]:
+        again = {"input_layernorm", "linear_qkv", "rotary", "activation"}
+        assert sum(len(rule.layers) for rule in stage.rules if again <= set(rule.replay)) >= 8
         assert stage.offload is not None
-        assert stage.offload.bytes > 0.94 * stage.predicted.resident_activation_bytes
+        assert stage.offload.half_by_half == "all"
+        assert stage.offload.bytes > 0.2 * stage.predicted.resident_activation_bytes
         assert stage.predicted.exposed_copy_s == 0

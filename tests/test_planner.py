@@ -253,7 +253,7 @@ def test_offloading_is_chosen_where_it_is_faster_and_declined_where_the_run_fits
     offloading = make_plan(llama_65b(offload_ratio="auto", **tight), analytic_profile(llama_65b()))
     sizes = [0 if stage.offload is None else stage.offload.bytes for stage in offloading.stages]
     assert sizes[0] > 0
-    assert sizes[4:] == [0] * 4, "four chunks in flight or fewer gain nothing"
+    assert {stage.offload.half_by_half for stage in offloading.stages[4:] if stage.offload} == {"all"}, "four or fewer in flight"
     assert offloading.stages[0].predicted.host_bytes >= 6 * sizes[0]
     assert offloading.stages[0].predicted.step_s < replaying.stages[0].predicted.step_s
     declined = make_plan(

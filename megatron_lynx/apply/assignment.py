@@ -61,7 +61,8 @@ def _policy(
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
-    offloads = stage.offload is not None and not section.kept_whole and (not section.in_some_layers or stage.offload.experts)
+    stays = stage.offload is None or stage.offload.stays(planned)
+    stays |= section.kept_whole or (section.in_some_layers and not (stage.offload and stage.offload.experts))
     return HalfPolicy(
         layer=planned.layer,
         section=section,
@@ -71,7 +72,7 @@ def _policy(
         keeps_gathered=replayed.intersection(section.gathering_latents if kept else ()),
         chunk=stage.chunk,
         may_draw=may_draw_in(section, module, replayed),
-        stays=not offloads,
+        stays=stays,
         ahead=planned.ahead,
         checkpoint=planned.checkpoint,
         feeds=planned.feeds,

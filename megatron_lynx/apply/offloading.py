@@ -19,7 +19,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.stage_order import OrderOfStep
-from megatron_lynx.schedule.one_stage import most_on_host
+from megatron_lynx.schedule.one_stage import most_in_flight, most_on_host
 from megatron_lynx.schedule.schedule import Action
 
 
@@ -35,9 +35,10 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
     for entry in plan.chunks_of(run.stage):
         if entry.offload is None:
             continue
-        at_once = {step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk}
-        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk] if False in at_once else 0
-        pace_bytes = entry.offload.pace_bytes if True in at_once else None
+        every = entry.offload.half_by_half == "all"
+        within = {every or step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk}
+        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk] if False in within else 0
+        pace_bytes = entry.offload.pace_bytes if True in within else None
         if not sets and pace_bytes is None:
             continue
         policies[entry.chunk] = OffloadPolicy(
@@ -48,7 +49,8 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
             ragged=entry.offload.experts,
             avoids_messages=entry.offload.beside_messages == "avoid",
             pace_bytes=pace_bytes,
-            paced_sets=0 if pace_bytes is None else 1 + step.in_turns,
+            all_half_by_half=every,
+            paced_sets=0 if pace_bytes is None else (most_in_flight(passes)[entry.chunk] if every else 1 + step.in_turns),
             layers=(entry.layers.first, len(entry.layers)),
         )
     if not policies or limit is None:
@@ -85,5 +87,6 @@ def _state_bytes(run: LiveRun) -> int:
     """What the rank's part of a checkpoint, or of an optimizer on the CPU, takes at most."""
     parameters = sum(parameter.numel() for chunk in run.chunks for parameter in chunk.parameters() if parameter.requires_grad)
     configs = (getattr(wrapper, "ddp_config", None) for wrapper in run.wrappers)
-    shared_out = any(getattr(config, "use_distributed_optimizer", False) for config in configs)
-    return STATE_BYTES * parameters // (run.replicas if shared_out else 1)
+    shared_out = next((config for config in configs if getattr(config, "use_distributed_optimizer", False)), None)
+    instances = getattr(shared_out, "num_distributed_optimizer_instances", 1)
+    return STATE_BYTES * parameters // (run.replicas // instances if shared_out is not None else 1)

@@ -84,11 +84,14 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, ex
         every("tensor", layout.tensor, 1),
         every("context", layout.context, layout.tensor, _use_of_context(layout)),
         every("data", stage_ranks // layout.tensor, layout.tensor),
-        every("optimizer", gpus if layout.distributed_optimizer else 1, 1),
+        every("optimizer", gpus // layout.optimizer_instances if layout.distributed_optimizer else 1, 1),
         Communicator("model", model_ranks, model_ranks if gpus <= node_gpus else min(layout.tensor, node_gpus)),
         every("pipeline", layout.pipeline, stage_ranks, "messages"),
         every("embedding", 2 if tied and layout.pipeline > 1 else 1, stage_ranks * max(1, layout.pipeline - 1)),
     ]
+    if (instances := layout.optimizer_instances) > 1:
+        own = stage_ranks // layout.tensor // instances
+        groups += [every("instance", own, layout.tensor), every("instances", instances, layout.tensor * own)]
     if experts:
         both = layout.expert_tensor_size * layout.expert
         groups += [

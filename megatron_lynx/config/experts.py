@@ -24,6 +24,9 @@ from megatron_lynx.validation import Part
 BALANCED = 1.0
 """The load of experts where every rank's get as many rows."""
 
+BESIDE_EXCHANGES = ("overlapped", "shared_beside")
+"""What Megatron refuses where tokens are gathered."""
+
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 
 
@@ -69,7 +72,8 @@ class Experts(Part):
     Otherwise rows are filled up before the experts' GEMMs."""
 
     dispatcher: Dispatcher = "alltoall"
-    """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend."""
+    """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend.
+    allgather, which is Megatron's default: every rank gathers all tokens."""
     multiprocessors: int | None = Field(default=None, ge=2)
     """How many of them one of its kernels takes while tokens travel (`--moe-flex-dispatcher-num-sms`); None: as many as Megatron
     sets. None are counted for the all-to-all's."""
@@ -88,6 +92,8 @@ class Experts(Part):
         if self.shared_beside and not (self.shared_ffn and self.whole and not self.overlapped):
             found = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
             problems.append(f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}")
+        if self.dispatcher == "allgather" and (beside := [name for name in BESIDE_EXCHANGES if getattr(self, name)]):
+            problems.append(f"{' and '.join(beside)} true needs dispatcher alltoall, deepep or hybridep, found allgather")
         if self.holds is not None and self.holds < self.load:
             problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
         if isinstance(self.layers, tuple):

@@ -73,6 +73,17 @@ def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) needs model.bias: false, found true"
 
 
+def instance_problems(parallel: Parallel, gpus: int) -> Iterator[str]:
+    """Ranks that no instances of the distributed optimizer can be made of (`parallel_state.initialize_model_parallel`)."""
+    instances = parallel.optimizer_instances
+    for name, ranks in (
+        ("parallel.context x replicas", gpus // (parallel.tensor * parallel.pipeline)),
+        ("ranks with the same experts", gpus // (parallel.expert_tensor_size * parallel.expert * parallel.pipeline)),
+    ):
+        if ranks % instances:
+            yield f"{name} ({ranks}) must be a multiple of parallel.optimizer_instances ({instances})"
+
+
 def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[str]:
     tensor = parallel.expert_tensor_size
     if experts.count % parallel.expert:

@@ -29,6 +29,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.experts.section import FUSED
 
 FP32_BYTES = 4
 MULTIPROCESSORS = {"deepep": 20, "hybridep": 16}
@@ -66,7 +67,7 @@ class FusedDispatch(NamedTuple):
     def _by_kernels(self) -> Experts | None:
         """The experts, where a backend's kernels bring them tokens from other ranks."""
         experts = self.model.experts
-        return None if experts is None or experts.dispatcher == "alltoall" or self._ranks == 1 else experts
+        return None if experts is None or experts.dispatcher not in FUSED or self._ranks == 1 else experts
 
     @property
     def _ranks(self) -> int:

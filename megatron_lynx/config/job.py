@@ -17,6 +17,7 @@ from megatron_lynx.config.fit import (
     expert_problems,
     fp8_parameter_problems,
     fp8_problems,
+    instance_problems,
     layer_problems,
     needs_flushes,
     size_problems,
@@ -184,6 +185,8 @@ class Job(Part):
         elif self.chunks > 1:
             problems += self._interleaving_problems()
         problems += expert_problems(model, parallel, self.gpus)
+        if not problems:
+            problems += instance_problems(parallel, self.gpus)
         if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:
@@ -229,6 +232,9 @@ class Job(Part):
         if pipeline == 1:
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
         problems = [f"{why}, {todo}" for why in needs_flushes(self.model)]
+        if self.parallel.optimizer_instances > 1:
+            instances = self.parallel.optimizer_instances
+            problems.append(f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}")
         if self.optimizer.offload != 0:
             problems.append(f"optimizer.offload {self.optimizer.offload} needs all of it on the device: 0, {todo}")
         if self.chunks > 1:
@@ -248,6 +254,11 @@ class Job(Part):
     def replicas(self) -> int:
         """Data-parallel size."""
         return self.gpus // self.parallel.ranks
+
+    @property
+    def optimizer_sharers(self) -> int:
+        """Ranks among which the optimizer's state of what they all hold is shared out, if it is: experts apart."""
+        return self.parallel.context * self.replicas // self.parallel.optimizer_instances
 
     @property
     def microbatches(self) -> int:

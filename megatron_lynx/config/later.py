@@ -28,7 +28,7 @@ LATER: dict[str, tuple[str, ...]] = {
         ),
         *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
     ),
-    "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels"),
+    "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels", "optimizer_instances"),
     "budget": ("expandable_segments", "share", "beside", "leaves"),
     "batch": ("lengths", "packed"),
     "optimizer": ("states", "offload", "overlap_copies"),

@@ -48,6 +48,9 @@ class Parallel(Part):
     before it had sequence parallelism, under which messages are parts from the beginning."""
     distributed_optimizer: bool = False
     """Whether optimizer state is sharded over the ranks that share parameters (context x data parallel)."""
+    optimizer_instances: int = Field(default=1, ge=1)
+    """Into how many groups these ranks are divided, each of which shares out all of that state
+    (`--num-distributed-optimizer-instances`). Gradients are reduced within them, and then between them."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Parallel:
@@ -57,6 +60,8 @@ class Parallel(Part):
         if self.scattered_messages and self.sequence_parallel:
             problems.append("scattered_messages needs sequence_parallel: false, found true: messages are parts already")
         problems += _level_problems(self)
+        if self.optimizer_instances > 1 and not self.distributed_optimizer:
+            problems.append(f"optimizer_instances ({self.optimizer_instances}) needs distributed_optimizer: true, found false")
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
         if self.microbatch_group is not None:

@@ -47,7 +47,9 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
         return 0
     filled = 0
     for count, sharers in _buffers(job, parameters):
-        multiple = lcm(sharers, ALIGNED, ALIGNED_FOR_BANDWIDTH if job.overlap.padded_buckets else 1)
+        multiple = lcm(
+            sharers // job.parallel.optimizer_instances, ALIGNED, ALIGNED_FOR_BANDWIDTH if job.overlap.padded_buckets else 1
+        )
         number, each = _buckets(job, stage, parameters, count, sharers), count // job.chunks
         cut = number - (job.chunks - 1)  # of the first chunk's buffer
         filled += (job.chunks - 1) * (-each % multiple) + (-each % multiple if cut == 1 else cut * (multiple - 1))

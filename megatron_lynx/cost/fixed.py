@@ -74,7 +74,7 @@ def fixed_of(job: Job, stage: int, parameters: Parameters, buckets: int) -> Fixe
 def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
     layout, each = job.parallel, bytes_each(job)
     sharers = layout.context * job.replicas
-    owners = sharers if layout.distributed_optimizer else 1
+    owners = job.optimizer_sharers if layout.distributed_optimizer else 1
     tensors = parameter_tensors(job, stage)
     owned = min(tensors.total, tensors.total // owners + 1)
 
@@ -101,7 +101,7 @@ def _reduced_s(job: Job, optimizers: int) -> float:
     layout = job.parallel
     stage_ranks, buffers = layout.tensor * layout.context * job.replicas, job.chunks * optimizers
     begin_s = _begin_s(job, stage_ranks) if layout.context * job.replicas > 1 else 0.0
-    reductions = 1 if job.overlap.gradients else buffers
+    reductions = (1 if job.overlap.gradients else buffers) * (1 + (layout.optimizer_instances > 1))
     gathers = 0
     if layout.distributed_optimizer:
         gathers = 1 if job.overlap.parameters else buffers

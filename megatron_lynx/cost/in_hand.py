@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from megatron_lynx.anatomy import HALVES, MLP, Half, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.experts.saved import gathered_tokens
 from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
@@ -93,13 +94,17 @@ def kept_blocks_bytes(shape: LayerShape) -> int:
 def global_buffer_bytes(shape: LayerShape) -> int:
     """Megatron's global buffer "mpu", which stays once it is there.
 
-    Local layers gather their inputs into it. The first GEMM of unfused attention is given it as a summand that it does not read.
+    Local layers gather their inputs into it, and dispatchers all tokens. The first GEMM of unfused attention is given it as a
+    summand that it does not read.
     """
+    tokens = 0
+    if shape.model.moe_dispatcher == "allgather":
+        tokens = gathered_tokens(shape) * shape.model.hidden * shape.model.element_bytes
     if shape.model.uses_te:
-        return 0
+        return tokens
     gathered = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.parallel.tensor > 1 else 0
     scores = shape.scores * shape.model.element_bytes if shape.model.attention == "unfused" else 0
-    return max(gathered, scores)
+    return max(gathered, scores, tokens)
 
 
 def alone_in_hand_bytes(shape: LayerShape, section: Section) -> int:

@@ -10,6 +10,7 @@
 other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
 on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
+With several instances of it, by those of one instance.
 fp16 weights are counted as bf16 ones. Their loss scale is one number.
 
 Where it comes from: `validate_args` (bf16 means gradients in fp32 unless --grad-reduce-in-bf16 or --main-grads-dtype says so;
@@ -259,10 +260,10 @@ def owned_parameters(job: Job, parameters: Parameters) -> int:
 
 def _shared(job: Job, count: int, experts: int, each: float) -> int:
     sharded = job.parallel.distributed_optimizer
-    sharers = job.parallel.context * job.replicas if sharded else 1
+    sharers = job.optimizer_sharers if sharded else 1
     of_experts = 0
     if experts:
-        of_experts = ceil(experts * each / (expert_sharers(job) if sharded else 1))
+        of_experts = ceil(experts * each / (expert_sharers(job) // job.parallel.optimizer_instances if sharded else 1))
     return ceil((count - experts) * each / sharers) + of_experts
 
 

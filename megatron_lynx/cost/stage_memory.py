@@ -69,7 +69,7 @@ from megatron_lynx.cost.parameters import (
 )
 from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
 from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
-from megatron_lynx.kinds.experts.saved import as_held, remembered_bytes, routed_rows
+from megatron_lynx.kinds.experts.saved import as_held, gathered_tokens, remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
@@ -284,4 +284,5 @@ def without_overlap(job: Job) -> Job:
 
 def dispatched_bytes(shape: LayerShape) -> int:
     """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
-    return 2 * routed_rows(as_held(shape)) * shape.model.hidden * shape.model.element_bytes
+    rows, gathered = routed_rows(as_held(shape)), shape.model.moe_dispatcher == "allgather"
+    return (rows + (gathered_tokens(shape) if gathered else rows)) * shape.model.hidden * shape.model.element_bytes

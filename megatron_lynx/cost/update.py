@@ -8,6 +8,9 @@
 
 An optimizer on the host comes on top (`cost.host_optimizer`); the device's own part of it is short, and counted before it.
 
+With several instances of the distributed optimizer gradients are reduced within each, then each rank's share between them;
+parameters are gathered within.
+
 Beside these come kernels, small all-reduces and waits of the host that are there however few parameters there are (`cost.fixed`).
 
 What is hidden is not free: GEMMs beside a collective lose a share of their rate (`matmul.beside_collective`). What there is to
@@ -108,16 +111,19 @@ def reduction_s(job: Job) -> float:
 def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, linears: int = 0, in_fp8: int = 0) -> UpdateSeconds:
     """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many. `linears`: how many of
     them are weights that FP8 casts; `in_fp8`: how many are held and gathered in FP8."""
-    owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
+    instances = job.parallel.optimizer_instances
+    own = sharers // instances
+    owned, each = count / own if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
-    streamed += _cast_bytes(job, linears, sharers)
+    streamed += _cast_bytes(job, linears, own)
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
-    moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
+    moved, byte_per_s = (own - 1) / own * count, _replica_byte_per_s(job, own, stride, instances)
+    between = 2 * (instances - 1) / instances * count / own  # an all-reduce of the own share
     gathered = moved / count * gathered_bytes(job, count, in_fp8) if count else 0.0
     return UpdateSeconds(
-        reduce_s=moved * each.gradient / byte_per_s,
+        reduce_s=each.gradient * (moved / byte_per_s + between / _replica_byte_per_s(job, instances, stride * own)),
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
         gather_s=(moved * each.gradient if not job.parallel.distributed_optimizer else gathered) / byte_per_s,
         bucket_share=min(1.0, bucket / count),
@@ -148,19 +154,20 @@ def _stepped_bytes(job: Job) -> float:
     return gradient + 2 * (each.main_parameter + each.moments) + parameter
 
 
-def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
+def _replica_byte_per_s(job: Job, sharers: int, stride: int, groups: int = 1) -> float:
     """Rate of a ring over the ranks of one stage that hold the same parameters, for the stage that nodes cut worst.
 
     t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
                                      node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
     Rings begin with a stage's first rank, because Megatron numbers tensor ranks first, then context, data and pipeline ranks.
-    The members in one node pool their NICs; where there are fewest, the ring is slowest.
+    The members in one node pool their NICs; where there are fewest, the ring is slowest. `groups`: how many such rings a stage
+    has, one behind the other.
     """
     node, nic, nvlink = job.cluster.node, job.cluster.nic, job.cluster.nvlink
     if node is None or nic is None or sharers == 1:
         return float("inf")
     inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
-    starts = {stage * stride * sharers % node.gpus for stage in range(job.parallel.pipeline)}
+    starts = {stage * stride * sharers % node.gpus for stage in range(groups * job.parallel.pipeline)}
     together = min(fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
     if together == sharers:
         return inside

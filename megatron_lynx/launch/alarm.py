@@ -69,10 +69,11 @@ class LastWord:
         self._store: Any = _store() if several else None
 
     def is_first(self) -> bool:
-        """Whether this rank, which fails and will leave, is the first that does."""
+        """Whether this rank, which fails and will leave, is the first that does. The one that hosts the store was, if it is gone:
+        it waits for nobody."""
         if self._store is None:
             return True
-        first = not _another_was_first(self._store)
+        first = not _another_was_first(self._store, gone=True)
         _set(self._store, RAISED)
         _set(self._store, f"{SEEN}{dist.get_rank()}")
         return first
@@ -132,10 +133,11 @@ def _raise_alarm(store: Any, error: LynxError) -> NoReturn:
     _leave(error.exit_status)
 
 
-def _another_was_first(store: Any) -> bool:
+def _another_was_first(store: Any, *, gone: bool = False) -> bool:
+    """`gone`: the answer where nobody hosts the store any more."""
     with suppress(RuntimeError):
         return bool(store.add(FIRST, 1) > 1)
-    return False
+    return gone
 
 
 def _follow(store: Any, status: int = 1) -> NoReturn:

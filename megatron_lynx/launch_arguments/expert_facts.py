@@ -74,10 +74,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         yield Fact("model.experts.filled", True, given.origin(flag))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
-        said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
-        needed = "alltoall (or flex) with experts or parts of them on other ranks"
-        todo = "give it: what every rank gathers is not priced"
-        problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
+        why = "as given" if DISPATCHER in given.values else "Megatron's default"
+        yield Fact("model.experts.dispatcher", "allgather", f"{given.origin(DISPATCHER)}: {why}")
 
 
 def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:

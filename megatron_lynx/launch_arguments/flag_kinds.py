@@ -49,7 +49,7 @@ READ = names_in(
     untie_embeddings_and_output_weights attention_dropout hidden_dropout transformer_impl attention_backend bf16 fp16
     vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by tokenizer_type vocab_file
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type
-    hierarchical_context_parallel_sizes sequence_parallel use_distributed_optimizer
+    hierarchical_context_parallel_sizes sequence_parallel use_distributed_optimizer num_distributed_optimizer_instances
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
@@ -144,7 +144,6 @@ REFUSED = {
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
-    "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
     "freeze_all_layers": "layers without gradients save nothing",
     "perform_rl_step": "reinforcement learning is not modelled",
     "sft": "packed sequences are not modelled",

@@ -115,10 +115,11 @@ def _repeated(found: re.Match[str]) -> str:
     return found[1] * int(found[2])
 
 
+INSTANCES = "num_distributed_optimizer_instances"
 SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
 
 
-def group_facts(given: Given) -> Iterator[Fact]:
+def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """Sizes of Megatron's parallel groups, but for context parallelism's. As in Megatron, sequence parallelism needs more
     than one tensor-parallel rank."""
     for place, name in SIZES.items():
@@ -127,6 +128,11 @@ def group_facts(given: Given) -> Iterator[Fact]:
     without = " has no effect with tensor 1" if asked and tensor == 1 else ""
     yield Fact("parallel.sequence_parallel", bool(asked and tensor != 1), given.origin("sequence_parallel") + without)
     yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"], given.origin("use_distributed_optimizer"))
+    if (instances := given[INSTANCES]) not in (None, 1):
+        if not given["use_distributed_optimizer"]:
+            needed = "--use-distributed-optimizer beside it"
+            problems.append(Problem(given.origin(INSTANCES), str(instances), needed, "Megatron stops here"))
+        yield Fact("parallel.optimizer_instances", instances, given.origin(INSTANCES))
 
 
 def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:

@@ -158,7 +158,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     given = in_words_of_a_gpt(with_packing(given), problems)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given, problems)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]

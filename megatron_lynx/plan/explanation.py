@@ -159,6 +159,9 @@ def _deferred(rule: Rule, half: Half) -> Text:
     return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in rule.filling(half).linears if linear in waits])
 
 
+WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"
+
+
 def _beside(stage: Stage) -> Text | None:
     """Offloading, and micro-batches that keep everything: what applies to micro-batches and not to layers."""
     lines = []
@@ -174,7 +177,9 @@ def _beside(stage: Stage) -> Text | None:
             at_once = (
                 f"it goes half by half, {format_bytes(offload.pace_bytes)} beside one half's forward, and comes back as it went"
             )
-            lines += [f"{goes}; {stays}", f"where a micro-batch's own backward follows at once {at_once}; else {back}"]
+            every = offload.half_by_half == "all"
+            said = f"{at_once}, within its own backward" if every else f"{WHERE_AT_ONCE} {at_once}; else {back}"
+            lines += [f"{goes}; {stays}", said]
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (deferred := stage.weight_gradients) is not None:

@@ -55,7 +55,7 @@ class ModelFacts(Part):
     """Whether these have shared experts, of which a rule may speak."""
     moe_dispatcher: Dispatcher = "alltoall"
     """Who brings tokens to them, where they are shared out over ranks; deepep, hybridep: Megatron's flex dispatcher with this
-    backend."""
+    backend; allgather: its gathers of all tokens."""
     moe_overlapped: bool = False
     """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`): then forwards and
     backwards run in turn, node by node, and everything is replayed on demand."""

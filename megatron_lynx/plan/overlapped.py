@@ -44,6 +44,8 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         if layout.pipeline > 1 and entry.offload is not None and entry.offload.pace_bytes is not None:
             why = "with several stages most micro-batches wait for their backward"
             yield f"{plan.place_of(entry)}.offload.pace_bytes is given, needed none {BESIDE}: {why}"
+        elif entry.offload is not None and entry.offload.half_by_half == "all":
+            yield f"{plan.place_of(entry)}.offload.half_by_half is all, needed at_once {BESIDE}: there is none but these"
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:

@@ -52,7 +52,8 @@ DEFERRED = f"""\
 """
 """What is explained of a plan that defers weight gradients."""
 PACED = """\
-#   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward
+#   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward;
+#                 with half_by_half: all every micro-batch goes so, and comes back within its own backward
 """
 """What is explained of a plan that offloads within a micro-batch."""
 PIECES = """\

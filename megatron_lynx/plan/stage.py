@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.plan.layer_range import Layers
 from megatron_lynx.plan.rule import Rule
+from megatron_lynx.timetable import PlannedHalf
 from megatron_lynx.units import MIB
 from megatron_lynx.validation import Part
 
@@ -80,6 +81,20 @@ class Offload(Part):
     """Given: a micro-batch whose own backward follows its forward at once goes, too, half by half; so many bytes are expected to
     be copied beside one half's forward. Compute waits for a half's copy when that should be over, and its copy back begins when
     backward comes to the same place. Not given: such a micro-batch stays on the device."""
+    half_by_half: Literal["at_once", "all"] = "at_once"
+    """Which micro-batches go half by half where a pace is given: those whose own backward follows at once, or all of them. The
+    copies of each then lie within its own forward and its own backward, however many passes lie between these."""
+
+    @model_validator(mode="after")
+    def _paced(self) -> Offload:
+        if self.half_by_half == "all" and self.pace_bytes is None:
+            raise ValueError("half_by_half is all, so pace_bytes must say how many bytes are copied beside one half's forward")
+        return self
+
+    def stays(self, half: PlannedHalf) -> bool:
+        """Whether a half keeps on the device what it keeps at all: of a micro-batch that comes back within its own backward, what
+        is replayed before that begins."""
+        return self.half_by_half == "all" and half.begins_early
 
 
 class WeightGradients(Part):

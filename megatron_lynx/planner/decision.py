@@ -303,7 +303,7 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
         simulation = rehearse(plan, profile, job=parted)
         over = {
-            (answer.stage, answer.offload_ratio)
+            (answer.stage, answer.asked)
             for answer in answers
             if answer.offload_ratio and _over_budget(parted, answer, simulation)
         }

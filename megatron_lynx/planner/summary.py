@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import pareto_front
+from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
 from megatron_lynx.norm_kernels import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
@@ -34,6 +35,8 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 def job_flags(job: Job) -> list[str]:
     """Flags of a launch that a plan does not know of."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
+    if (instances := job.parallel.optimizer_instances) > 1:
+        optimizer.append(f"--num-distributed-optimizer-instances {instances}")
     return [*expert_flags(job), *optimizer, *host_optimizer_flags(job), f"--global-batch-size {job.batch.global_}"]
 
 
@@ -68,10 +71,16 @@ def expert_flags(job: Job) -> list[str]:
         f"--moe-ffn-hidden-size {experts.ffn}",
         *shared,
         *([] if len(job.model.expert_layers) == job.model.layers else [f"--moe-layer-freq '{pattern}'"]),
-        "--moe-token-dispatcher-type alltoall",
+        *_dispatcher_flags(experts.dispatcher),
         f"--expert-model-parallel-size {layout.expert}",
         f"--expert-tensor-parallel-size {layout.expert_tensor_size}",
     ]
+
+
+def _dispatcher_flags(dispatcher: Dispatcher) -> list[str]:
+    if dispatcher not in FUSED:
+        return [f"--moe-token-dispatcher-type {dispatcher}"]
+    return ["--moe-token-dispatcher-type flex", f"--moe-flex-dispatcher-backend {dispatcher}"]
 
 
 def _stages(decision: Decision) -> Iterator[dict[str, Any]]:

@@ -29,6 +29,15 @@ def passes_of(
     return phases_of(order, interleaved.warmup(pipeline, stage, chunks, group_size or pipeline) + more)
 
 
+def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
+    """By chunk: the most micro-batches between the beginning of their forward and the end of their backward."""
+    counts, most = Counter[int](), Counter[int]()
+    for action, _ in passes:
+        counts[action.chunk] += {"F": 1, "B": -1}.get(action.kind, 0)
+        most[action.chunk] = max(most[action.chunk], counts[action.chunk])
+    return most
+
+
 @lru_cache(maxsize=1024)
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1

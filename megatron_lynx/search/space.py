@@ -152,6 +152,8 @@ class Space:
 
     def _chunked(self, tensor: int, context: int, pipeline: int) -> Iterator[Parallel]:
         own, stated = self.job.model.layers // pipeline, self.job.parallel
+        if self.gpus // (tensor * pipeline) % stated.optimizer_instances:
+            return
         interleaves = pipeline > 1 and self._share(tensor * context * pipeline) % pipeline == 0
         for chunks in divisors(own) if interleaves else (1,):
             for sequence_parallel in self._sequence_parallel(tensor, context):
@@ -165,6 +167,7 @@ class Space:
                     partition=None,
                     sequence_parallel=sequence_parallel,
                     distributed_optimizer=self.distributed_optimizer,
+                    optimizer_instances=stated.optimizer_instances,
                 )
                 yield from [parallel] if self.job.model.experts is None else self._with_experts(parallel, self.job.model.experts)
 
@@ -174,7 +177,7 @@ class Space:
         if (tensor > 1 and not parallel.sequence_parallel) or experts.ffn % cut or experts.shared_ffn % tensor:
             return
         for expert in divisors(experts.count):
-            if self.gpus % (expert * cut * parallel.pipeline) == 0:
+            if self.gpus % (expert * cut * parallel.pipeline * parallel.optimizer_instances) == 0:
                 yield parallel.model_copy(update={"expert": expert, "expert_tensor": cut})
 
     def _sequence_parallel(self, tensor: int, context: int) -> tuple[bool, ...]:

@@ -13,8 +13,8 @@
      were asked for before it: those that do not avoid messages, and are longer than the exchange, are exposed
 
 A micro-batch whose backward follows its forward at once is not offloaded so (Yuan et al., ATC '24), but within its own passes, if
-at all (`half_copies`). Copies do not slow messages down here, and do not share a link with another device; a caller that knows
-better gives longer copies.
+at all; any may be, where the plan says so (`half_copies`). Copies do not slow messages down here, and do not share a link with
+another device; a caller that knows better gives longer copies.
 """
 
 from __future__ import annotations

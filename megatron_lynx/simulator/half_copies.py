@@ -1,4 +1,4 @@
-"""The copies of one micro-batch whose own backward follows at once, within its two passes: one half after the other.
+"""The copies of one micro-batch that goes half by half, within its own two passes: one half after the other.
 
     forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ...      backward   ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
     to host           └─[1] 1 ──────[2]        back           [3]── 1 ─────┘      [4]

@@ -196,14 +196,23 @@ class SolvedChunks(tuple[Solved, ...]):
         return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
 
 
+class Share(NamedTuple):
+    """How much of what every chunk keeps is asked to go to the host."""
+
+    ratio: float
+    within: bool = False
+    """Whether it goes within its own micro-batch (`solver.offload`), and not between passes."""
+
+
 class Within(NamedTuple):
-    """What leaves within each micro-batch of a stage where its own backward follows at once (`runtime.offload.half_by_half`)."""
+    """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
+    (`runtime.offload.half_by_half`)."""
 
     bytes: int
     pace_bytes: int
     """So many are copied beside one half's forward."""
-    gone_bytes: int
-    """What is not there when the last half ends its forward and when it begins its backward."""
+    spared_bytes: int
+    """What of all micro-batches in flight is not there when the last half of one ends its forward, and begins its backward."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +223,8 @@ class StageAnswer:
     chunks: SolvedChunks
     in_flight: int
     """Chunks between their forward and their backward, at most."""
-    offload_ratio: float
-    """The share of what every chunk keeps that was asked to be offloaded."""
+    asked: Share
+    """What of every chunk was asked to be offloaded."""
     stock: StageSeconds
     """Forward and backward without replays."""
     exposed_copies_s: float
@@ -230,6 +239,11 @@ class StageAnswer:
     """What the host takes to issue all of it; 0 where that is not known."""
     within: Within | None = None
     """Of a stage that offloads within a micro-batch: then no share is."""
+
+    @property
+    def offload_ratio(self) -> float:
+        """The share of what every chunk keeps that was asked to be offloaded."""
+        return self.asked.ratio
 
     @property
     def host_late_s(self) -> float:
@@ -252,8 +266,8 @@ class StageAnswer:
 
     @property
     def within_bytes(self) -> int:
-        """What of the one micro-batch is gone when its last half ends its forward, and begins its backward."""
-        return 0 if self.within is None else self.within.gone_bytes
+        """What of all micro-batches in flight is gone when the last half of one ends its forward, and begins its backward."""
+        return 0 if self.within is None else self.within.spared_bytes
 
     @property
     def layers_peak_bytes(self) -> int:
@@ -271,8 +285,8 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward: then all that leaves within it is gone."""
-        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.bytes)
+        """What is held when the model's last chunk has run forward: then all that leaves within micro-batches is gone."""
+        return self.chunks.before_loss_bytes - (0 if self.within is None else self.in_flight * self.within.bytes)
 
     @property
     def chunk_bytes(self) -> int:

@@ -64,6 +64,8 @@ class Chunks:
     """The chunks of every stage of a job."""
 
     problems: StageProblems
+    in_backward: bool = False
+    """Whether nothing is replayed before its own backward begins."""
 
     def solved(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, quick: Solver | None = None
@@ -178,7 +180,8 @@ class Chunks:
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
         """The problem of chunks that are treated alike. It is the same for all offloaded shares."""
         if (stage, chunks) not in self._known:
-            self._known[stage, chunks] = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
+            problem = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
+            self._known[stage, chunks] = problem.in_backward if self.in_backward else problem
         return self._known[stage, chunks]
 
     @cached_property

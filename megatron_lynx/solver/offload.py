@@ -6,22 +6,22 @@ Under a policy that has a name: the smallest share of every chunk's bytes with w
 
 One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
 
-Where a micro-batch's own backward follows at once, of one stage and of the last one: how much leaves while it runs (`Leaver`).
+Within a micro-batch, on a stage with one chunk: how much leaves in its forward, and comes back in its backward (`Leaver`).
 
     share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
                                                           can so much of that leave? no: as much as can, once more
     seconds of these copies    hide behind the forwards of all halves but the first, and behind the backwards of as many
 
-A chunk's input stays, because Megatron holds it, and so does what its last half keeps, which backward needs at once. What lags,
-or is not hidden because halves are not alike, the rehearsal finds.
+A chunk's input stays, because Megatron holds it, and so does what its last half keeps, which backward needs at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 from megatron_lynx.anatomy import HALVES
@@ -30,10 +30,10 @@ from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage import half_seconds
+from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
 from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.pace import Pace
+from megatron_lynx.pace import Pace, Turns
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver import host_bound
@@ -98,9 +98,9 @@ SLACK = 0.95
 """Of the bytes that a link copies beside a half: halves differ, and a pace that is too fast is waited for."""
 
 
-def goes_within(job: Job, stage: int) -> bool:
-    """Whether each micro-batch's own backward follows at once on a stage with one chunk, so that it can be offloaded so."""
-    return job.chunks == 1 and job.schedule == "flush" and stage == job.parallel.pipeline - 1
+def may_go_within(job: Job) -> bool:
+    """Whether micro-batches may be offloaded so: every stage has one chunk."""
+    return job.chunks == 1 and job.schedule == "flush"
 
 
 @dataclass(frozen=True)
@@ -118,19 +118,25 @@ class Leaver:
 
         Raises `Infeasible` as that does.
         """
-        spared_bytes = asked_bytes
+        spared_bytes = self.in_flight * asked_bytes
         while True:
             chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
             within = self._within(asked_bytes, chunks)
-            if within.gone_bytes >= spared_bytes:
-                return chunks, within._replace(gone_bytes=spared_bytes) if within.bytes else None
-            spared_bytes = within.gone_bytes
+            if within.spared_bytes >= spared_bytes:
+                return chunks, within._replace(spared_bytes=spared_bytes) if within.bytes else None
+            spared_bytes = within.spared_bytes
 
-    def exposed_s(self, size_bytes: int, longer_s: float) -> float:
-        """Seconds of a micro-batch in which its passes wait for so many bytes, out and back. `longer_s`: of its replays."""
-        copy_s, hiding = self.profile.link_s("host", size_bytes), 1 - 1 / self._halves
-        out_s, back_s = copy_s - hiding * self._layers_s[0], copy_s - hiding * (self._layers_s[1] + max(0.0, longer_s))
-        return max(0.0, out_s) + max(0.0, back_s)
+    def exposed_s(self, chunks: SolvedChunks, within: Within | None) -> float:
+        """Seconds of a micro-batch in which its passes wait for what leaves, out and back."""
+        if within is None:
+            return 0.0
+        (chunk,) = chunks
+        sizes = self._leaving(chunks, within.bytes)
+        pace, link_s = Pace(within.pace_bytes, self._halves), partial(self.profile.link_s, "host")
+        copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
+        forwards_s, backwards_s = self._halves_s
+        longer_s = [max(0.0, each + half.longer_s) for each, half in zip(backwards_s, chunk.halves, strict=True)]
+        return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
 
     def host_s(self, chunks: SolvedChunks, size_bytes: int) -> HostSeconds:
         """What the host needs to issue a micro-batch of which so much leaves: a half that stays takes no longer."""
@@ -139,21 +145,27 @@ class Leaver:
         leaving = zip(sections, self._leaving(chunks, size_bytes), strict=False)
         return sum((offloading_host_s(self.profile, section) for section, size in leaving if size), start=host)
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches of which so much leaves."""
+        return chunks_in_flight(self.job, self.stage)
+
     def hidden_bytes(self) -> int:
         """So much can be copied behind the stage's forward."""
         asked_bytes = 2**30
         copy_s = self.profile.link_s("host", asked_bytes)
-        return int(asked_bytes * (1 - 1 / self._halves) * self._layers_s[0] / copy_s) if copy_s else 0
+        return int(asked_bytes * (1 - 1 / self._halves) * self._forward_s / copy_s) if copy_s else 0
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """What leaves of these choices: so much at most. What is away with the last half only, spares it nothing."""
+        """What leaves of these choices: so much at most. What is away with the last half only, spares others in flight alone."""
         leaving = self._leaving(chunks, asked_bytes)
         if not (size_bytes := sum(leaving)):
             return Within(0, 1, 0)
         pace_bytes = self._pace_bytes(size_bytes)
         pace = Pace(pace_bytes, self._halves)
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(leaving, start=1) if size]
-        return Within(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self._halves))
+        gone_bytes = sum(size for size, turn in turns if turn.away < self._halves)
+        return Within(size_bytes, pace_bytes, gone_bytes + (self.in_flight - 1) * size_bytes)
 
     def _leaving(self, chunks: SolvedChunks, size_bytes: int) -> list[int]:
         """What of so many bytes leaves of each half but the last: what forward made first leaves first."""
@@ -169,20 +181,59 @@ class Leaver:
 
     def _pace_bytes(self, size_bytes: int) -> int:
         copy_s = self.profile.link_s("host", size_bytes)
-        half_s = self._layers_s[0] / self._halves
+        half_s = self._forward_s / self._halves
         return max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
 
     @property
     def _halves(self) -> int:
         return len(HALVES) * max(1, self.job.layers_on(self.stage))
 
+    @property
+    def _forward_s(self) -> float:
+        """Forward of the stage's layers."""
+        return sum(self._halves_s[0])
+
     @cached_property
-    def _layers_s(self) -> tuple[float, float]:
-        """Forward and backward of the stage's layers, nothing replayed. Each is as long as both where they run in turns."""
+    def _halves_s(self) -> tuple[list[float], list[float]]:
+        """Forward and backward of each half of the stage, nothing replayed. Where they run in turns each is as long as both, and
+        halves count as alike."""
+        layers = self.job.layers_of(self.stage)
         if self.job.model.moe_overlapped:
-            kinds = self.job.model.each_kind(self.job.layers_of(self.stage))
+            kinds = self.job.model.each_kind(layers)
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
-            return (both_s := paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)), both_s
-        halves, counts = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes), self.job.halves_on(self.stage)
-        forward_s = sum(counts[section] * each.forward_s for section, each in halves.items())
-        return forward_s, sum(counts[section] * each.backward_s for section, each in halves.items())
+            both_s = paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
+            return (alike := [both_s / self._halves] * self._halves), alike
+        seconds = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes)
+        halves = [seconds[section] for layer in layers for section in self.job.model.sections(layer)]
+        return [half.forward_s for half in halves], [half.backward_s for half in halves]
+
+
+Copies = Mapping[int, tuple[float, Turns]]
+"""By half, counted from 1: how long its copy takes, and when it is away and comes back."""
+
+
+def _waits_out_s(halves_s: Sequence[float], copies: Copies) -> float:
+    """How long a forward waits for its copies."""
+    clock_s = free_s = 0.0
+    under_way = deque[tuple[int, float]]()
+    for place, half_s in enumerate(halves_s, start=1):
+        clock_s += half_s
+        while under_way and under_way[0][0] <= place:
+            clock_s = max(clock_s, under_way.popleft()[1])
+        if place in copies:
+            copy_s, turns = copies[place]
+            free_s = max(clock_s, free_s) + copy_s
+            under_way.append((turns.away, free_s))
+    return clock_s - sum(halves_s)
+
+
+def _waits_back_s(halves_s: Sequence[float], copies: Copies) -> float:
+    """How long a backward does."""
+    clock_s = free_s = 0.0
+    away, back_s = sorted(copies), dict[int, float]()
+    for place in range(len(halves_s), 0, -1):
+        while away and copies[away[-1]][1].back >= place:
+            coming = away.pop()
+            free_s = back_s[coming] = max(clock_s, free_s) + copies[coming][0]
+        clock_s = max(clock_s, back_s.get(place, 0.0)) + halves_s[place - 1]
+    return clock_s - sum(halves_s)

@@ -103,6 +103,12 @@ class Seat:
     spared_s: float = 0.0
     """Seconds by which the half's backward waits shorter for its input, because it was gathered before."""
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether anything of it comes before the stage's backward."""
+        windows = [portion.window for placement in (self.steady, self.cooldown) for portion in placement]
+        return any(map(is_early, windows if self.gather is None else (*windows, self.gather)))
+
     def exposed_s(self, replay_s: float, interference: float) -> float:
         """Seconds of a replay that its windows do not hide, the mean over both phases."""
         steady, cooldown = (

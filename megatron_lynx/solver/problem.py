@@ -120,6 +120,11 @@ class Choices(tuple[Option, ...]):
         return Choices(option for option in self if option.checkpoint is None)
 
     @cached_property
+    def in_backward(self) -> Choices:
+        """Those of which nothing is replayed before the stage's own backward begins."""
+        return Choices(option for option in self if not option.seat.begins_early)
+
+    @cached_property
     def unbeaten(self) -> Choices:
         """Those that no other one beats or equals in time and in every kind of memory, then those of whole layers."""
         columns = self.apart.columns
@@ -240,6 +245,15 @@ class StageProblem:
         attention = self.attention.best_seated
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         return replace(self, attention=attention, mlp=self.mlp.best_seated, mixed=mixed, last_attention=top)
+
+    @property
+    def in_backward(self) -> StageProblem:
+        """With nothing replayed before its own backward begins: where what a micro-batch keeps comes back within that."""
+        mixed = None if self.mixed is None else self.mixed.each(lambda choices: choices.in_backward)
+        attention = self.attention.in_backward
+        top = None if self.last_attention is None else Choices(map(self.at_top, attention))
+        mlp, last_mlp = self.mlp.in_backward, self.last_mlp.in_backward
+        return replace(self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top, receive=None)
 
     @property
     def plain(self) -> StageProblem:

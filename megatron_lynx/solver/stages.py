@@ -5,7 +5,8 @@
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
 
-Where a micro-batch's own backward follows at once, a share of what would be kept leaves within it (`solver.offload`): N is 1.
+Or a share of what would be kept leaves within its own micro-batch (`solver.offload`), whatever N is, and must hide behind the two
+passes of that alone: whichever takes less is taken.
 
 Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without offloading. A share is no
 candidate where a node's host memory is too small for what all its devices offload. Copies and messages take turns (`cost.step`),
@@ -14,7 +15,7 @@ and devices that share a link to the host share its rate, so a copy is as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, floor
@@ -31,13 +32,15 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.solver import baselines, exact, groups, host_bound
-from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, SolvedChunks, Solver, StageAnswer, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
-from megatron_lynx.solver.offload import Leaver, goes_within
+from megatron_lynx.solver.offload import Leaver, may_go_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.sweep import Sweeps, least_memory
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
+
+NOTHING = Share(0.0)
 
 STEPS = 20
 """Shares are multiples of a twentieth."""
@@ -53,6 +56,8 @@ class Worked:
     """What is worked out once for all stages of a job, whatever they spare and exclude."""
 
     chunks: Chunks
+    in_backward: Chunks
+    """Where nothing is replayed before its own backward begins."""
     swept: Remembering
 
 
@@ -62,7 +67,7 @@ class Stages:
 
     job: Job
     profile: Profile
-    excluded: frozenset[tuple[int, float]] = field(default_factory=frozenset)
+    excluded: frozenset[tuple[int, Share]] = field(default_factory=frozenset)
     """Pairs of a stage and a share of which it is not to offload."""
     spared_bytes: int = 0
     """What every stage's layers leave of their budget to weight gradients that wait."""
@@ -87,8 +92,9 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
-        solver = partial(self._chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
-        found = [self._offloading(stage, ratio, None, solver) for ratio in {0.0, max(self._ratios(stage), default=0.0)}]
+        solver = partial(Chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
+        most = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
+        found = [self._offloading(stage, share, None, solver) for share in most]
         return min(found, key=lambda answer: answer.peak_bytes)
 
     def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
@@ -103,9 +109,9 @@ class Stages:
         refining = partial(exact.solve, enough_s=enough_s, quick=self._swept)
         solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
-        found = self._offloading(stage, answer.offload_ratio, budget_bytes, solver)
-        share = self._smallest.get(stage, answer.offload_ratio)
-        if share == answer.offload_ratio:
+        found = self._offloading(stage, answer.asked, budget_bytes, solver)
+        share = self._smallest.get(stage, answer.asked)
+        if share == answer.asked:
             return (found,)
         less = self._offloading(stage, share, budget_bytes, solver)
         return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
@@ -114,20 +120,21 @@ class Stages:
         budget_bytes = self._budget_bytes(stage)
         best: StageAnswer | None = None
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
-        for ratio in self._ratios(stage):
-            try:
-                candidate = self._offloading(stage, ratio, budget_bytes)
-            except Infeasible as error:
-                problems = partial(self._shortage, stage, error)
-                continue
-            if too_small := self._host_shortage(candidate):
-                problems = partial(list, (too_small,))
-                continue
-            self._smallest.setdefault(stage, ratio)
-            if best is None or self._late_s(candidate) < self._late_s(best):
-                best = candidate
-            if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
-                break
+        for shares in self._shares(stage):
+            for share in shares:
+                try:
+                    candidate = self._offloading(stage, share, budget_bytes)
+                except Infeasible as error:
+                    problems = partial(self._shortage, stage, error)
+                    continue
+                if too_small := self._host_shortage(candidate):
+                    problems = partial(list, (too_small,))
+                    continue
+                self._smallest.setdefault(stage, share)
+                if best is None or self._late_s(candidate) < self._late_s(best):
+                    best = candidate
+                if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
+                    break
         if best is None:
             raise Infeasible(NOTHING_FITS, problems())
         return best
@@ -136,35 +143,40 @@ class Stages:
         budget_bytes = layers_budget_bytes(self.job, stage)
         return None if budget_bytes is None else budget_bytes - self.spared_bytes - self.copied_bytes
 
-    def _ratios(self, stage: int) -> list[float]:
+    def _shares(self, stage: int) -> Iterator[list[Share]]:
+        """The shares that are tried: between passes, and within micro-batches."""
         asked = self.job.offload_ratio
-        within = goes_within(self.job, stage) and (asked == "auto" or self.job.parallel.pipeline == 1)
-        if asked == 0 or (chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED and not within):
-            return [0.0]
+        within = asked != 0 and may_go_within(self.job) and (asked == "auto" or self.job.parallel.pipeline == 1)
+        between = asked != 0 and chunks_in_flight(self.job, stage) > CHUNKS_NOT_OFFLOADED
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
-        if asked == "auto" and within:  # what is not hidden spares nothing, as it is waited for in the end
-            hidden = Leaver(self.job, self.profile, stage).hidden_bytes() / max(1, self._kept_bytes(stage))
-            ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
-        return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
+        if between or not within:
+            yield self._allowed(stage, map(Share, ratios if between else [0.0]))
+        if within:
+            if asked == "auto":  # what is not hidden spares nothing, as it is waited for in the end
+                hidden = self._leaver(stage).hidden_bytes() / max(1, self._kept_bytes(stage))
+                ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
+            yield self._allowed(stage, (Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between))
+
+    def _allowed(self, stage: int, shares: Iterable[Share]) -> list[Share]:
+        return [share for share in shares if (stage, share) not in self.excluded]
 
     def _offloading(
-        self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
+        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        solver = solver or partial(self._chunks.solved, solver=self._solved)
-        if ratio and goes_within(self.job, stage):
-            return self._within(stage, ratio, budget_bytes, solver)
-        solved = partial(solver, stage, budget_bytes=budget_bytes)
-        answer = self._leaving(stage, ratio, ratio, solved)
+        solver = solver or partial(Chunks.solved, solver=self._solved)
+        if share.within:
+            return self._within(stage, share, budget_bytes, solver)
+        solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
+        answer = self._leaving(stage, share, share.ratio, solved)
         while answer.movable_share < answer.offloaded_share:
-            answer = self._leaving(stage, ratio, answer.movable_share, solved)
-        if not ratio:
+            answer = self._leaving(stage, share, answer.movable_share, solved)
+        if not share.ratio:
             return answer
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
-    def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver, self._solved)
-        return self._chunks.sharing(stage, budget_bytes, chunks)
+    def _refined(self, chunks: Chunks, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
+        return chunks.sharing(stage, budget_bytes, chunks.solved(stage, in_flight, budget_bytes, solver, self._solved))
 
     def _solved(self, problem: StageProblem) -> Solved:
         """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
@@ -175,32 +187,41 @@ class Stages:
             raise infeasible(problem, answer)
         return answer
 
-    def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
-        """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
+    def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
+        """The answer where so much is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         received_bytes = self._shape.input_bytes
         host = host_bound.host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
         return StageAnswer(
-            stage, chunks, count, ratio, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
+            stage, chunks, count, asked, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
         )
 
-    def _within(self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
+    def _within(self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
         """The answer of a stage that offloads within a micro-batch a share of what it would keep if it replayed nothing."""
-        leaver = Leaver(self.job, self.profile, stage)
-        asked_bytes = int(ratio * self._kept_bytes(stage))
-        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solver(stage, 1, budget_bytes=budget))
+        leaver = self._leaver(stage)
+        asked_bytes = int(share.ratio * self._kept_bytes(stage))
+        count = leaver.in_flight
+        solved = partial(solver, self._chunks if count == 1 else self.worked.in_backward, stage, count)
+        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
         answer = StageAnswer(
-            stage, chunks, 1, ratio, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
+            stage, chunks, count, share, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
         )
         size_bytes = 0 if within is None else within.bytes
-        exposed_s = self.job.microbatches * leaver.exposed_s(size_bytes, answer.longer_s)
+        exposed_s = self.job.microbatches * leaver.exposed_s(chunks, within)
         host = leaver.host_s(chunks, size_bytes)
-        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(2 if self.job.model.moe_overlapped else 1,))
+        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(count + self.job.model.moe_overlapped,))
+
+    def _leaver(self, stage: int) -> Leaver:
+        if stage not in self._leavers:
+            self._leavers[stage] = Leaver(self.job, self.profile, stage)
+        return self._leavers[stage]
 
     def _kept_bytes(self, stage: int) -> int:
         """What the stage keeps of one micro-batch if it replays nothing."""
-        return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        if stage not in self._kept:
+            self._kept[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        return self._kept[stage]
 
     def _stock(self, stage: int) -> StageSeconds:
         """The stage without replays, whatever it offloads."""
@@ -251,8 +272,16 @@ class Stages:
         return {}
 
     @cached_property
-    def _smallest(self) -> dict[int, float]:
-        """The smallest share with which each stage fits."""
+    def _smallest(self) -> dict[int, Share]:
+        """The smallest share with which each stage fits, between passes if that is tried."""
+        return {}
+
+    @cached_property
+    def _leavers(self) -> dict[int, Leaver]:
+        return {}
+
+    @cached_property
+    def _kept(self) -> dict[int, int]:
         return {}
 
     @cached_property
@@ -262,7 +291,7 @@ class Stages:
     @cached_property
     def worked(self) -> Worked:
         problems = StageProblems(self.job, self.profile, self.early_exchanges, self.ahead)
-        return self.before or Worked(Chunks(problems), Remembering(Sweeps()))
+        return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), Remembering(Sweeps()))
 
     @property
     def _chunks(self) -> Chunks:

@@ -57,6 +57,8 @@ class Facts:
     sixteen_bits: bool = True
     mtp: int = 0
     """Layers that predict further tokens."""
+    gathers: bool = False
+    """Whether tokens are gathered for experts (`--moe-token-dispatcher-type allgather`)."""
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -80,6 +82,7 @@ class Facts:
             expert=job.parallel.expert,
             sixteen_bits=model.dtype != "fp32",
             mtp=model.mtp,
+            gathers=model.moe_dispatcher == "allgather",
         )
 
 
@@ -136,6 +139,8 @@ def _overlap_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
         yield "exchanges are overlapped in a pipeline of several chunks alone (--num-virtual-stages-per-pipeline-rank)"
     if setting.method is not None or ("moe" in setting.recompute and facts.release >= "0.17"):
         yield "neither whole layers nor moe are recomputed beside overlapped exchanges"
+    if facts.gathers:
+        yield "exchanges are overlapped with the all-to-all or the flex dispatcher alone"
     if facts.shared_overlap:
         yield "shared experts that run beside the dispatch leave no exchange to overlap"
     if not facts.sixteen_bits:

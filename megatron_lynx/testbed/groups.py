@@ -56,6 +56,7 @@ def initialise(job: Job) -> None:
             context_parallel_size=job.parallel.context,
             expert_model_parallel_size=job.parallel.expert,
             expert_tensor_parallel_size=job.parallel.expert_tensor_size,
+            num_distributed_optimizer_instances=job.parallel.optimizer_instances,
             create_gloo_process_groups=dist.get_backend() != "fake",
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
@@ -89,7 +90,11 @@ def _has_layout_of(job: Job) -> bool:
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
     layout = job.parallel
-    return sizes == (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size)
+    own = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
+    return (*sizes, own) == (
+        *(layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size),
+        job.optimizer_sharers,
+    )
 
 
 def _forget_what_routers_logged() -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.kinds.experts.section import Dispatcher
+from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
 from megatron_lynx.kinds.latent.section import KV_NORM, Q_NORM
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
@@ -169,7 +169,7 @@ def expert_fields(job: Job) -> dict[str, Any]:
 
 
 def _dispatcher_fields(dispatcher: Dispatcher) -> dict[str, Any]:
-    if dispatcher == "alltoall":
+    if dispatcher not in FUSED:
         return {"moe_token_dispatcher_type": dispatcher}
     return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher, "moe_router_dtype": "fp32"}
 

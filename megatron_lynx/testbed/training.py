@@ -107,6 +107,7 @@ def with_ddp(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
+        num_distributed_optimizer_instances=job.parallel.optimizer_instances,
         fp8_param_gather=job.model.fp8_parameters,
         reuse_grad_buf_for_mxfp8_param_ag=in_gradients(job),
         bucket_size=20_000,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Pass, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, BackwardPhase, FrameKey, Window, WindowAddress
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, BackwardPhase, FrameKey, Window, WindowAddress
 
 
 class Layout(NamedTuple):
@@ -121,6 +121,11 @@ class PlannedHalf:
         if self.ahead_to is not None:
             served.append((self.layer + 1, HALVES[0]))
         return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.fed_behind)
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether anything of its replay runs before its own backward begins: in a forward, or in the receive of a gradient."""
+        return any(at == RECV_BACKWARD or (isinstance(at, WindowAddress) and at.passing == "fwd") for at in self._windows())
 
     def _windows(self) -> Iterator[Window | None]:
         """Every window in which something of its replay runs, or behind which its input is gathered."""

@@ -37,8 +37,6 @@ STATES_OF_A_LAYER = 6 * 5056
 """Random states that stock's recomputation remembers for each layer on this testbed."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-GATHERING = {"moe_token_dispatcher_type": "allgather"}
-
 JOBS = {
     "fp32, tied": ("gpt", {}),
     "bf16": ("gpt", {"dtype": "bf16", "tied_embeddings": False}),
@@ -66,12 +64,26 @@ def test_every_moment_of_a_step_holds_what_is_predicted(own_pool_of, name):
         compare(counted[stage * job.gpus // job.parallel.pipeline], parts, job, stage)
 
 
+def test_a_rank_of_one_of_two_instances_holds_what_it_holds_of_one_of_its_size(own_pool_of):
+    """Two of the distributed optimizer on four ranks, and one on two: at every moment, to the byte."""
+    pytest.importorskip("einops", reason="Megatron makes groups of instances with it")
+    counted, predicted = [], []
+    for instances in (1, 2):
+        layout = {"replicas": 2 * instances, "distributed_optimizer": True, "optimizer_instances": instances}
+        job = tiny_job("gpt", **SIZE, **layout, microbatches=1, tied_embeddings=False)
+        counted.append(own_pool_of(job.gpus).run(count, job, {})[0])
+        predicted.append(stage_parts(job.model_copy(update={"policy": "none"}), 0))
+    assert counted[0] == counted[1]
+    assert predicted[0] == predicted[1]
+    assert abs(counted[1]["forward"] - predicted[1].at("forward").total) <= ROW_BYTES * LayerShape.of(job).tokens
+
+
 EXPERTS = {"count": 4, "per_token": 4, "ffn": 96}
 WITH_EXPERTS = {
     "one rank, GELU": ("gpt", {"bias": False, "experts": Experts(count=4, per_token=2, ffn=48)}, {}),
     "one rank, SwiGLU beside shared experts": ("llama", {"experts": Experts(count=4, per_token=2, ffn=96, shared_ffn=48)}, {}),
     "two ranks": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS)}, {}),
-    "two ranks, gathering": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS)}, GATHERING),
+    "two ranks, gathering": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS, dispatcher="allgather")}, {}),
 }
 
 

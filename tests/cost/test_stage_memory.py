@@ -272,3 +272,15 @@ def test_an_update_without_flushes_copies_the_weights_once_more() -> None:
     weights = max(stage_parameters(flushing, stage).total for stage in range(4)) * 2
     once_s, copied_s = (update_s(job, analytic_profile(job)) for job in (flushing, deferred))
     assert copied_s - once_s == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)
+
+
+def test_gathered_tokens_are_in_hand_once_more() -> None:
+    """Where all tokens of eight ranks come to each: in Megatron's buffer, and as sums on their way back, in place of rows that
+    an all-to-all sends, of which each token has two."""
+    layout = {"tensor": 1, "pipeline": 4, "expert": 8, "distributed_optimizer": True}
+    job = catalogued_job("mixtral-8x7b", "h100-80g", gpus=64, parallel=layout, policy="none")
+    experts = job.model.experts.model_copy(update={"dispatcher": "allgather"})
+    gathering = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+    sent, gathered = (stage_parts(each, 0).at("backward").total for each in (job, gathering))
+    token_bytes = 4096 * 4096 * 2
+    assert gathered - sent == (2 * 8 - 2) * token_bytes

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.cost.fixed import RESTART_S
-from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
-from megatron_lynx.cost.update import UpdateSeconds, update_s
+from megatron_lynx.cost.update import UpdateSeconds, reduction_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from tests.config.jobs import catalogued_job
@@ -65,6 +65,20 @@ def test_a_job_hides_what_it_says():
     checked_s = more_buckets * (5 * 4e-6 + 2 * (10e-6 + RESTART_S))
     hidden_s = (1 - 40e6 / count) * 4 * moved / (4 * nic)
     assert plain - gradients == pytest.approx(hidden_s - checked_s)
+
+
+def test_instances_reduce_within_and_then_between():
+    """Of eight replicas each, on 16 GPUs: four members of a ring in a node. Between the four of them a ring has one in each node,
+    and passes on what one rank owns, twice. All of the optimizer is there four times."""
+    one, four = job_with(), job_with(parallel={**REPLICATED, "optimizer_instances": 4})
+    count, nic = stage_parameters(one, 0).total, one.cluster.nic.byte_per_s
+    assert reduction_s(one) == pytest.approx(4 * count * 31 / 32 / (4 * nic))
+    assert reduction_s(four) == pytest.approx(4 * count * (7 / 8 / (4 * nic) + 2 * 3 / 4 / 8 / nic))
+    assert optimizer_bytes(four, count) == pytest.approx(4 * optimizer_bytes(one, count), abs=4)
+    with pytest.raises(ValidationError, match=r"parallel.context x replicas \(32\) must be a multiple of .* \(5\)"):
+        job_with(parallel={**REPLICATED, "optimizer_instances": 5})
+    with pytest.raises(ValidationError, match=r"optimizer_instances \(2\) needs distributed_optimizer: true"):
+        job_with(parallel={"tensor": 2, "optimizer_instances": 2})
 
 
 def test_smaller_buckets_leave_less_of_a_reduction_exposed_and_more_to_check():

@@ -3,8 +3,8 @@
 Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
 a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the usual
 layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed ones;
-`lora`. What every rank saw of each step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at
-the end, weights; and the configuration, as NAME_cfg.yaml.
+`lora`; `graphs` for captured graphs that run again on the memory of their capture. What every rank saw of each step goes into the
+folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights; and the configuration, as NAME_cfg.yaml.
 """
 
 import ast
@@ -45,6 +45,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.tiny_models import TeContextAttention
+from tests.instruments import graphs
 
 
 def container(words: list[str]) -> ConfigContainer:
@@ -136,8 +137,10 @@ def changing(state, data_iterator, model, return_schedule_plan=False):
 
 
 def packed(state, data_iterator, model, return_schedule_plan=False):
-    """`forward_step` of sequences as Bridge's packed data sets give them: where each ends, filled up by -1."""
-    lengths = ((20, 44), (5, 30, 9, 20), (64,), (12, 20))[next(CALLS) % 4]
+    """`forward_step` of sequences as Bridge's packed data sets give them: where each ends, filled up by -1. Cut among ranks, of
+    lengths that two can share."""
+    second = (8, 28, 8, 20) if "cut" in sys.argv else (5, 30, 9, 20)
+    lengths = ((20, 44), second, (64,), (12, 20))[next(CALLS) % 4]
 
     def with_ends():
         for batch in of_length(data_iterator, sum(lengths)):
@@ -206,7 +209,7 @@ def main():
     if os.environ["RANK"] == "0":
         cfg.to_yaml(str(Path(os.environ["SAID_IN"]) / f"{os.environ['NAME']}_cfg.yaml"))
     step = next((STEPS[word] for word in words if word in STEPS), forward_step)
-    with under(os.environ.get("UNDER")):
+    with graphs.stand_in_for_captures() if "graphs" in words else nullcontext(), under(os.environ.get("UNDER")):
         pretrain(cfg, step, callbacks=[Seen()])
 
 

@@ -7,7 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron_lynx.launch.alarm import LastWord
 from tests.hurry import skip_in_a_hurry
 from tests.nursery.process import start
 
@@ -48,6 +50,17 @@ def all_end(tmp_path: Path, store: str, ranks: int, speakers: str, late_s: float
     assert text.count("this cannot go on\n  - memory: found none, needed some\n") == 1, text
     assert "Traceback" not in text
     assert "left waiting" not in text
+
+
+def test_a_rank_that_fails_behind_the_one_that_hosts_the_store_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ran out of memory at the same time; the first left at once, and the second explained it all once more."""
+    port = free_port()
+    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    word = LastWord()
+    word._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    del host
+    assert not word.is_first()
 
 
 def free_port() -> int:

@@ -187,19 +187,34 @@ EXPERTS = [
 ]
 WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128}, "expert": 2, "expert_tensor": 1, "replicas": 2, **OF_TE}
 CUT = ["cut", "model.context_parallel_size=2", "model.cp_comm_type='all_gather'"]
+GRAPHS = [
+    *(
+        "graphs",
+        "model.tensor_model_parallel_size=2",
+        "model.sequence_parallel=True",
+        "model.cuda_graph_impl='transformer_engine'",
+    ),
+    *("model.cuda_graph_modules=['attn']", "model.cuda_graph_warmup_steps=1", "model.use_te_rng_tracker=True"),
+    "rng.te_rng_tracker=True",
+]
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "two chunks on each stage": (2, CHUNKS, {"pipeline": 2, "layers_per_chunk": 1, **OF_TE}),
     "sequences cut among ranks": (2, ["local", *CUT], {"context": 2, "context_exchange": "all_gather"}),
     "sequences cut among ranks, layers of TE": (2, CUT, {"context": 2, "context_exchange": "all_gather", **OF_TE}),
     "packed sequences": (2, ["packed", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
+    "packed sequences cut among ranks": (2, ["packed", *CUT], {"context": 2, "context_exchange": "all_gather", **OF_TE}),
     "experts": (2, EXPERTS, {**WITH_EXPERTS, "microbatches": 2}),
+    "captured graphs": (2, GRAPHS, {"tensor": 2, "sequence_parallel": True, "captured": ("attn",), **OF_TE}),
     "a hybrid stack that is a GPT": (2, ["hybrid", "model.tensor_model_parallel_size=2"], {"tensor": 2, **OF_TE}),
     "FP8": (1, ["model.fp8='hybrid'", "model.fp8_recipe='tensorwise'"], {"fp8": {"recipe": "tensorwise"}, **OF_TE}),
 }
 """Ranks, words of the script, and what makes the same job."""
 
 
-@pytest.mark.parametrize(("layout", "release"), [*((layout, "0.6") for layout in LAYOUTS), ("packed sequences", "0.5")])
+@pytest.mark.parametrize(
+    ("layout", "release"),
+    [*((layout, "0.6") for layout in LAYOUTS), *((layout, "0.5") for layout in LAYOUTS if layout.startswith("packed"))],
+)
 def test_every_bit_is_stocks(tmp_path, layout, release):
     ranks, words, facts = LAYOUTS[layout]
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT, **facts})), tmp_path / "plan.yaml")
@@ -210,6 +225,7 @@ def test_every_bit_is_stocks(tmp_path, layout, release):
     assert same(tmp_path, "stock", "planned", ranks)
     assert "checked 2 steps against stock without recomputation: in each, " in said
     assert re.search(r"rank 0 replayed (64|128) layer halves", said)
+    assert ("CUDA Graphs capture on rank 0" in said) == (layout == "captured graphs"), "between the two steps that are checked"
 
 
 @pytest.mark.parametrize("release", ["0.6", "0.5"])

@@ -63,7 +63,13 @@ CONTAINER = {
     "model": MODEL,
     "train": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
     "optimizer": {"optimizer": "adam", "lr": 3e-4, "main_grads_dtype": {"_target_": "torch.float32", "_call_": False}},
-    "ddp": {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": None},
+    "ddp": {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": None,
+        "num_distributed_optimizer_instances": 1,
+    },
     "dist": {"use_decentralized_pg": False},
     "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None, "use_tokenizer_vocab_size": False},
     "mixed_precision": "bf16_mixed",
@@ -112,6 +118,7 @@ def test_a_container_is_the_job_of_the_flags_that_say_the_same(tmp_path: Path) -
         (["mixed_precision=None", "model.bf16=True", "ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "bf16"),
         (["ddp.grad_reduce_in_fp32=False"], "optimizer.gradients", "fp32"),
         (["model.num_query_groups=16"], "model.kv_groups", 16),
+        (["ddp.num_distributed_optimizer_instances=2"], "parallel.optimizer_instances", 2),
         (
             ["model.pipeline_model_parallel_layout=[['embedding','decoder','decoder','decoder'],"
              "['decoder','decoder','decoder','decoder','decoder','loss']]"],

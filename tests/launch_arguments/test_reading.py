@@ -21,6 +21,8 @@ from megatron_lynx.launch_arguments.our_flags import FLAGS, WITHOUT_FLUSHES
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.planner.summary import job_flags
+from megatron_lynx.search.space import Space
 from megatron_lynx.two_versions import LAUNCH
 
 SMALL = (
@@ -146,7 +148,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
     ("flags", "named"),
     [
         ("--num-experts 8 --moe-pad-expert-input-to-capacity", "needed --moe-expert-capacity-factor beside it"),
-        ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
         (
             "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
@@ -330,6 +331,34 @@ def test_what_experts_may_have_beside_them() -> None:
 def test_experts_that_cannot_be_looked_into_are_kept_whole(flags: str, whole: bool) -> None:
     reading = read(f"{SMALL} --num-experts 8 {flags}")
     assert [fact.value for fact in reading.facts if fact.place == "model.experts.whole"] == [True] * whole
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-token-dispatcher-type allgather"])
+def test_gathers_of_all_tokens_are_megatrons_default(flags: str) -> None:
+    """They were refused. Where experts are on one rank nothing is gathered."""
+    shared = f"{SMALL} --num-experts 8 --moe-router-topk 2 {flags}"
+    assert "dispatcher" not in read(shared).job_data["model"]["experts"]
+    reading = read(f"{shared} --expert-model-parallel-size 2", gpus=8)
+    assert reading.problems == ()
+    job = job_of(reading, "h100-80g")
+    assert job.model.moe_dispatcher == "allgather"
+    assert "--moe-token-dispatcher-type allgather" in job_flags(job)
+
+
+def test_instances_of_the_distributed_optimizer_are_read() -> None:
+    """They were refused."""
+    flags = "--num-distributed-optimizer-instances 2"
+    reading = read(f"{SMALL} {flags} --use-distributed-optimizer", gpus=8)
+    assert (reading.problems, reading.job_data["parallel"]["optimizer_instances"]) == ((), 2)
+    job = job_of(reading, "h100-80g")
+    assert f"--use-distributed-optimizer {flags}" in " ".join(job_flags(job))
+    assert [job.optimizer_sharers, job.replicas] == [4, 8]
+    (problem,) = read(f"{SMALL} {flags}", gpus=8).problems
+    assert str(problem).startswith("--num-distributed-optimizer-instances: found 2, needed --use-distributed-optimizer beside it")
+    layouts = list(Space(job, 16))
+    assert layouts
+    assert all(each.parallel.optimizer_instances == 2 for each in layouts)
+    assert all(16 // (each.parallel.tensor * each.parallel.pipeline) % 2 == 0 for each in layouts)
 
 
 def test_shared_experts_beside_the_exchanges_are_read() -> None:
@@ -700,7 +729,7 @@ def test_a_launch_says_the_same_of_two_versions_as_a_plan() -> None:
     """Planning does not know which flags are switched off: it names those that it refuses, and none may be missing."""
     flags = {flag.sets: flag for flag in flag_table().flags}
     refused_anyway = {name for name, flag in flags.items() if (kind := kind_of(flag)) is not None and kind.name == "refused"}
-    by_value = {"rerun_mode", "overlap_p2p_comm"}  # looked at beside the table; always off here
+    by_value = {"rerun_mode", "overlap_p2p_comm", "num_distributed_optimizer_instances"}  # beside the table; off here; by the job
     left_out = set(REPLACED)  # of the launch that is printed
     needed = {name: why for name, (_, why) in LAUNCH.items() if name in flags.keys() - refused_anyway - by_value - left_out}
     assert needed == WITHOUT_FLUSHES

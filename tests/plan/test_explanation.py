@@ -40,10 +40,11 @@ def test_a_chunk_of_its_own_has_its_own() -> None:
 def test_a_pace_is_explained() -> None:
     plan = uniform_plan(tiny_job("llama"), windows=False)
     (stage,) = plan.stages
-    paced = plan.model_copy(
-        update={"stages": (stage.model_copy(update={"offload": Offload(bytes=1 << 20, pace_bytes=1 << 19)}),)}
-    )
-    assert "it goes half by half, 512.00 KiB beside one half's forward" in shown(paced)
+    for which, said in (("at_once", "where a micro-batch's own backward follows at once"), ("all", "within its own backward")):
+        offload = Offload(bytes=1 << 20, pace_bytes=1 << 19, half_by_half=which)  # type: ignore[arg-type]
+        text = shown(plan.model_copy(update={"stages": (stage.model_copy(update={"offload": offload}),)}))
+        assert "it goes half by half, 512.00 KiB beside one half's forward" in text
+        assert said in text
 
 
 def test_inputs_of_checkpoints_that_go_to_the_host_are_explained() -> None:

@@ -145,6 +145,7 @@ def test_a_half_is_the_sum_of_its_items_and_of_two_exchanges_a_pass() -> None:
 
 
 EIGHT = Experts(count=8, per_token=2, ffn=96)
+GATHERED = EIGHT.model_copy(update={"dispatcher": "allgather"})
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,14 @@ EIGHT = Experts(count=8, per_token=2, ffn=96)
         tiny_job("gpt", seq=64, hidden=64, bias=False, experts=EIGHT),
         tiny_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts=Experts(count=8, per_token=3, ffn=96, shared_ffn=48)),
         tiny_job("llama", seq=64, hidden=64, tensor=2, sequence_parallel=True, experts=EIGHT),
+        tiny_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts=GATHERED),
+        tiny_job("llama", seq=64, hidden=64, tensor=2, sequence_parallel=True, experts=GATHERED),
     ],
-    ids=["one rank", "GELU and dropout", "shared out, with shared ones", "cut"],
+    ids=["one rank", "GELU and dropout", "shared out, with shared ones", "cut", "shared out, gathered", "cut, gathered"],
 )
 def test_every_item_of_megatrons_own_layers_saves_what_its_shape_says(pool_of: Callable[[int], RankPool], job: Job) -> None:
-    """`SequentialMLP` behind the all-to-all dispatcher, eager. Over all ranks together no load is out of balance."""
+    """`SequentialMLP` behind the all-to-all and the all-gather dispatcher, eager. Over all ranks together no load is out of
+    balance."""
     ranks = pool_of(job.gpus).run(bytes_saved_by_items, job)
     saved = {item: sum(each.get(item, 0) for each in ranks) for item in ("input", *job.model.experts.section.names)}
     parts = {item: job.gpus * size for item, size in saved_parts(LayerShape.of(job)).items()}

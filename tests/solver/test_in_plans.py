@@ -16,7 +16,7 @@ from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver import exact, sweep
-from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, StageAnswer
+from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks, StageAnswer
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
@@ -76,7 +76,7 @@ def simulated(name: str, answers: Sequence[Solved]) -> Simulation:
 def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
     """One chunk on each stage, and nothing on the host."""
     chunks = [
-        StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), 0.0, StageSeconds(0.0, 0.0), 0.0)
+        StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), Share(0.0), StageSeconds(0.0, 0.0), 0.0)
         for stage, answer in enumerate(answers)
     ]
     return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)

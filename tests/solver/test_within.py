@@ -15,8 +15,10 @@ from megatron_lynx.planner import Decision, decide, uniform_plan
 from megatron_lynx.planner.writing import parts_in
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.solver.answer import Share
 from megatron_lynx.solver.host_bound import host_of_stage
-from megatron_lynx.solver.offload import goes_within
+from megatron_lynx.solver.offload import may_go_within
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 
@@ -81,12 +83,25 @@ def test_a_stated_share_leaves_whatever_it_costs() -> None:
     assert little.simulation.memory(0).peak_bytes <= kept - few
 
 
-def test_the_last_of_several_stages_offloads_too_and_interleaved_ones_do_not() -> None:
-    plan = decided(job_of(0.5, **TIGHT)).plan
-    first, last = plan.stages
-    assert (first.offload, last.offload is not None) == (None, True), "of two in flight nothing is offloaded between passes"
-    assert not goes_within(job_of(0.5, **TIGHT, layers_per_chunk=4), 1)
-    assert not goes_within(job_of(0.5, **TIGHT), 0)
+def test_every_one_of_several_stages_offloads_and_interleaved_ones_do_not() -> None:
+    """Of two in flight nothing is offloaded between passes, so middle stages with few in flight offloaded nothing."""
+    decision = decided(job_of(0.5, **TIGHT))
+    for stage, in_flight, which in zip(decision.plan.stages, (2, 1), ("all", "at_once"), strict=True):
+        assert stage.offload is not None
+        assert (stage.offload.half_by_half, stage.predicted.host_bytes) == (which, in_flight * stage.offload.bytes)
+    assert not may_go_within(job_of(0.5, **TIGHT, layers_per_chunk=4))
+
+
+def test_of_many_in_flight_what_is_faster_leaves_between_passes_or_within_them() -> None:
+    """On the first of eight stages, where the one and the other are tried."""
+    job = job_of(0.5, tensor=1, pipeline=8)
+    decision = decided(job)
+    first = decision.stages[0]
+    assert (first.in_flight, first.asked.within) == (8, True)
+    within = frozenset((0, Share(ratio / 1000, within=True)) for ratio in range(1001))
+    between = Stages(decision.job, analytic_profile(job), within).answer(0)
+    assert between.asked.ratio > 0
+    assert first.seconds(job.microbatches) < between.seconds(job.microbatches)
 
 
 def test_what_waits_hide_is_replayed_and_does_not_leave() -> None:
@@ -99,7 +114,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     decision = decided(job_of(0.6))
     (answer,) = decision.stages
     assert answer.within is not None
-    assert 0 < answer.within.gone_bytes <= answer.within.bytes
+    assert 0 < answer.within.spared_bytes <= answer.within.bytes
     assert answer.before_loss_bytes == decision.simulation.before_backward_bytes(0, 0)
     kept, all_leave = (
         host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
@@ -114,7 +129,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
 @given(
     st.floats(0.15, 1.0),
     st.sampled_from(["auto", "auto", 0.2, 0.7]),
-    st.sampled_from([{}, {"tensor": 2}, EIGHT, {"tensor": 4, "pipeline": 2}]),
+    st.sampled_from([{}, {"tensor": 2}, EIGHT, {"tensor": 4, "pipeline": 2}, {"tensor": 1, "pipeline": 8}]),
     st.sampled_from(["planned", "planned", "none", "selective", "full"]),
     st.sampled_from(["h800-80g", "a100-80g"]),
 )

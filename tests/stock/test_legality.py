@@ -27,6 +27,7 @@ MODELS = {
 OVERLAP = {"moe_shared_expert_overlap": True}
 COMBINED = {
     "one stage": ({"expert": 2}, {}),
+    "gathers": ({"expert": 2, "gathers": True}, {"moe_token_dispatcher_type": "allgather"}),
     "one rank": ({}, {"expert_model_parallel_size": 1}),
     "fp32": ({"expert": 2, "sixteen_bits": False}, {"bf16": False}),
     "a pipeline": ({"expert": 2, "pipeline": 2}, {"pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16"}),

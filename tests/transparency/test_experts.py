@@ -19,6 +19,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import drawn, plans_for
+from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
@@ -117,6 +118,20 @@ def test_variants(pool_of: Pools, variant: str) -> None:
     if "moe_shared_expert_overlap" in fields:  # what runs inside the dispatcher is kept
         items = tuple(item for item in items if item in DENSE["attention"].names)
     checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3 if fields is STATEFUL else 1))
+
+
+@pytest.mark.parametrize("layout", ["EP2", *long("TP2+SP, EP2, every second layer")])
+def test_gathered_tokens(pool_of: Pools, layout: str) -> None:
+    """What runs again on demand, in other halves' windows, and a layer that is a checkpoint, whose tokens are gathered again."""
+    job = job_of(layout)
+    gathered = job.model.experts.model_copy(update={"dispatcher": "allgather"})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"experts": gathered})})
+    items = replayable(job, gather=job.parallel.sequence_parallel)
+    plans = [plan_for(job, lambda layer: items), checkpointed(plan_for(job, lambda layer: ()), "layer")]
+    for outcomes in checked(pool_of, job, plans, trial_of(model=STATEFUL, steps=2)):
+        again, whole = outcomes
+        assert sorted(again.planned.collectives) == sorted(again.stock.collectives)
+        assert len(whole.planned.collectives) > len(whole.stock.collectives), "as stock's checkpoints"
 
 
 def test_exchanges_are_windows(pool_of: Pools) -> None:

@@ -32,6 +32,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "HybridEP": lambda: test_flex.job_of("EP2", "hybridep"),
     "DeepEP, PP2": lambda: test_flex.job_of("PP2 x EP2", "deepep"),
     "HybridEP, TP2": lambda: test_flex.job_of("TP2+SP x EP2", "hybridep"),
+    "gathers": lambda: test_flex.job_of("EP2", "allgather"),
     "overlapped": lambda: test_overlapped.job_of("EP2"),
 }
 
@@ -44,7 +45,7 @@ def holding(plan: Plan, load: float, job: Job) -> Plan:
     return Plan.model_validate(plan.model_copy(update={"parallel": parallel, "stages": stages}).model_dump())
 
 
-@pytest.mark.parametrize("name", ["DeepEP", "HybridEP", "overlapped", *long("DeepEP, PP2", "HybridEP, TP2")])
+@pytest.mark.parametrize("name", ["DeepEP", "HybridEP", "gathers", "overlapped", *long("DeepEP, PP2", "HybridEP, TP2")])
 def test_every_bit(pool_of: Pools, name: str) -> None:
     """All tokens go to one rank, twice its share. It alone falls back, and the ranks communicate as in stock."""
     job = JOBS[name]()

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -96,16 +97,17 @@ def assert_adds_up(plan: Plan, counts: Counts) -> None:
         assert counts.host_bytes <= sets * (most + BLOCKS * ALIGNMENT), "as many micro-batches as the schedule has there at once"
 
 
-def within(job: Job) -> list[Plan]:
-    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside replays."""
+def within(job: Job, *, every: bool = False) -> list[Plan]:
+    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside replays. `every`: of
+    every micro-batch, and not only where its own backward follows at once."""
     keeping, everything = plan_for(job, lambda layer: ()), replayable(job, gather=job.parallel.sequence_parallel)
     mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     size = chunk_bytes(job)
     return [
-        offloading(keeping, size, pace=size),
-        offloading(keeping, int(0.63 * size), pace=size // 16),
-        offloading(mixed, size, pace=size // 8),
-        offloading(plan_for(job, lambda layer: everything), size, pace=size),
+        offloading(keeping, size, pace=size, every=every),
+        offloading(keeping, int(0.63 * size), pace=size // 16, every=every),
+        offloading(mixed, size, pace=size // 8, every=every),
+        offloading(plan_for(job, lambda layer: everything), size, pace=size, every=every),
     ]
 
 
@@ -127,6 +129,32 @@ def test_half_by_half_within_a_micro_batch(pool_of: Pools, like: Any, layout: di
             assert counts.offloaded_bytes == counts.reloaded_bytes > 0
             assert outcome.planned.overwritten > 0
             assert_in_order(outcome)
+
+
+@pytest.mark.parametrize(
+    ("like", "layout"),
+    [
+        ("llama", {"pipeline": 3, "layers": 6, "microbatches": 4}),
+        *long(("gpt", LAYOUTS["TP2xPP2+SP"]), ("gpt", LAYOUTS["TP2xPP2xVPP2+SP"])),
+    ],
+    ids=str,
+)
+def test_half_by_half_with_other_passes_between(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
+    """On every stage, with as many micro-batches on the host as are in flight. Copies are late, what was let go holds NaN; a half
+    whose replay begins before the backward stays, and finds what it kept."""
+    job = tiny_job(like, **layout)
+    plans = within(job, every=True)
+    for stage, outcomes in enumerate(checked(pool_of, job, plans, Trial(steps=2, tampered=True, canaries=True))):
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            counts, policy = outcome.planned.counts[-1], plan.stages[0].offload
+            assert policy is not None
+            assert counts.offloaded_bytes == counts.reloaded_bytes <= job.microbatches * job.chunks * policy.bytes
+            assert counts.offloaded_bytes or plan is plans[-1], "of a layer that replays everything only its input could leave"
+            assert_in_order(outcome)
+            if job.chunks == job.parallel.tensor == 1:
+                in_flight = min(job.microbatches, job.parallel.pipeline - stage)
+                of_one = counts.offloaded_bytes // job.microbatches
+                assert in_flight * of_one <= counts.host_bytes <= in_flight * (of_one + BLOCKS * ALIGNMENT)
 
 
 def test_half_by_half_beside_weight_gradients_in_waits_and_in_a_second_thread(pool_of: Pools) -> None:
@@ -307,11 +335,11 @@ def after_forwards(simulation: Simulation, stage: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("like", ["gpt", *long("llama")])
-def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Pools, like: Any) -> None:
-    """Before every half's forward and before its backward, to the byte, copies under way included. Of the tensor at the edge of
-    what leaves the rest is there twice until its turn."""
-    job = tiny_job(like, layers=4, microbatches=2)
+@pytest.mark.parametrize(("like", "pipeline"), [("gpt", 1), ("gpt", 3), *long(("llama", 1))])
+def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Pools, like: Any, pipeline: int) -> None:
+    """Before every half's forward and before its backward, to the byte, copies under way included, on every stage. Of the tensor
+    at the edge of what leaves the rest is there twice until its turn. What is replayed while a gradient is received stays."""
+    job = tiny_job(like, layers=4 * pipeline, pipeline=pipeline, microbatches=1 + pipeline)
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places
     profile = profile.model_copy(update={"links": (*profile.links, instant)})
@@ -321,31 +349,43 @@ def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Po
         plan
         for plain in (kept, replayed)
         for plan in (
-            offloading(plain, 1, smallest=10**9, pace=1),  # nothing is as large
-            offloading(plain, size, smallest=smallest, pace=size),
-            offloading(plain, int(0.3 * size), smallest=smallest, pace=size // 12),
+            offloading(plain, 1, smallest=10**9, pace=1, every=pipeline > 1),  # nothing is as large
+            offloading(plain, size, smallest=smallest, pace=size, every=pipeline > 1),
+            offloading(plain, int(0.3 * size), smallest=smallest, pace=size // 12, every=pipeline > 1),
         )
     ]
-    (found,) = pool_of(1).run(bytes_at_halves, job, candidates)
-    said = [at_halves(rehearse(plan, profile)) for plan in candidates]
-    assert len(found[0]) == len(said[0]) == 4 * job.microbatches * job.model.layers
+    stayed = 0
+    for stage, found in enumerate(pool_of(pipeline).run(bytes_at_halves, job, candidates)):
+        said = [at_halves(plan, profile, stage) for plan in candidates]
+        assert len(found[0]) == len(said[0]) == 4 * job.microbatches * len(job.layers_of(stage))
+        as_said(job, profile, candidates, found, said)
+        stayed += len(said[0]) - len(said[-1])
+    assert stayed == (pipeline - 1) * job.microbatches, "one on each stage that receives a gradient"
+
+
+def as_said(job: Job, profile: Profile, candidates: list[Plan], found: list[list[int]], said: list[list[int]]) -> None:
+    size, halves = chunk_bytes(job), 2 * len(job.layers_of(0))
     for at, plan in enumerate(candidates):
-        base, halves = at - at % 3, 2 * job.model.layers
+        base = at - at % 3
         gone, predicted = ([one - two for one, two in zip(of[at], of[base], strict=True)] for of in (found, said))
         assert at % 3 == 0 or min(predicted) < -0.1 * size, plan.stages[0].offload
         for number, (one, two) in enumerate(zip(gone, predicted, strict=True)):
-            split = at % 3 == 2 and number % (2 * halves) < halves
+            split = at % 3 == 2 and (job.gpus > 1 or number % (2 * halves) < halves)
             assert one == two or (split and two < one < two + profile.attention.input_bytes * 4), (at, number, gone, predicted)
 
 
-def at_halves(simulation: Simulation) -> list[int]:
-    """What the layers of one stage hold before each half's forward, and when each half's backward has asked for what it needs."""
-    curve, times_s = simulation.memory(0), list[float]()
-    for each in simulation.executed[0]:
+def at_halves(plan: Plan, profile: Profile, stage: int) -> list[int]:
+    """What the layers of a stage hold before each half's forward, if any of it may leave, and when each half's backward has asked
+    for what it needs."""
+    simulation, entry = rehearse(plan, profile), plan.stages[stage]
+    curve, times_s = simulation.memory(stage), list[float]()
+    may_leave = [not entry.offload.stays(half) for half in timetable_of(plan, stage).chunks[0]] if entry.offload else []
+    for each in simulation.executed[stage]:
         kind = "forward" if each.action.kind == "F" else "backward"
         halves = sorted((span.start_s, span.end_s) for span in each.content.spans if span.kind == kind)
         if kind == "forward":
-            times_s += [each.start_s, *(each.start_s + end_s for _, end_s in halves[:-1])]
+            begins_s = [each.start_s, *(each.start_s + end_s for _, end_s in halves[:-1])]
+            times_s += compress(begins_s, may_leave)
         else:
             times_s += [each.start_s + start_s for start_s, _ in halves]
     return [curve.bytes[bisect_right(curve.times_s, time_s) - 1] for time_s in times_s]

@@ -89,11 +89,14 @@ def test_while_a_gradient_is_received(pool_of: Pools, layout: str) -> None:
 OVERLAPPED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 
 
-@pytest.mark.parametrize("like", ["gpt", *long("llama")])
-def test_reduced_while_backward_runs(pool_of: Pools, like: Any) -> None:
+@pytest.mark.parametrize(("like", "instances"), [("gpt", 1), *long(("llama", 1), ("gpt", 2))])
+def test_reduced_while_backward_runs(pool_of: Pools, like: Any, instances: int) -> None:
     """Nothing is deferred in the last micro-batch, whose hooks reduce what they find. Both overlaps of the distributed optimizer,
-    gradients clipped."""
-    job = tiny_job(like, tensor=2, replicas=2, distributed_optimizer=True, microbatches=3, dtype="bf16")
+    gradients clipped. Two instances of it reduce between them, too."""
+    if instances > 1:
+        pytest.importorskip("einops", reason="Megatron makes groups of instances with it")
+    layout = {"tensor": 2, "replicas": 2, "distributed_optimizer": True, "optimizer_instances": instances}
+    job = tiny_job(like, **layout, microbatches=3, dtype="bf16")
     trial = Trial(steps=3, training={**OVERLAPPED, "overlap_param_gather": True}, model=FUSED, compared="weights")
     plans = [deferring(everything(job), chosen=is_forward), deferring(nothing(job), linears=LINEARS[1:3])]
     for all_linears, two in counts_of(pool_of, job, plans, trial):

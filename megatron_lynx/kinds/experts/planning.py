@@ -16,6 +16,8 @@ its node is waited for:
 
     6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
 
+The all-gather dispatcher brings every token to all of these ranks, cut experts' included, and sums what comes of them back.
+
 DeepEP and HybridEP send a token once to each rank that has any of its experts, and to another node once for all of that node's
 ranks, among which NVLink hands it on; cut experts are ranks of the same group. A token that is for k of E experts, chosen evenly,
 goes to one of n parts with E/n of them with probability 1 - C(E - E/n, k) / C(E, k).
@@ -36,6 +38,7 @@ from megatron_lynx.kinds.experts.saved import (
     expert_tensors,
     expert_width,
     experts_of,
+    gathered_tokens,
     local_experts,
     padded_rows,
     routed_rows,
@@ -46,6 +49,7 @@ from megatron_lynx.kinds.experts.section import (
     DISPATCH,
     EXPERTS,
     EXPERTS_ACTIVATION,
+    FUSED,
     ROUTER,
     SHARED_ACTIVATION,
     SHARED_LINEARS,
@@ -182,8 +186,12 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
 def _exchange_s(job: Job, shape: LayerShape) -> float:
     """One exchange of tokens, of which there are two in each pass: rows out, rows back."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
-    if experts_of(shape).dispatcher != "alltoall":
+    if experts_of(shape).dispatcher in FUSED:
         return _fused_exchange_s(job.cluster, shape, row_bytes)
+    if experts_of(shape).dispatcher == "allgather":
+        ranks = shape.parallel.expert * tensor
+        sent_bytes = (ranks - 1) * shape.own_tokens * row_bytes
+        return link_among(job.cluster, ranks).seconds(sent_bytes) if ranks > 1 else 0.0
     return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
 
 
@@ -240,9 +248,11 @@ def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
     dispatcher sorts alone: what it sends it takes from where it is."""
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
+    if experts_of(shape).dispatcher == "allgather":  # one copy: rows of all tokens to those of this rank's experts
+        return Passes(*2 * (roof.seconds(0, row_bytes * max(padded_rows(shape), gathered_tokens(shape))),))
     sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
     if padded_rows(shape) > routed_rows(shape):  # copied to where there is room to fill up
         sorted_s += roof.seconds(0, row_bytes * padded_rows(shape))
-    if experts_of(shape).dispatcher != "alltoall":
+    if experts_of(shape).dispatcher in FUSED:
         return Passes(max(sent_s, sorted_s), max(sent_s, sorted_s))
     return Passes(sent_s + sorted_s, sent_s + sorted_s)

@@ -18,7 +18,7 @@ from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, Li
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER
-from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
+from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, FUSED, IN_NODES, MIXTURE, MIXTURES, Dispatcher
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.section import Section
 from megatron_lynx.plan.plan import Plan
@@ -90,8 +90,8 @@ class HeldExperts(Running):
             return
         for name, drop in ONE.items():
             yield from not_one(config, name, drop)
-        if config.moe_token_dispatcher_type == "flex" and (backend := _dispatched_by(config)) not in DISPATCHERS:
-            needed = " or ".join(DISPATCHERS[1:])
+        if config.moe_token_dispatcher_type == "flex" and (backend := _dispatched_by(config)) not in FUSED:
+            needed = " or ".join(FUSED)
             yield Problem("config.moe_flex_dispatcher_backend", backend, f"{needed} under a plan", "no other ran on a CPU")
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:

@@ -42,6 +42,7 @@ from megatron_lynx.kinds.experts.section import (
     EXPERTS_ACTIVATION,
     EXPERTS_FC1,
     EXPERTS_FC2,
+    FUSED,
     ROUTER,
     SHARED_EXPERTS,
     SHARED_FC1,
@@ -93,7 +94,7 @@ def _router(shape: LayerShape) -> Iterator[SavedTensor]:
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     """What it keeps itself, and the rows that it hands on, with the probability of each."""
     experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
-    fused = experts.dispatcher != "alltoall"
+    fused = experts.dispatcher in FUSED
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
     yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
     yield SavedTensor(bytes=sorted_by, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
@@ -104,10 +105,12 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
-    """Bytes of what says where rows go, by itself and together with the way back: of the all-to-all."""
+    """Bytes of what says where rows go, by itself and together with the way back: of the all-to-all, and of gathers, after which
+    each part of an expert has those of its tokens."""
     experts = experts_of(shape)
-    of_all = shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
-    return of_all, shape.own_tokens * experts.per_token * INDEX_BYTES
+    parts = shape.parallel.expert_tensor_size if experts.dispatcher == "allgather" else 1
+    of_all = parts * shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
+    return of_all, parts * shape.own_tokens * experts.per_token * INDEX_BYTES
 
 
 def _fused_maps(shape: LayerShape) -> tuple[int, int]:
@@ -192,6 +195,11 @@ def routed_rows(shape: LayerShape) -> int:
     rows = ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
     by_router = experts.filled and experts.dispatcher == "alltoall"
     return rows + (_filled_up(shape, rows, ranks * local_experts(shape)) if by_router else 0)
+
+
+def gathered_tokens(shape: LayerShape) -> int:
+    """Tokens that every rank has where they are gathered."""
+    return shape.own_tokens * shape.parallel.expert * shape.parallel.expert_tensor_size
 
 
 def padded_rows(shape: LayerShape) -> int:

@@ -18,6 +18,7 @@ group inside it are none.
                 bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
     deepep      fwd.0  tokens and probabilities  fwd.1  rows back                     bwd.0, bwd.1  their gradients
     hybridep    none: its kernels run on the compute stream, which therefore waits for nothing (flex with either backend)
+    allgather   none: every rank gets all tokens, and sums of all, by calls that return when they are there
 
 Where exchanges are overlapped (`--overlap-moe-expert-parallel-comm`) Megatron never calls the half's method: it runs four nodes
 in turn with those of another micro-batch, each with a backward of its own. One method of them has what a plan recomputes, and
@@ -64,10 +65,12 @@ _ROUTED = (
 )
 
 
-Dispatcher = Literal["alltoall", "deepep", "hybridep"]
-"""Who brings tokens to experts that are shared out over ranks: Megatron's all-to-all, or its flex dispatcher with one of two
-backends."""
+Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
+"""Who brings tokens to experts that are shared out over ranks: Megatron's all-to-all, its flex dispatcher with one of two
+backends, or gathers of all tokens."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+FUSED: tuple[Dispatcher, ...] = ("deepep", "hybridep")
+"""Backends of the flex dispatcher."""
 
 _TO_EXPERTS = (Exchange("tokens", "dispatch"), Exchange("probabilities", "dispatch"))
 _BACK = (Exchange("tokens", "combine"),)
@@ -75,6 +78,7 @@ EXCHANGES: Mapping[Dispatcher, Mapping[Pass, tuple[Exchange, ...]]] = {
     "alltoall": {"fwd": _TO_EXPERTS + _BACK, "bwd": _BACK + _TO_EXPERTS[::-1]},
     "deepep": {"fwd": _TO_EXPERTS[:1] + _BACK, "bwd": _BACK + _TO_EXPERTS[:1]},
     "hybridep": {"fwd": (), "bwd": ()},
+    "allgather": {"fwd": (), "bwd": ()},
 }
 
 

@@ -48,11 +48,13 @@ class OffloadPolicy:
     avoids_messages: bool = False
     """Whether copies are asked for between the exchanges with other stages only, and exchanges come behind them."""
     pace_bytes: int | None = None
-    """How many bytes are copied beside one half's forward, where a micro-batch goes whose own backward follows at once; None: it
-    stays."""
+    """How many bytes are copied beside one half's forward, where a micro-batch goes half by half; None: none does, and one whose
+    own backward follows at once stays."""
+    all_half_by_half: bool = False
+    """Whether every micro-batch goes so, and not only one whose own backward follows at once."""
     paced_sets: int = 0
-    """Micro-batches that go so and are on the host at once: one, or two where the next one's forward runs in turns with its
-    backward."""
+    """Micro-batches that go so and are on the host at once: all in flight, or one, or two where the next one's forward runs in
+    turns with its backward."""
     layers: tuple[int, int] = (1, 0)
     """The chunk's first layer, and how many it has."""
 

@@ -1,4 +1,4 @@
-"""One micro-batch whose own backward follows its forward at once: what it keeps leaves and comes back half by half.
+"""One micro-batch that leaves and comes back half by half: its copies lie within its own forward and its own backward.
 
     forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ... ├─ n ─┤      backward   ├─ n ─┤ ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
     to host           └[1] 1 ────────[2]  [4]          back                   └[3] 1 ─────────┘[5]
@@ -9,8 +9,9 @@
  [4] the last half stays, and so does what is made when the plan's bytes are reached: what is needed first stays
  [5] a node asks its handle, as for whatever was offloaded
 
-All of it lies between the beginning of a forward and the end of the backward behind it, so no message meets a copy. On one stage
-whose exchanges of experts are overlapped the next micro-batch's forward runs in turns with this backward, and sends meanwhile.
+So no copy outlasts its pass, and none meets a message. Between the two passes, whether others come there or none, all that left
+is away; of a half whose replay begins before the backward does, nothing leaves. On one stage whose exchanges of experts are
+overlapped the next micro-batch's forward runs in turns with this backward, and sends meanwhile.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
                           begins: storages of k are copied back, last one first
     backward of k     [4] a node asks for its tensor, waits for its storage, and looks into it as it looked before
     exchanges         [5] where copies avoid messages: [2] waits for the pass behind the exchange, the exchange for all copies
-    own backward      [6] follows at once: it stays on the device, or with a pace it goes and comes half by half (`half_by_half`)
+    own backward      [6] follows at once: it stays on the device, or with a pace it goes and comes half by half (`half_by_half`);
+                          all micro-batches do that where the plan says so
 
 What was made first lives longest and is needed last, so it goes. Storages belong to the handles that autograd's graph and frames
 hold: when the graph goes they go, and their host blocks with them (rule R8).
@@ -170,13 +171,13 @@ class Offloader:
         policy = self._policies.get(micro_batch.chunk)
         if policy is None:
             return None
-        at_once = ledger.own_backward_follows(micro_batch)
-        if at_once:  # [6]
+        within = policy.all_half_by_half or ledger.own_backward_follows(micro_batch)
+        if within:  # [6]
             group = None if policy.pace_bytes is None else self._going(micro_batch).half_begins(key)
         else:
             group = self._group(micro_batch)
         if group is not None:
-            first = at_once and group.half == 1  # what the chunk was given: Megatron holds it until its forward is over
+            first = within and group.half == 1  # what the chunk was given: Megatron holds it until its forward is over
             for index, tensor in enumerate(tensors_in(arguments)):
                 if index > 0 or tensor.is_leaf or first:  # masks and tables, which layers share; what the stage received
                     group.leave([tensor])
