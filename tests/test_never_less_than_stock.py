@@ -101,8 +101,7 @@ def test_a_plan_holds_no_more_and_is_no_slower(job: Job, data: st.DataObject) ->
     profile, shape = analytic_profile(job), LayerShape.of(job)
     for setting in (FULL, data.draw(st.sampled_from(settings_of(job)))):
         rival = priced(job, profile, setting)
-        whole = setting.method == "uniform" and job.model.fp8 is None  # in FP8 a half counts as one in hand in any checkpoint
-        in_hand = 0 if whole else half_in_hand_bytes(shape) - layer_in_hand_bytes(shape)
+        in_hand = 0 if setting.method == "uniform" else half_in_hand_bytes(shape) - layer_in_hand_bytes(shape)
         allowed = int(SAME * rival.most_bytes) + kept_by_routers(job, profile) + in_hand
         limited = within(job, allowed)
         limited = limited.model_copy(update={"offload_ratio": "auto"}) if setting.offload else limited
