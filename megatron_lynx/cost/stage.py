@@ -74,9 +74,9 @@ HalfSeconds = Mapping[Section, SectionSeconds]
 """Of everything that fills a half of some layer."""
 
 
-def half_seconds(profile: Profile, message_bytes: int) -> HalfSeconds:
+def half_seconds(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
     """Stock Megatron that recomputes nothing."""
-    return {section: _seconds_of(profile, section, message_bytes) for section in profile.shape.every_section}
+    return {section: _seconds_of(profile, section, message_bytes) for section in job.model.every_section}
 
 
 def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> SectionSeconds:
@@ -90,7 +90,7 @@ def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> Secti
 
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """A stage of stock Megatron that recomputes nothing."""
-    return stage_of_layers(job, profile, stage, half_seconds(profile, message_bytes))
+    return stage_of_layers(job, profile, stage, half_seconds(job, profile, message_bytes))
 
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds) -> StageSeconds:

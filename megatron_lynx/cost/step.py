@@ -95,12 +95,12 @@ def waited_messages(job: Job) -> int:
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """One micro-batch on a stage's device, with what the policy replays on demand. Whole layers repeat their collectives."""
-    return stage_of_layers(job, profile, stage, _replaying(job.policy, profile, message_bytes))
+    return stage_of_layers(job, profile, stage, _replaying(job, profile, message_bytes))
 
 
-def _replaying(policy: Policy, profile: Profile, message_bytes: int) -> HalfSeconds:
-    stock = half_seconds(profile, message_bytes)
-    return {section: replace(each, replay_s=_replay_s(policy, profile, section, each)) for section, each in stock.items()}
+def _replaying(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
+    stock = half_seconds(job, profile, message_bytes)
+    return {section: replace(each, replay_s=_replay_s(job.policy, profile, section, each)) for section, each in stock.items()}
 
 
 def _replay_s(policy: Policy, profile: Profile, section: Section, stock: SectionSeconds) -> float:

@@ -203,7 +203,7 @@ class Leaver:
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
             both_s = paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
             return (alike := [both_s / self._halves] * self._halves), alike
-        seconds = half_seconds(self.profile, LayerShape.of(self.job).gathered_bytes)
+        seconds = half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
         halves = [seconds[section] for layer in layers for section in self.job.model.sections(layer)]
         return [half.forward_s for half in halves], [half.backward_s for half in halves]
 

@@ -38,7 +38,7 @@ def test_a_stage_of_both_kinds_is_the_sum_of_its_layers() -> None:
     kept = [memory_of_stages(each)[1].activations for each in (none, mixed, job)]
     assert kept[1] == (kept[0] + kept[2]) // 2
     profile = analytic_profile(job)
-    halves = half_seconds(profile, LayerShape.of(job).gathered_bytes)
+    halves = half_seconds(job, profile, LayerShape.of(job).gathered_bytes)
     seconds = [stage_of_layers(each, profile, 1, halves).both_s for each in (none, mixed, job)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
 
