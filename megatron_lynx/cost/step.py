@@ -58,7 +58,7 @@ class StepSeconds:
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
     """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
-    halves = _replaying(job.policy, profile, shape.gathered_bytes)
+    halves = _replaying(job, profile, shape.gathered_bytes)
     stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
