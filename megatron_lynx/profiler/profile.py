@@ -194,12 +194,6 @@ class Shape(Part):
         return Facts(te=self.te, latent=self.latent, kinds=self.kinds)
 
     @property
-    def every_section(self) -> tuple[Section, ...]:
-        """Every content of a half that some layer has, the usual ones first."""
-        mixture = () if self.experts is None else (self.experts.section,)
-        return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
-
-    @property
     def sections_with_experts(self) -> tuple[Section, Section]:
         """What fills those of a layer of experts."""
         return sections_of(self.facts._replace(experts=True))
