@@ -14,6 +14,7 @@ from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.units import GIB
 
 from .test_reading import SMALL
 
@@ -89,7 +90,7 @@ def test_the_launch_under_a_plan_beside_graphs_keeps_them() -> None:
 
 def test_the_faster_of_a_plan_beside_graphs_and_one_without_is_taken() -> None:
     """Layers so small that the host is slower than the device; and the same where nobody knows the host's time, so that graphs
-    gain nothing and their windows are lost."""
+    gain nothing, in memory in which their pools leave too little."""
     job = job_with(f"{GRAPHS} --micro-batch-size 1")
     costs = analytic_profile(job)
     without = job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
@@ -97,8 +98,11 @@ def test_the_faster_of_a_plan_beside_graphs_and_one_without_is_taken() -> None:
     assert beside.plan.model.captured == ("attn",)
     assert beside.simulation.step_s < decide(without, costs).simulation.step_s
     unknown = costs.model_copy(update={"host_time": None})
-    assert decide(job, unknown).plan.model.captured == ()
-    assert decide(job, unknown).plan.provenance.job == job.digest
+    assert decide(job, unknown).plan.model.captured == ("attn",), "no slower than without"
+    kept_bytes = max(each.total for each in decide(without, unknown).memory)
+    less = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 0.9 * kept_bytes / GIB})})
+    assert decide(less, unknown).plan.model.captured == ()
+    assert decide(less, unknown).plan.provenance.job == less.digest
 
 
 def test_a_captured_half_costs_the_host_nothing() -> None:
