@@ -78,9 +78,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
     if plan.checkpointed:
         ahead = any(rule.ahead for stage in plan.stages for rule in stage.rules)
         begun = f" (ahead: that travels behind the {HALVES[0]} half of the layer above)" if ahead else ""
-        yield Text(
-            f"checkpointed layers {plan.checkpointed}: one input is kept; all inside runs again, with what it communicates{begun}"
-        )
+        copies = ", and the copy that its last linear has of what it reads" if model.fp8 and model.fp8_copies_kept else ""
+        again = f"all inside runs again, with what it communicates{begun}"
+        yield Text(f"checkpointed layers {plan.checkpointed}: one input is kept{copies}; {again}")
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")

@@ -11,7 +11,7 @@ from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import checkpointed
+from tests.transparency.checkpoints import checkpointed, without_copies
 
 
 def shown(plan: Plan) -> str:
@@ -54,6 +54,14 @@ def test_inputs_of_checkpoints_that_go_to_the_host_are_explained() -> None:
     assert "the input of every 2 layers, to the host" in text
     assert "of every micro-batch, what forward made first, inputs of checkpoints among it; tensors" in text
     assert "to the host" not in shown(plan)
+
+
+def test_copies_in_fp8_beside_checkpoints_are_explained() -> None:
+    job = tiny_job("llama", implementation="transformer_engine", dtype="bf16", fp8={"recipe": "delayed"})
+    kept = checkpointed(uniform_plan(job, windows=False), "layer")
+    copy = "and the copy that its last linear has of what it reads"
+    assert copy in " ".join(shown(kept).split())
+    assert copy not in " ".join(shown(without_copies(kept)).split())
 
 
 def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_not_fit() -> None:
