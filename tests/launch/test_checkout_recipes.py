@@ -14,6 +14,7 @@ import pytest
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
+from tests.transparency.checkpoints import checkpointed, without_copies
 
 from .checkouts import te_for, under_plans
 from .launched import GROUPED, MODEL, TE, inside_experts, offloading, plan_of
@@ -40,7 +41,7 @@ TP2, SP2, PP2, EP2 = "tensor 2", "tensor 2, sequence parallel", "pipeline 2", "e
 def test_every_printed_digit_is_stocks(
     script: Path, recipe: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything recomputed; all weight gradients in waits; on stages also with some on the host."""
+    """Everything recomputed; all weight gradients in waits; layers that keep their input; on stages also some on the host."""
     bits = ["--fp4-format", "e2m1", "--fp4-recipe"] if recipe == "nvfp4" else ["--fp8-format", "hybrid", "--fp8-recipe"]
     flags = [*FUSED, *TE, "--mock-data", "--bf16", *bits, recipe, *(GROUPED if layout == EP2 else [])]
     env = {"FAULT": "none", "SCRIPT": str(script)}
@@ -62,5 +63,5 @@ def plans(recipe: str, layout: str) -> list[Plan]:
     amaxes_reduced = layout == SP2 and recipe in ("tensorwise", "nvfp4")
     replayed = inside_experts(plan_of(layout, gather="once", windows=not amaxes_reduced, **facts))
     kept = plan_of(layout, replay="none", **facts)
-    made = [replayed, deferring(replayed), deferring(kept)]
+    made = [replayed, deferring(replayed), deferring(kept), without_copies(checkpointed(kept, "layer"))]
     return [*made, offloading(deferring(replayed), 200_000)] if layout == PP2 else made
