@@ -57,7 +57,7 @@ def kept_by_routers(job: Job, profile: Profile) -> int:
     """Bytes on the device where it is most, if every layer with experts is checkpointed."""
     if job.model.experts is None:
         return 0
-    section, fed = job.model.experts.section, Checkpoint(fed=True)
+    section, fed = job.model.kind_sections(experts=True)[-1], Checkpoint(fed=True)
     each = priced_section(profile, section, fed.items(section), fed).memory.resident
     stages = range(job.parallel.pipeline)
     return each * max(chunks_in_flight(job, stage) * max(job.chunk_layers(stage)) for stage in stages)
