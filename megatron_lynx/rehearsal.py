@@ -18,6 +18,7 @@ from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of
 from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.prediction import last_end_of
@@ -241,8 +242,7 @@ def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Tr
         stays = pace.stays(place) or stage.offload.stays(half.planned)
         size_bytes = 0 if stays else min(left_bytes, most_bytes)
         if size_bytes <= 0:
-            replay = stage.rule_for(half.layer).replays(half.half)
-            yield replace(half, host=prices.host(half.section, replay, offloads=False, deferred=len(half.deferred)))
+            yield replace(half, host=_host_s(half.planned, prices, offloads=False))
             continue
         left_bytes -= size_bytes
         turns = pace.leaves(place, size_bytes, half.planned.ahead)
@@ -291,9 +291,15 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
             begun=price.begun,
             stops=price.stops,
             gathers_s=_gathers_s(half, prices),
-            host=prices.host(half.section, half.replay, offloads=stage.offload is not None, deferred=len(half.deferred)),
+            host=_host_s(half, prices, offloads=stage.offload is not None),
             deferred={linear: prices.weight_gradient(half.section, linear) for linear in half.deferred},
         )
+
+
+def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
+    """What the host takes to issue a half as it is planned."""
+    deferred = len(half.deferred)
+    return prices.host(half.section, half.replay, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 
 
 def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:

@@ -19,7 +19,7 @@ from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
 from megatron_lynx.cost.in_hand import half_in_hand_bytes, layer_in_hand_bytes
-from megatron_lynx.planner import decide
+from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
@@ -31,11 +31,11 @@ from megatron_lynx.yaml_file import read_yaml
 
 MODELS = ("llama3-8b", "gpt-22b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b")
 SAME = 1.01
-AS_FAST, AS_FAST_WITH_CONTEXT = 1.005, 1.05
-"""Of settings that offload, whose plans may offload as well. With several chunks on a stage ours keeps four in flight on the
-device, stock's brings each back a layer ahead: with five in flight stock's copies cost nothing where a plan has to recompute. Of
-225 drawn jobs none of the 153 with one chunk took longer, and four of the others: 0.02 to 0.09 %, and 2.4 % where
-context-parallel ranks exchange keys, which no plan recomputes alone."""
+AS_FAST, AS_FAST_WITH_CONTEXT = 1.02, 1.05
+"""Of settings that offload on stages of several chunks, whose plans may offload as well: ours keeps four in flight on the device,
+stock's brings each back a layer ahead. With five in flight stock's copies cost nothing where a plan has to recompute. Of 900
+drawn jobs five took longer, by 0.2 to 1.6 %; and of 225 others one by 2.4 %, where context-parallel ranks exchange keys, which no
+plan recomputes alone."""
 CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
 
 
@@ -87,12 +87,16 @@ def within(job: Job, size_bytes: int) -> Job:
     return on_devices_of(job, size_bytes / GIB).model_copy(update={"policy": "planned"})
 
 
-def host_s_of_keeping(job: Job) -> float:
-    """How much longer the host takes in a step at most for layers that a plan keeps whole than for those of stock: measured, 9 us
-    for a layer of Transformer Engine's. Where the host is what a step waits for, no plan can be without it."""
-    assert job.cluster.host_time is not None
-    measured = job.cluster.host_time.of(job.model.implementation)
-    return (measured.layer_s("kept") - measured.layer_s("none")) * job.model.layers * job.microbatches
+def late_for_host_s(decision: Decision) -> float:
+    """How much longer than for stock the host takes in a step at most, as measured: for a layer of Transformer Engine's 9 us if
+    it keeps everything, 614 us if it is a checkpoint. Where the host is what a step waits for, no plan can be without it."""
+    host_time, job = decision.job.cluster.host_time, decision.job
+    if not decision.host.bound:
+        return 0.0
+    assert host_time is not None
+    layer_s = host_time.of(job.model.implementation).layer_s
+    more_s = max(layer_s("kept") - layer_s("none"), layer_s("replayed") - layer_s("full"))
+    return more_s * job.model.layers * job.microbatches
 
 
 @settings(max_examples=8, deadline=None)
@@ -108,8 +112,27 @@ def test_a_plan_holds_no_more_and_is_no_slower(job: Job, data: st.DataObject) ->
         decision = decide(limited, profile)
         assert max(stage.total for stage in decision.memory) <= allowed
         behind = AS_FAST if job.parallel.context == 1 else AS_FAST_WITH_CONTEXT
-        allowed_s = rival.step_s * (behind if setting.offload else 1 + 1e-9) + host_s_of_keeping(job)
+        allowed_s = rival.step_s * (behind if setting.offload and job.chunks > 1 else 1 + 1e-9) + late_for_host_s(decision)
         assert decision.simulation.step_s <= allowed_s, setting.name
+
+
+def test_what_only_seems_hidden_is_kept_where_that_fits() -> None:
+    """The solver found all recomputation of the last stage hidden, and the host in time. In the rehearsal neither was: the plan
+    took 3.4 % longer than stock, which keeps everything."""
+    fp8 = {"fp8": {"format": "hybrid", "recipe": "blockwise"}}
+    data = {
+        "model": dict(read_yaml(bundled_configs() / "models" / "llama3-8b.yaml"))
+        | {"layers": 4, "implementation": "transformer_engine", **fp8},
+        "cluster": cluster_data(bundled_configs() / "clusters" / "h800-80g.yaml"),
+        "gpus": 16,
+        "parallel": {"tensor": 4, "context": 2, "pipeline": 2, "layers_per_chunk": 1, "distributed_optimizer": True},
+        "batch": {"micro": 1, "global": 8},
+        "policy": "planned",
+    }
+    job = Job.model_validate(data)
+    profile = analytic_profile(job)
+    none = priced(job, profile, NONE)
+    assert decide(within(job, int(SAME * none.most_bytes)), profile).simulation.step_s < none.step_s
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-a100-80g", "llama3-70b-h800-80g"])

@@ -62,12 +62,19 @@ class HostLoad:
 
 
 def half_host_s(
-    profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
+    profile: Profile,
+    section: Section,
+    replay: Collection[str],
+    *,
+    checkpointed: bool = False,
+    offloads: bool = False,
+    deferred: int = 0,
 ) -> HostSeconds:
-    """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
+    """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears. A
+    checkpoint takes what a half takes that is replayed whole: it gathers its input as forward did."""
     if profile.host_time is None or section.in_some_layers or section.captured:
         return NO_HOST_TIME
-    setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
+    setting = setting_of(section, replay, gathered=not checkpointed and gathers(profile, section, replay))
     treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
     return treated + offloading_host_s(profile, section) if offloads else treated
 

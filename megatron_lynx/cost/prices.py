@@ -27,7 +27,7 @@ class Prices:
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
     """While a half runs backward (`cost.in_hand`); empty where the job is not known, and only layers' own bytes are asked for."""
     _sections: dict[tuple[Section, Collection[str], Checkpoint | None], PricedSection] = field(default_factory=dict)
-    _hosts: dict[tuple[Section, Collection[str], bool, int], HostSeconds] = field(default_factory=dict)
+    _hosts: dict[tuple[Section, Collection[str], bool, bool, int], HostSeconds] = field(default_factory=dict)
     _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
     _windows: dict[tuple[Pass, Section, Collection[str]], tuple[float, ...]] = field(default_factory=dict)
     _weight_gradients: dict[tuple[Section, str], WeightGradient] = field(default_factory=dict)
@@ -40,11 +40,15 @@ class Prices:
             self._sections[key] = priced(self.profile, section, replay, checkpoint, less)
         return self._sections[key]
 
-    def host(self, section: Section, replay: Collection[str], *, offloads: bool, deferred: int) -> HostSeconds:
+    def host(
+        self, section: Section, replay: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int
+    ) -> HostSeconds:
         """What the host takes to issue such a half, in which so many weight gradients are deferred."""
-        key = section, replay, offloads, deferred
+        key = section, replay, checkpointed, offloads, deferred
         if key not in self._hosts:
-            self._hosts[key] = half_host_s(self.profile, section, replay, offloads=offloads, deferred=deferred)
+            self._hosts[key] = half_host_s(
+                self.profile, section, replay, checkpointed=checkpointed, offloads=offloads, deferred=deferred
+            )
         return self._hosts[key]
 
     def gathered_s(self, section: Section, behind: Section | None, *, whole: bool) -> tuple[float, float]:

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -33,9 +35,10 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.measure.memory import ActivationMeter, Mark, MemoryUse
 from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
 
-LET_GO_S = 0.02
-"""A thread of gloo's lets go of a result a moment after whoever waits for it goes on. One that lies there from an earlier step
-would count as freed in this one."""
+LET_GO_S = 0.5
+"""How long a mark waits at most for the other threads to rest."""
+TASKS = Path("/proc/self/task")
+"""The threads of this process, on Linux."""
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
 _ENTER, _EXIT = "<enter>", "<exit>"
@@ -65,14 +68,37 @@ def c10_library() -> Path:
     return Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
 
 
+def wait_for_other_threads() -> None:
+    """Wait until every other thread of this process sleeps, for half a second at most. One of gloo's lets go of a result a moment
+    after whoever waits for it goes on: until then it would count as held, or as freed later."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    until_s = time.monotonic() + LET_GO_S
+    while True:
+        time.sleep(0.001)  # without the interpreter's lock, for which a thread that lets go of a tensor may wait
+        if time.monotonic() > until_s or not _another_runs():
+            return
+
+
+def _another_runs() -> bool:
+    """Whether a thread other than this one has a core, or would take one; not known where there is no `TASKS`."""
+    others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
+    return any(_state(task) != "S" for task in others)
+
+
+def _state(task: Path) -> str:
+    """Of a thread: the letter behind its name, which may itself have brackets. One that has just ended sleeps."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "S"
+
+
 @final
 class CpuMeter(ActivationMeter):
     """Counts on the CPU. It can be used neither inside itself nor inside another profiler: PyTorch runs one at a time."""
 
     def __enter__(self) -> CpuMeter:
         remember_blocks()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            time.sleep(LET_GO_S)
         self._names: list[str] = []
         self._profiler = profile(profile_memory=True)
         with nothing_printed(STANDARD_ERROR):
@@ -81,6 +107,7 @@ class CpuMeter(ActivationMeter):
         return self
 
     def mark(self, name: str) -> None:
+        wait_for_other_threads()
         with record_function(f"{_MARK}{len(self._names)}"):
             torch.empty(1, device="cpu")
         self._names.append(name)

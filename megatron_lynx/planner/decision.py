@@ -320,7 +320,8 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     """The decision with the exact solver's answers, if they are faster; sought where they may gain `WORTH_READING`.
 
     Where stages offload, three ways are rehearsed: as they are, those with less that are then faster, and all with the least they
-    can. What a stage exposes less need not make the step shorter.
+    can. What a stage exposes less need not make the step shorter. Nor is all hidden that the solver takes for hidden: a stage
+    that waits for recomputation or for its host in the rehearsal is rehearsed with everything kept as well, if that fits.
     """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
@@ -328,9 +329,15 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     enough_s = WORTH_READING * decision.simulation.step_s / passes
     refined = [stages.refined(answer, enough_s) for answer in decision.stages]
     best = decision
-    for answers in dict.fromkeys(tuple(each[min(way, len(each) - 1)] for each in refined) for way in range(3)):
+    ways = [tuple(each[min(way, len(each) - 1)] for each in refined) for way in range(3)]
+    for answers in dict.fromkeys(ways):
         best = _faster_of(best, answers, job, profile)
-    return best
+    return _faster_of(best, tuple(_kept_if_late(each, best.simulation, stages) for each in best.stages), job, profile)
+
+
+def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
+    late_s = simulation.exposed_replay_s(answer.stage) + simulation.host_late_s(answer.stage)
+    return stages.keeping_all(answer) if late_s else answer
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:

@@ -298,7 +298,7 @@ class StageProblems:
             replay_s=price.replay_s,
             exposed_s=price.replay_s + waits_s,
             flops=price.flops,
-            host=half_host_s(self.profile, section, items),
+            host=half_host_s(self.profile, section, items, checkpointed=True),
             checkpoint=checkpoint,
         )
 

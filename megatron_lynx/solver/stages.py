@@ -116,6 +116,12 @@ class Stages:
         less = self._offloading(stage, share, budget_bytes, solver)
         return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
 
+    def keeping_all(self, answer: StageAnswer) -> StageAnswer:
+        """The stage without recomputation and offloading, where that fits; else the answer as it is."""
+        keeping = partial(Chunks.solved, solver=baselines.keep_all)
+        kept, budget_bytes = self._offloading(answer.stage, NOTHING, None, keeping), self._budget_bytes(answer.stage)
+        return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept
+
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = self._budget_bytes(stage)
         best: StageAnswer | None = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.cpu_memory import LET_GO_S
+from megatron_lynx.measure.cpu_memory import wait_for_other_threads
 from megatron_lynx.measure.cpu_total import CpuTotal
 from megatron_lynx.plan.plan import Plan
 from tests.transparency.trials import starve
@@ -34,7 +33,7 @@ def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, An
         with install(training.chunks, plan) as installation:
             training.step(batches)
             gc.collect()
-            time.sleep(LET_GO_S)
+            wait_for_other_threads()
             before, begun = total.bytes, list[int]()
             installation.engine.take_counts()
             installation.engine.backward_pass = _noting(installation.engine.backward_pass, begun, total)  # type: ignore[method-assign]
@@ -46,7 +45,7 @@ def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, An
 def _noting(backward_pass: Any, begun: list[int], total: CpuTotal) -> Any:
     @contextmanager
     def noted(output: Any) -> Iterator[None]:
-        time.sleep(LET_GO_S)
+        wait_for_other_threads()
         begun.append(total.bytes)
         with backward_pass(output):
             yield
