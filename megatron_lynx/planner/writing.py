@@ -291,7 +291,7 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
         smallest_tensor_bytes=smallest_bytes,
         beside_messages=beside,
         experts=experts,
-        pace_bytes=None if answer.within is None else answer.within.pace_bytes,
+        pace_bytes=None if answer.within is None else answer.within.pace_bytes[chunk],
         half_by_half="at_once" if answer.within is None or answer.in_flight == 1 else "all",
     )
 

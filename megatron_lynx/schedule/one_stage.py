@@ -39,6 +39,14 @@ def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
 
 
 @lru_cache(maxsize=1024)
+def most_of_each_chunk(
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+) -> tuple[int, ...]:
+    """The same in a step of Megatron's schedules."""
+    most = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
+    return tuple(most[chunk] for chunk in range(chunks))
+
+
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:

@@ -208,11 +208,14 @@ class Within(NamedTuple):
     """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
     (`runtime.offload.half_by_half`)."""
 
-    bytes: int
-    pace_bytes: int
-    """So many are copied beside one half's forward."""
+    bytes: tuple[int, ...]
+    """Of each chunk."""
+    pace_bytes: tuple[int, ...]
+    """So many are copied beside one half's forward of each chunk."""
     spared_bytes: int
     """What of all micro-batches in flight is not there when the last half of one ends its forward, and begins its backward."""
+    at_loss_bytes: int
+    """What of them is not there when the model's last chunk has run forward: then all that leaves is gone."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +288,8 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward: then all that leaves within micro-batches is gone."""
-        return self.chunks.before_loss_bytes - (0 if self.within is None else self.in_flight * self.within.bytes)
+        """What is held when the model's last chunk has run forward."""
+        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.at_loss_bytes)
 
     @property
     def chunk_bytes(self) -> int:
@@ -301,7 +304,7 @@ class StageAnswer:
     def offloaded_bytes(self, chunk: int) -> int:
         """What one micro-batch of a chunk offloads."""
         if self.within is not None:
-            return self.within.bytes
+            return self.within.bytes[chunk]
         return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
 
     @property

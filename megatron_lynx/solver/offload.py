@@ -6,7 +6,7 @@ Under a policy that has a name: the smallest share of every chunk's bytes with w
 
 One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
 
-Within a micro-batch, on a stage with one chunk: how much leaves in its forward, and comes back in its backward (`Leaver`).
+Within a micro-batch: how much leaves in each chunk's forward, and comes back in its backward (`Leaver`).
 
     share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
                                                           can so much of that leave? no: as much as can, once more
@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, compress
+from typing import NamedTuple
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
@@ -36,8 +37,9 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace, Turns
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.one_stage import most_of_each_chunk
 from megatron_lynx.solver import host_bound
-from megatron_lynx.solver.answer import SolvedChunks, Within
+from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.units import format_bytes
 
 STEPS = 1000
@@ -99,13 +101,13 @@ SLACK = 0.95
 
 
 def may_go_within(job: Job) -> bool:
-    """Whether micro-batches may be offloaded so: every stage has one chunk."""
-    return job.chunks == 1 and job.schedule == "flush"
+    """Whether micro-batches may be offloaded so. Beside overlapped exchanges of experts they may on one stage alone."""
+    return job.schedule == "flush" and (job.chunks == 1 or not job.model.moe_overlapped)
 
 
 @dataclass(frozen=True)
 class Leaver:
-    """Finds what leaves within a micro-batch of one such stage."""
+    """Finds what leaves within a micro-batch of one stage, chunk by chunk."""
 
     job: Job
     profile: Profile
@@ -114,7 +116,8 @@ class Leaver:
     def leaving(
         self, asked_bytes: int, budget_bytes: int | None, solved: Callable[[int | None], SolvedChunks]
     ) -> tuple[SolvedChunks, Within | None]:
-        """The choices under which as much as was asked for leaves, or as much as then can. `solved`: under such a budget.
+        """The choices under which as much as was asked for leaves of every chunk, or as much as then can. `solved`: under such a
+        budget.
 
         Raises `Infeasible` as that does.
         """
@@ -123,88 +126,146 @@ class Leaver:
             chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
             within = self._within(asked_bytes, chunks)
             if within.spared_bytes >= spared_bytes:
-                return chunks, within._replace(spared_bytes=spared_bytes) if within.bytes else None
+                return chunks, within._replace(spared_bytes=spared_bytes) if any(within.bytes) else None
             spared_bytes = within.spared_bytes
 
     def exposed_s(self, chunks: SolvedChunks, within: Within | None) -> float:
         """Seconds of a micro-batch in which its passes wait for what leaves, out and back."""
         if within is None:
             return 0.0
-        (chunk,) = chunks
-        sizes = self._leaving(chunks, within.bytes)
-        pace, link_s = Pace(within.pace_bytes, self._halves), partial(self.profile.link_s, "host")
-        copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
-        forwards_s, backwards_s = self._halves_s
-        longer_s = [max(0.0, each + half.longer_s) for each, half in zip(backwards_s, chunk.halves, strict=True)]
-        return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
+        each = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
+        return sum(own.exposed_s(solved, size, pace) for own, solved, size, pace in each)
 
-    def host_s(self, chunks: SolvedChunks, size_bytes: int) -> HostSeconds:
+    def host_s(self, chunks: SolvedChunks, within: Within | None) -> HostSeconds:
         """What the host needs to issue a micro-batch of which so much leaves: a half that stays takes no longer."""
         host = host_bound.host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
-        sections = (each for layer in self.job.layers_of(self.stage) for each in self.job.model.sections(layer))
-        leaving = zip(sections, self._leaving(chunks, size_bytes), strict=False)
-        return sum((offloading_host_s(self.profile, section) for section, size in leaving if size), start=host)
+        sizes = [0] * len(chunks) if within is None else within.bytes
+        each = zip(self._chunks, chunks, sizes, strict=True)
+        leaving = (section for own, solved, size in each for section in own.sections_leaving(solved, size))
+        return sum((offloading_host_s(self.profile, section) for section in leaving), start=host)
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches of which so much leaves."""
+        """Micro-batches of which so much leaves, those of all chunks together."""
         return chunks_in_flight(self.job, self.stage)
 
+    @property
+    def host_sets(self) -> tuple[int, ...]:
+        """Micro-batches of each chunk that are on the host at once."""
+        if self.job.model.moe_overlapped:
+            return (self.in_flight + 1,)
+        layout = self.job.parallel.pipeline, self.stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
+        return most_of_each_chunk(*layout)
+
     def hidden_bytes(self) -> int:
-        """So much can be copied behind the stage's forward."""
-        asked_bytes = 2**30
-        copy_s = self.profile.link_s("host", asked_bytes)
-        return int(asked_bytes * (1 - 1 / self._halves) * self._forward_s / copy_s) if copy_s else 0
+        """So much can be copied behind the forward of every chunk."""
+        return min((own.hidden_bytes for own in self._chunks if own.halves), default=0)
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """What leaves of these choices: so much at most. What is away with the last half only, spares others in flight alone."""
-        leaving = self._leaving(chunks, asked_bytes)
-        if not (size_bytes := sum(leaving)):
-            return Within(0, 1, 0)
-        pace_bytes = self._pace_bytes(size_bytes)
-        pace = Pace(pace_bytes, self._halves)
-        turns = [(size, pace.leaves(place, size)) for place, size in enumerate(leaving, start=1) if size]
-        gone_bytes = sum(size for size, turn in turns if turn.away < self._halves)
-        return Within(size_bytes, pace_bytes, gone_bytes + (self.in_flight - 1) * size_bytes)
+        """What leaves of these choices: so much of each chunk at most. What is away with the last half only, spares others in
+        flight alone; and of these the one that has most left counts."""
+        parts = [own.leaves(solved, asked_bytes) for own, solved in zip(self._chunks, chunks, strict=True)]
+        beside = zip(chunks.beside_each_other, parts, strict=False)
+        others = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
+        spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * others
+        at_loss_bytes = parts[-1].bytes + (self.in_flight - 1) * others
+        sizes, paces = (tuple(getattr(part, name) for part in parts) for name in ("bytes", "pace_bytes"))
+        return Within(sizes, paces, spared_bytes, at_loss_bytes)
 
-    def _leaving(self, chunks: SolvedChunks, size_bytes: int) -> list[int]:
+    @cached_property
+    def _chunks(self) -> tuple[_ChunkLeaver, ...]:
+        return tuple(_ChunkLeaver(self.job, self.profile, self.stage, chunk) for chunk in range(self.job.chunks))
+
+
+class _Leaves(NamedTuple):
+    """What of one chunk leaves."""
+
+    bytes: int = 0
+    pace_bytes: int = 1
+    gone_bytes: int = 0
+    """What of it is away before its last half ends."""
+
+
+@dataclass(frozen=True)
+class _ChunkLeaver:
+    """The same of one chunk."""
+
+    job: Job
+    profile: Profile
+    stage: int
+    chunk: int
+
+    def leaves(self, solved: Solved, asked_bytes: int) -> _Leaves:
+        """So much at most."""
+        sizes = self._sizes(solved, asked_bytes)
+        if not (size_bytes := sum(sizes)):
+            return _Leaves()
+        pace_bytes = self._pace_bytes(size_bytes)
+        pace = Pace(pace_bytes, self.halves)
+        turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
+        return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self.halves))
+
+    def exposed_s(self, solved: Solved, size_bytes: int, pace_bytes: int) -> float:
+        """Seconds in which its passes wait for what leaves, out and back."""
+        pace, link_s = Pace(pace_bytes, self.halves), partial(self.profile.link_s, "host")
+        sizes = self._sizes(solved, size_bytes)
+        copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
+        forwards_s, backwards_s = self._halves_s
+        longer_s = [max(0.0, each + half.longer_s) for each, half in zip(backwards_s, solved.halves, strict=True)]
+        return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
+
+    def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
+        """What fills the halves of which something leaves."""
+        sections = (each for layer in self._layers for each in self.job.model.sections(layer))
+        return compress(sections, self._sizes(solved, size_bytes))
+
+    @property
+    def hidden_bytes(self) -> int:
+        """So much can be copied behind its forward."""
+        asked_bytes = 2**30
+        copy_s = self.profile.link_s("host", asked_bytes)
+        return int(asked_bytes * (1 - 1 / self.halves) * self._forward_s / copy_s) if copy_s else 0
+
+    @property
+    def halves(self) -> int:
+        return len(HALVES) * len(self._layers)
+
+    def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
         """What of so many bytes leaves of each half but the last: what forward made first leaves first."""
-        before = [0, *accumulate(movable := self._movable(chunks))]
+        before = [0, *accumulate(movable := self._movable(solved))]
         return [min(size, max(0, size_bytes - gone)) for size, gone in zip(movable, before, strict=False)]
 
-    def _movable(self, chunks: SolvedChunks) -> list[int]:
+    def _movable(self, solved: Solved) -> list[int]:
         """What can leave of each half but the last."""
-        (chunk,) = chunks
-        first, *others = [half.memory.movable for half in chunk.halves] or [0]
+        first, *others = [half.memory.movable for half in solved.halves] or [0]
         held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
         return [max(0, first - held), *others[:-1]] if others else []
 
     def _pace_bytes(self, size_bytes: int) -> int:
         copy_s = self.profile.link_s("host", size_bytes)
-        half_s = self._forward_s / self._halves
+        half_s = self._forward_s / self.halves
         return max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
 
     @property
-    def _halves(self) -> int:
-        return len(HALVES) * max(1, self.job.layers_on(self.stage))
+    def _layers(self) -> Sequence[int]:
+        return self.job.layers_of(self.stage, self.chunk)
 
     @property
     def _forward_s(self) -> float:
-        """Forward of the stage's layers."""
+        """Forward of its layers."""
         return sum(self._halves_s[0])
 
     @cached_property
     def _halves_s(self) -> tuple[list[float], list[float]]:
-        """Forward and backward of each half of the stage, nothing replayed. Where they run in turns each is as long as both, and
-        halves count as alike."""
-        layers = self.job.layers_of(self.stage)
+        """Forward and backward of each half, nothing replayed. Where they run in turns each is as long as both, and halves count
+        as alike."""
         if self.job.model.moe_overlapped:
-            kinds = self.job.model.each_kind(layers)
+            kinds = self.job.model.each_kind(self._layers)
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
             both_s = paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
-            return (alike := [both_s / self._halves] * self._halves), alike
+            return (alike := [both_s / self.halves] * self.halves), alike
         seconds = half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
-        halves = [seconds[section] for layer in layers for section in self.job.model.sections(layer)]
+        halves = [seconds[section] for layer in self._layers for section in self.job.model.sections(layer)]
         return [half.forward_s for half in halves], [half.backward_s for half in halves]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from math import ceil, floor
 from typing import Literal, get_args
 
@@ -83,6 +84,17 @@ class Stages:
     def without(self, early: Early) -> Stages:
         """The same stages with nothing of this kind, worked out anew."""
         return replace(self, **{early: False}, before=None)  # type: ignore[arg-type]
+
+    @property
+    def without_offloading(self) -> Stages:
+        """The same stages, which offload nothing."""
+        shares = (
+            (stage, share)
+            for stage in range(self.job.parallel.pipeline)
+            for share in chain.from_iterable(self._shares(stage))
+            if share != NOTHING
+        )
+        return replace(self, excluded=self.excluded.union(shares), before=self.worked)
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
@@ -213,10 +225,8 @@ class Stages:
         answer = StageAnswer(
             stage, chunks, count, share, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
         )
-        size_bytes = 0 if within is None else within.bytes
         exposed_s = self.job.microbatches * leaver.exposed_s(chunks, within)
-        host = leaver.host_s(chunks, size_bytes)
-        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(count + self.job.model.moe_overlapped,))
+        return replace(answer, exposed_copies_s=exposed_s, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
 
     def _leaver(self, stage: int) -> Leaver:
         if stage not in self._leavers:

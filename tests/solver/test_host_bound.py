@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.cost.host import HostSeconds, setting_of
+from megatron_lynx.config.loader import job_path, load_job
+from megatron_lynx.cost.host import HostSeconds, half_host_s, setting_of
 from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import exact, host_bound, sweep
 from megatron_lynx.solver.problem import Choices, StageProblem
 from tests.solver.problems import budgets, every_answer, options, problems
@@ -87,3 +89,15 @@ def problems_of_two_layers() -> StageProblem:
 )
 def test_what_becomes_of_a_half_is_its_setting(half, replay, gathered, setting):
     assert setting_of(DENSE[half], replay, gathered=gathered) == setting
+
+
+def test_a_checkpoint_takes_what_recomputing_everything_takes():
+    """Its input is gathered as in forward, and not once for its replay and its backward."""
+    profile = analytic_profile(load_job(job_path("jobs/llama3-70b-h800-80g")))
+    assert profile.shape.sequence_parallel
+    assert profile.host_time is not None
+    section = DENSE["mlp"]
+    items, measured = section.run_again(whole=True), profile.host_time.of(profile.shape.implementation).mlp
+    for checkpointed, passes in ((True, measured.replayed), (False, measured.gathered)):
+        host = half_host_s(profile, section, items, checkpointed=checkpointed)
+        assert host == HostSeconds(passes.forward_s, passes.backward_s)

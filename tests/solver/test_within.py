@@ -17,7 +17,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import Share
 from megatron_lynx.solver.host_bound import host_of_stage
-from megatron_lynx.solver.offload import may_go_within
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
@@ -83,13 +82,27 @@ def test_a_stated_share_leaves_whatever_it_costs() -> None:
     assert little.simulation.memory(0).peak_bytes <= kept - few
 
 
-def test_every_one_of_several_stages_offloads_and_interleaved_ones_do_not() -> None:
+def test_every_one_of_several_stages_offloads() -> None:
     """Of two in flight nothing is offloaded between passes, so middle stages with few in flight offloaded nothing."""
     decision = decided(job_of(0.5, **TIGHT))
     for stage, in_flight, which in zip(decision.plan.stages, (2, 1), ("all", "at_once"), strict=True):
         assert stage.offload is not None
         assert (stage.offload.half_by_half, stage.predicted.host_bytes) == (which, in_flight * stage.offload.bytes)
-    assert not may_go_within(job_of(0.5, **TIGHT, layers_per_chunk=4))
+
+
+def test_every_chunk_of_a_stage_offloads() -> None:
+    """Of eight chunks, five in flight on the first stage: between passes only what is beyond four of these could leave."""
+    job = job_of(0.5, pipeline=2, layers_per_chunk=4)
+    decision, keeping = decided(job), decided(job.model_copy(update={"offload_ratio": 0.0}))
+    assert decision.simulation.step_s < keeping.simulation.step_s
+    for answer in decision.stages:
+        entries = decision.plan.chunks_of(answer.stage)
+        assert answer.asked.within
+        assert all(entry.offload and entry.offload.half_by_half == "all" for entry in entries)
+        assert sum(answer.host_sets) >= answer.in_flight
+        assert answer.host_bytes == sum(
+            sets * entry.offload.bytes for sets, entry in zip(answer.host_sets, entries, strict=True) if entry.offload
+        )
 
 
 def test_of_many_in_flight_what_is_faster_leaves_between_passes_or_within_them() -> None:
@@ -114,7 +127,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     decision = decided(job_of(0.6))
     (answer,) = decision.stages
     assert answer.within is not None
-    assert 0 < answer.within.spared_bytes <= answer.within.bytes
+    assert 0 < answer.within.spared_bytes <= sum(answer.within.bytes)
     assert answer.before_loss_bytes == decision.simulation.before_backward_bytes(0, 0)
     kept, all_leave = (
         host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
@@ -129,7 +142,9 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
 @given(
     st.floats(0.15, 1.0),
     st.sampled_from(["auto", "auto", 0.2, 0.7]),
-    st.sampled_from([{}, {"tensor": 2}, EIGHT, {"tensor": 4, "pipeline": 2}, {"tensor": 1, "pipeline": 8}]),
+    st.sampled_from(
+        [{}, {"tensor": 2}, EIGHT, {"tensor": 4, "pipeline": 2}, {**TIGHT, "layers_per_chunk": 4}, {"tensor": 1, "pipeline": 8}]
+    ),
     st.sampled_from(["planned", "planned", "none", "selective", "full"]),
     st.sampled_from(["h800-80g", "a100-80g"]),
 )

@@ -335,11 +335,14 @@ def after_forwards(simulation: Simulation, stage: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("like", "pipeline"), [("gpt", 1), ("gpt", 3), *long(("llama", 1))])
-def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Pools, like: Any, pipeline: int) -> None:
+@pytest.mark.parametrize(("like", "pipeline", "chunks"), [("gpt", 1, 1), ("gpt", 3, 1), *long(("llama", 1, 1)), ("gpt", 2, 2)])
+def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(
+    pool_of: Pools, like: Any, pipeline: int, chunks: int
+) -> None:
     """Before every half's forward and before its backward, to the byte, copies under way included, on every stage. Of the tensor
     at the edge of what leaves the rest is there twice until its turn. What is replayed while a gradient is received stays."""
-    job = tiny_job(like, layers=4 * pipeline, pipeline=pipeline, microbatches=1 + pipeline)
+    several = {"layers_per_chunk": 4} if chunks > 1 else {}
+    job = tiny_job(like, layers=4 * pipeline * chunks, pipeline=pipeline, microbatches=chunks + pipeline, **several)
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places
     profile = profile.model_copy(update={"links": (*profile.links, instant)})
@@ -357,10 +360,10 @@ def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Po
     stayed = 0
     for stage, found in enumerate(pool_of(pipeline).run(bytes_at_halves, job, candidates)):
         said = [at_halves(plan, profile, stage) for plan in candidates]
-        assert len(found[0]) == len(said[0]) == 4 * job.microbatches * len(job.layers_of(stage))
+        assert len(found[0]) == len(said[0]) == 4 * job.microbatches * sum(job.chunk_layers(stage))
         as_said(job, profile, candidates, found, said)
         stayed += len(said[0]) - len(said[-1])
-    assert stayed == (pipeline - 1) * job.microbatches, "one on each stage that receives a gradient"
+    assert stayed == (pipeline * chunks - 1) * job.microbatches, "one of each chunk that receives a gradient"
 
 
 def as_said(job: Job, profile: Profile, candidates: list[Plan], found: list[list[int]], said: list[list[int]]) -> None:
@@ -377,10 +380,11 @@ def as_said(job: Job, profile: Profile, candidates: list[Plan], found: list[list
 def at_halves(plan: Plan, profile: Profile, stage: int) -> list[int]:
     """What the layers of a stage hold before each half's forward, if any of it may leave, and when each half's backward has asked
     for what it needs."""
-    simulation, entry = rehearse(plan, profile), plan.stages[stage]
-    curve, times_s = simulation.memory(stage), list[float]()
-    may_leave = [not entry.offload.stays(half) for half in timetable_of(plan, stage).chunks[0]] if entry.offload else []
+    simulation, entries = rehearse(plan, profile), plan.chunks_of(stage)
+    curve, times_s, timetable = simulation.memory(stage), list[float](), timetable_of(plan, stage)
     for each in simulation.executed[stage]:
+        entry, halves_of_chunk = entries[each.action.chunk], timetable.chunks[each.action.chunk]
+        may_leave = [not entry.offload.stays(half) for half in halves_of_chunk] if entry.offload else []
         kind = "forward" if each.action.kind == "F" else "backward"
         halves = sorted((span.start_s, span.end_s) for span in each.content.spans if span.kind == kind)
         if kind == "forward":
