@@ -121,8 +121,9 @@ def _ahead(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
     """A checkpoint that runs as far as an item while the layer above runs backward. What a reduction makes is remembered until
-    then; a gathered input has a buffer of its own until the linear has read it. Rows of tokens are not counted here: those that
-    are sent and those that arrive are in hand at every moment (`stage_memory.dispatched_bytes`)."""
+    then, and what one reads that scatters, as it travels; a gathered input has a buffer of its own until the linear has read it.
+    Rows of tokens are not counted here: those that are sent and those that arrive are in hand at every moment
+    (`stage_memory.dispatched_bytes`)."""
     late = checkpoint._replace(ahead_to=None, gathers_ahead=False)
     price, item = priced(profile, section, replay, late, less_in_hand_bytes), checkpoint.ahead_to
     assert item is not None
@@ -146,9 +147,11 @@ def _begun(
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
     before = [each for each in replayed.runs if section.index(each) < index + (not gathers)]
     there = replayed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
+    scatters = profile.shape.sequence_parallel and not section.exchanges
+    travels = profile.gathered_input(profile.message_bytes) if gathers else profile.message_bytes if scatters else 0
     return Begun(
         sum(costs.items[each].forward_s for each in before),
-        there + (profile.gathered_input(profile.message_bytes) if gathers else 0),
+        there + travels,
         under_way_s(profile, section, item, gathers=gathers),
         sum(costs.items[each].forward_s for each in before if each in section.code),
     )

@@ -51,3 +51,40 @@ def _noting(backward_pass: Any, begun: list[int], total: CpuTotal) -> Any:
             yield
 
     return noted
+
+
+def bytes_begun(rank: int, job: Job, plans: list[Plan], model: dict[str, Any]) -> list[list[int]]:
+    """For each plan what every beginning ahead of the second step adds to the bytes that are there, in the order of the step.
+    The first two experts get all tokens."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    total, found = CpuTotal(), []
+    for plan in plans:
+        seed_random_numbers(7)
+        training = Training(job, build_model(job, **model), optimizer=None)
+        starve(training.chunks)
+        batches, added = synthetic_batches(job), list[int]()
+        with install(training.chunks, plan) as installation:
+            training.step(batches)
+            waits = installation.engine._waits
+            waits._begin = _measuring(waits._begin, added, total)  # type: ignore[method-assign]
+            training.step(batches)
+        found.append(added)
+    return found
+
+
+def _measuring(begin: Any, added: list[int], total: CpuTotal) -> Any:
+    def measured(micro_batch: Any, ahead: Any) -> None:
+        if ahead:
+            wait_for_other_threads()
+            before = total.bytes
+            begin(micro_batch, ahead)
+            wait_for_other_threads()
+            added.append(total.bytes - before)
+
+    return measured
