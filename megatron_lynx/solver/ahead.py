@@ -4,7 +4,8 @@
     there      mlp(5), attention(5)     attention(5), what is begun of layer 4        mlp(4), attention(4)
 
 It does where that spares seconds and the second moment is no fuller than the third, which comes in any case: then it takes no
-memory, whatever the layer above keeps, and there is nothing to choose. So it is with a gather before a reduction.
+memory, whatever the layer above keeps, and there is nothing to choose. So it is with a gather before a reduction. Where that
+moment is fuller, the lowest layers may still begin ahead: when backward comes to them, less is held (`Stages.beginning_ahead`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Layer = tuple[Checkpoint | None, Checkpoint | None]
 """What the attention half and the MLP half of a layer are as checkpoints; None: none."""
 
 
-def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer) -> Layer:
+def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer, *, anyway: bool = False) -> Layer:
     """The same layer, and what it communicates begins ahead if that is worth it. `sections`: what fills its halves, and those of
-    the layer above."""
+    the layer above. `anyway`: whatever memory that takes."""
     found, most_s = layer, 0.0
     for ahead in _ways(prices.profile, sections, layer):
         both = ((_price(prices, *each), *each) for each in zip(sections, ahead, strict=True))
         seconds = sum(spared_s(prices.profile, *each, sections) for each in both)
-        if seconds > most_s and _takes_no_memory(prices, sections, layer, ahead):
+        if seconds > most_s and (anyway or _takes_no_memory(prices, sections, layer, ahead)):
             found, most_s = ahead, seconds
     return found
 

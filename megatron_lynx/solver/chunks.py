@@ -29,15 +29,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
+from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.interleaved import goes_back_at_once
-from megatron_lynx.solver.answer import Solved, SolvedChunks, Solver, infeasible, layers_of
+from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible, layers_of
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import LAYER, StageProblems
 from megatron_lynx.solver.placement import Placement
 from megatron_lynx.solver.problem import Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.sweep import least_memory
@@ -46,6 +48,10 @@ from megatron_lynx.units import SECOND_DIGITS
 RESERVES = 16
 """How many parts of what the model's last chunk needs to keep everything are tried as room that the others leave it, beside the
 least with which it can do. [4]"""
+
+
+MAY_BEGIN = (tuple(LAYER.values()), (None, Checkpoint()))
+"""What layers are that may begin ahead and do not: whole checkpoints, or such an MLP half."""
 
 
 class _SharedOut(NamedTuple):
@@ -88,6 +94,20 @@ class Chunks:
             return chunks
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
         return SolvedChunks(map(with_shared_receive, problems, chunks))
+
+    def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
+        """The answer for a chunk, of which the lowest checkpointed layer, the lowest two, and so on begin ahead what they
+        communicate, whatever memory that takes. Those do that are like the layer above them."""
+        layers = [*solved.layers]
+        kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
+        for number, (kind, above) in enumerate(pairwise(kinds)):
+            attention, mlp = halves = layers[number].halves
+            if kind != above or (attention.checkpoint, mlp.checkpoint) not in MAY_BEGIN:
+                continue
+            begun = self.problems.begun_anyway(kind, (attention.checkpoint, mlp.checkpoint))
+            if any(begun):
+                layers[number] = LayerChoice(*(one or late for one, late in zip(begun, halves, strict=True)))
+                yield replace(solved, layers=tuple(layers), gap=None)
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
         """What takes least of several ways to share the budget out between the model's last chunk and the others. [4]"""

@@ -302,6 +302,20 @@ class StageProblems:
             checkpoint=checkpoint,
         )
 
+    def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
+        """The checkpoints of a layer, which begin ahead what they communicate, whatever memory that takes; none where that spares
+        nothing. `sections`: as `begun_ahead` has it."""
+        if (key := (sections, late)) not in self._known_anyway:
+            begun = begun_ahead(self._prices, sections, late, anyway=True)
+            both = zip(sections, begun, reversed(sections), strict=True)
+            options = tuple(each and self._checkpoint(section, each, other) for section, each, other in both)
+            self._known_anyway[key] = (None, None) if begun == late else options
+        return self._known_anyway[key]
+
+    @cached_property
+    def _known_anyway(self) -> dict[tuple[tuple[Section, Section], Layer], tuple[Option | None, ...]]:
+        return {}
+
     def _late(self, kind: HalfKind, option: Option) -> Option:
         """A checkpoint that a plan has begin ahead, where nothing comes before it."""
         assert option.checkpoint is not None

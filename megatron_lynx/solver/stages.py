@@ -15,6 +15,7 @@ and devices that share a link to the host share its rate, so a copy is as long a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -127,6 +128,22 @@ class Stages:
             return (found,)
         less = self._offloading(stage, share, budget_bytes, solver)
         return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
+
+    def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
+        """The answer in which as many of the lowest checkpointed layers as fit begin ahead what they communicate: when backward
+        comes to these, less is held."""
+        budget_bytes = self._budget_bytes(answer.stage)
+        if budget_bytes is None or not self.ahead or self.job.userbuffers:
+            return answer
+        for number, chunk in enumerate(answer.chunks):
+            before, behind = answer.chunks[:number], answer.chunks[number + 1 :]
+            ways = [
+                replace(answer, chunks=SolvedChunks((*before, begun, *behind)))
+                for begun in self._chunks.begun_anyway(answer.stage, number, chunk)
+            ]
+            fit = bisect_left(ways, True, key=lambda way: way.peak_bytes > budget_bytes)
+            answer = ways[fit - 1] if fit else answer
+        return answer
 
     def keeping_all(self, answer: StageAnswer) -> StageAnswer:
         """The stage without recomputation and offloading, where that fits; else the answer as it is."""

@@ -67,14 +67,25 @@ def test_the_input_of_an_attention_is_gathered_ahead(pool_of: Pools, layout: str
     """As many collectives as on demand: backward gathers again. Chunks have layers above them that are no checkpoints, and the
     top one has none."""
     job = tiny_job(like, **LAYOUTS[layout])
-    plans = [begun(job, how="gather"), late(job), begun(job, layers=(1, 3), how="gather")]
+    plans = [begun(job, how="gather"), late(job), begun(job, layers=(1, 3), how="gather"), lowest_begun(job, "gather")]
     for rank, outcomes in enumerate(checked(pool_of, job, plans, Trial(counted=True))):
-        first, second, some = (outcome.planned for outcome in outcomes)
-        assert Counter(first.collectives) == Counter(second.collectives)
+        first, second, *others = (outcome.planned for outcome in outcomes)
+        assert Counter(first.collectives) == Counter(second.collectives) == Counter(others[-1].collectives)
         stage = rank // (job.gpus // job.parallel.pipeline)
-        for plan, of_plan in zip(plans, (first, second, some), strict=True):
+        for plan, of_plan in zip(plans, (first, second, *others), strict=True):
             counts = of_plan.counts[-1]
             assert (counts.gathered, counts.ahead) == (0, job.microbatches * begun_in(plan, stage)), f"rank {rank}"
+
+
+def lowest_begun(job: Job, how: Any) -> Plan:
+    """A plan in which the lowest layer of each chunk begins ahead, beside others that are checkpoints as well."""
+    raw = late(job).model_dump(mode="json", exclude_defaults=True)
+    for stage in raw["stages"]:
+        (rule,) = stage["rules"]
+        lowest, *others = map(int, str(rule["layers"]).split("-"))
+        above = [{**rule, "layers": last if last - lowest == 1 else f"{lowest + 1}-{last}"} for last in others]
+        stage["rules"] = [{**rule, "layers": lowest, "ahead": how}, *above]
+    return Plan.model_validate(raw)
 
 
 def begun_in(plan: Plan, stage: int) -> int:
