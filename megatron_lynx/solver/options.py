@@ -304,12 +304,14 @@ class StageProblems:
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
         """The checkpoints of a layer, which begin ahead what they communicate, whatever memory that takes; none where that spares
-        nothing. `sections`: as `begun_ahead` has it."""
+        nothing, or beside what is kept whole. `sections`: as `begun_ahead` has it."""
+        if any(section.kept_whole for section in sections):
+            return ()
         if (key := (sections, late)) not in self._known_anyway:
             begun = begun_ahead(self._prices, sections, late, anyway=True)
             both = zip(sections, begun, reversed(sections), strict=True)
             options = tuple(each and self._checkpoint(section, each, other) for section, each, other in both)
-            self._known_anyway[key] = (None, None) if begun == late else options
+            self._known_anyway[key] = () if begun == late else options
         return self._known_anyway[key]
 
     @cached_property
