@@ -50,8 +50,8 @@ WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
 
 WORTH_FILLING = 1e-2
-"""By what part a step may be longer without anything that begins ahead, before weight gradients are placed, for them to make it
-the shorter one after all: 0.9 % is the most that was seen."""
+"""By what part a step may be longer without anything that begins ahead, or without offloading, before weight gradients are
+placed, for them to make it the shorter one after all: 0.9 % is the most that was seen."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -173,14 +173,13 @@ def _made(job: Job, profile: Profile) -> Decision:
     known = Known()
     filled = with_both_fillers(job, decision, stages, profile, known)
     deferring = why_none_deferred(job) is None  # else the solver has weighed what is asked once more
+    most_s = (1 + WORTH_FILLING) * decision.simulation.step_s
     for early in EARLY if deferring else ():
         if early in begun_early(filled.plan):
             other = Stages(decision.job, profile).without(early)
-            most_s = (1 + WORTH_FILLING) * decision.simulation.step_s if early == "ahead" else inf
-            filled = _held_against(filled, job, other, known, most_s)
+            filled = _held_against(filled, job, other, known, most_s if early == "ahead" else inf)
     if job.offload_ratio == "auto" and job.chunks > 1 and any(entry.offload for entry in filled.plan.stages):
         with suppress(Infeasible):  # with one chunk this gained 0.3 % at most
-            most_s = (1 + WORTH_FILLING) * decision.simulation.step_s
             filled = _held_against(filled, job, stages.without_offloading, known, most_s)
     finished = _with_lengths(_with_loads(filled, profile), profile)
     check_budget_kept(finished.job, finished.simulation)

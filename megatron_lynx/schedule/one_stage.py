@@ -47,6 +47,7 @@ def most_of_each_chunk(
     return tuple(most[chunk] for chunk in range(chunks))
 
 
+@lru_cache(maxsize=1024)
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:

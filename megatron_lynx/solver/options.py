@@ -304,8 +304,8 @@ class StageProblems:
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
         """The checkpoints of a layer, which begin ahead what they communicate, whatever memory that takes; none where that spares
-        nothing, or beside what is kept whole. `sections`: as `begun_ahead` has it."""
-        if any(section.kept_whole for section in sections):
+        nothing, or where it may not. `sections`: as `begun_ahead` has it."""
+        if not self._may_begin(sections):
             return ()
         if (key := (sections, late)) not in self._known_anyway:
             begun = begun_ahead(self._prices, sections, late, anyway=True)
@@ -327,15 +327,19 @@ class StageProblems:
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
         """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
         first = kind.half == HALVES[0]
-        if (first and not late.joined) or (kind.last and not first) or self.job.userbuffers or not self.ahead:
+        if (first and not late.joined) or (kind.last and not first):
             return late
         sections = (kind.section, other) if first else (other, kind.section)
         layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
-        if any(section.kept_whole for section in sections):
+        if not self._may_begin(sections):
             return late
         if (key := (sections, late.joined)) not in self._known_ahead:
             self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
         return self._known_ahead[key][not first] or late
+
+    def _may_begin(self, sections: tuple[Section, Section]) -> bool:
+        """Whether what a layer communicates may begin ahead at all: beside what is kept whole it may not."""
+        return self.ahead and not self.job.userbuffers and not any(section.kept_whole for section in sections)
 
     @cached_property
     def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:

@@ -133,7 +133,7 @@ class Stages:
         """The answer in which as many of the lowest checkpointed layers as fit begin ahead what they communicate: when backward
         comes to these, less is held."""
         budget_bytes = self._budget_bytes(answer.stage)
-        if budget_bytes is None or not self.ahead or self.job.userbuffers:
+        if budget_bytes is None:
             return answer
         for number, chunk in enumerate(answer.chunks):
             before, behind = answer.chunks[:number], answer.chunks[number + 1 :]

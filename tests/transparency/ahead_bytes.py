@@ -1,4 +1,5 @@
-"""What frames hold after each task of a window, counted on a rank by their storages."""
+"""What frames hold after each task of a window, counted on a rank by their storages; and what is there more when something has
+begun ahead, counted by the allocator."""
 
 from __future__ import annotations
 
@@ -30,6 +31,45 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
     with install(training.chunks, plan), _counting(held):
         training.step(synthetic_batches(job, 0))
     return held
+
+
+def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[int]:
+    """What every beginning ahead of the second step adds to the bytes that are there, in the order of the step. The first two
+    experts get all tokens."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.measure.cpu_total import CpuTotal
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+    from tests.transparency.trials import starve
+
+    initialise(job)
+    seed_random_numbers(7)
+    total, added = CpuTotal(), list[int]()
+    training = Training(job, build_model(job, **model), optimizer=None)
+    starve(training.chunks)
+    batches = synthetic_batches(job)
+    with install(training.chunks, plan) as installation:
+        training.step(batches)
+        waits = installation.engine._waits
+        waits._begin = _measuring(waits._begin, added, total)  # type: ignore[method-assign]
+        training.step(batches)
+    return added
+
+
+def _measuring(begin: Callable[..., Any], added: list[int], total: Any) -> Callable[..., Any]:
+    from megatron_lynx.measure.cpu_memory import wait_for_other_threads
+
+    def measured(micro_batch: Any, ahead: Any) -> None:
+        if ahead:
+            wait_for_other_threads()
+            before = total.bytes
+            begin(micro_batch, ahead)
+            wait_for_other_threads()
+            added.append(total.bytes - before)
+
+    return measured
 
 
 @contextmanager

@@ -7,32 +7,23 @@ for behind work of the half above, not at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.stage_memory import dispatched_bytes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.planner.nearest import with_load
-from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
-from tests.profiler.made_up import made_up_profile
 from tests.transparency import test_flex
 from tests.transparency.checkpoints import ahead, checkpointed
-from tests.transparency.load_trials import bytes_begun
 from tests.transparency.plans import plan_for
 from tests.transparency.test_checkpoints import EXPERTS
 from tests.transparency.test_every_bit import LAYOUTS, checked
-from tests.transparency.test_experts import STATEFUL, job_of, trial_of
-from tests.transparency.test_overlapped import profile_of
+from tests.transparency.test_experts import job_of, trial_of
 from tests.transparency.timeline import timelines
 from tests.transparency.trials import Trial
 
@@ -120,51 +111,6 @@ def test_what_travels_by_deepep_is_not_used_before_it_is_there(pool_of: Pools) -
     job = test_flex.job_of("EP2", "deepep", shared_ffn=32)
     for outcomes in checked(pool_of, job, [begun(job), begun(job, "mlp")], trial_of(steps=3)):
         assert [outcome.planned.counts[-1].ahead for outcome in outcomes] == [job.microbatches] * 2
-
-
-COUNTED: dict[str, tuple[Callable[[], Job], Any]] = {
-    "TP2": (lambda: tiny_job("llama", tensor=2, layers=3, microbatches=2), True),
-    "TP2+SP": (lambda: tiny_job("llama", **SP | {"layers": 3}), True),
-    "TP2+SP, behind a gather": (lambda: tiny_job("llama", **SP | {"layers": 3}), "gather"),
-    "EP2": (lambda: job_of("EP2", attention_dropout=0.0, hidden_dropout=0.0), True),
-}
-"""Without dropout, whose random states are on the host of a GPU and on the device here."""
-
-
-@pytest.mark.parametrize("layout", COUNTED)
-def test_what_begins_ahead_holds_what_the_planner_says(pool_of: Pools, layout: str) -> None:
-    """To the byte; rows of tokens are counted as in hand, here those of a rank that gets all of them. While a gather travels
-    gloo has a copy of what it gathers."""
-    made, how = COUNTED[layout]
-    job = made()
-    plan, loaded = begun(job, how=how), with_load(job, 2.0) if job.model.experts else job
-    profile = profile_of(loaded) if job.model.experts else made_up_profile(job)
-    rows_bytes = dispatched_bytes(LayerShape.of(loaded)) if job.model.experts else 0
-    said = said_of(plan, profile) * job.microbatches
-    (found,), *_ = pool_of(job.gpus).run(bytes_begun, job, [plan], STATEFUL if job.model.experts else {})
-    assert len(found) == len(said) > 0
-    if how == "gather":
-        copied = {one - other for one, other in zip(found[::2], said[::2], strict=True)}
-        assert copied <= {0, profile.message_bytes}
-        found, said = ([sum(both) for both in batched(each)] for each in (found, said))
-    assert all(other <= one <= other + rows_bytes for one, other in zip(found, said, strict=True)), (found, said)
-
-
-def batched(values: list[int]) -> Iterator[tuple[int, int]]:
-    """What is gathered, and what goes on from there."""
-    return zip(values[::2], values[1::2], strict=True)
-
-
-def said_of(plan: Plan, profile: Profile) -> list[int]:
-    """What the simulator takes for what begins ahead, in the order of a backward of the first stage."""
-    timetable, prices = timetable_of(plan, 0), Prices(profile)
-    halves = {half.key: half for half in treated_halves(plan.stages[0], timetable.chunks[0], prices)}
-    found = []
-    for half in timetable.backward(0, "steady").halves:
-        first, *others = (wait.ahead for wait in half.waits) if half.waits else ((),)
-        begun = (replays for replays in (half.ahead, first, half.midway, *others) if replays)
-        found += [sum(halves[one.half].part(one).taken_bytes for one in replays) for replays in begun]
-    return found
 
 
 SP = {"tensor": 2, "layers": 2, "microbatches": 1, "sequence_parallel": True}
