@@ -306,7 +306,8 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
     """Halves in forward order, each with what it is as a checkpoint, if it is one."""
     fed = False
     for half in planned:
-        yield half, Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead) if half.checkpoint else None
+        goes_on = half.goes_on_behind is not None
+        yield half, Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, goes_on) if half.checkpoint else None
         fed = half.feeds
 
 

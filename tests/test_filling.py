@@ -175,8 +175,10 @@ def test_packing_in_turns_finds_nearly_what_every_way_finds():
 
 def test_one_stage_without_room_does_not_take_forwards_from_the_others(monkeypatch) -> None:
     """One stage held too much with weight gradients in waits of forwards, however little it was left; then none of them had any,
-    and the step was 0.9 % longer. (With checkpoints that begin ahead this stage has room.)"""
-    monkeypatch.setattr(options, "begun_ahead", lambda prices, sections, layer: layer)
+    and the step was 0.9 % longer. (With checkpoints that begin ahead, or go on in waits, it has
+    room.)"""
+    monkeypatch.setattr(options, "begun_ahead", lambda prices, sections, layer, **how: layer)
+    monkeypatch.setattr(options.StageProblems, "_going_on", lambda problems, section, checkpoint: checkpoint)
     job = load_job(job_path("jobs/mixtral-8x7b-h100-80g"))
     found = decide(job, analytic_profile(job))
     in_forwards = [

@@ -59,7 +59,8 @@ def _policy(
         together = section.counted_by_all
         beyond = Beyond(stage.experts_hold, section.on_rows, replayed, together, marked_in(section, module))
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
-    gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead)
+    goes_on = planned.goes_on_behind is not None and not section.exchanges
+    gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or goes_on)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
     stays = stage.offload is None or stage.offload.stays(planned)
     stays |= section.kept_whole or (section.in_some_layers and not (stage.offload and stage.offload.experts))

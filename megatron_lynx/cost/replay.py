@@ -38,6 +38,8 @@ class Checkpoint(NamedTuple):
     """The item to which it runs again while the layer above runs backward (`timetable.PlannedHalf`)."""
     gathers_ahead: bool = False
     """Whether its input is gathered before that."""
+    goes_on: bool = False
+    """Whether what comes behind all that communicates runs again in the first wait of its own backward."""
 
     @property
     def joined(self) -> bool:

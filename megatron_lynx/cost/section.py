@@ -68,7 +68,11 @@ class PricedSection:
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """By item before which the replay can stop: how far it is then."""
     begun: Mapping[str, Begun] = field(default_factory=dict)
-    """Of a checkpoint that runs ahead: by item at which it stops, the last one first."""
+    """Of a checkpoint that runs again in parts: by item at which it stops, the last one first."""
+
+    def rest_s(self, item: str) -> float:
+        """Seconds of what is left of such a checkpoint behind an item."""
+        return self.replay_s - self.begun[item].seconds + self.begun[item].again_s
 
 
 def priced(
@@ -82,8 +86,8 @@ def priced(
     are. `less_in_hand_bytes`: as `cost.memory.half_memory` has it."""
     costs = profile.of(section)
     feeds = checkpoint is not None and checkpoint.feeds
-    if checkpoint is not None and checkpoint.ahead_to is not None:
-        return _ahead(profile, section, replay, checkpoint, less_in_hand_bytes)
+    if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.goes_on):
+        return _in_parts(profile, section, replay, checkpoint, less_in_hand_bytes)
     replayed = replay_of(section, costs.tensors, replay, whole=feeds)
     once = gathers(profile, section, replay) and checkpoint is None
     gathered_bytes = profile.gathered_input(profile.message_bytes) if once else 0
@@ -117,24 +121,28 @@ def priced(
     )
 
 
-def _ahead(
+def _in_parts(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
-    """A checkpoint that runs as far as an item while the layer above runs backward. What a reduction makes is remembered until
-    then, and what one reads that scatters, as it travels; a gathered input has a buffer of its own until the linear has read it.
-    Rows of tokens are not counted here: those that are sent and those that arrive are in hand at every moment
-    (`stage_memory.dispatched_bytes`)."""
-    late = checkpoint._replace(ahead_to=None, gathers_ahead=False)
-    price, item = priced(profile, section, replay, late, less_in_hand_bytes), checkpoint.ahead_to
-    assert item is not None
+    """A checkpoint that runs again in parts: as far as an item while the layer above runs backward, or where backward enters it,
+    and the rest behind that. What a reduction makes is remembered until then, and what one reads that scatters, as it travels; a
+    gathered input has a buffer of its own until the linear has read it. Rows of tokens are not counted here: those that are sent
+    and those that arrive are in hand at every moment (`stage_memory.dispatched_bytes`)."""
+    at_once = checkpoint._replace(ahead_to=None, gathers_ahead=False, goes_on=False)
+    price = priced(profile, section, replay, at_once, less_in_hand_bytes)
+    item = checkpoint.ahead_to or section.last_communicating
+    assert item is not None, f"nothing of {section.name} communicates"
     if item == section.residual:
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
-    begun = {item: _begun(profile, section, replay, checkpoint, item)}
+    gathers = item == section.gathered
+    begun = {item: _begun(profile, section, replay, checkpoint, item, gathers=gathers)}
     if checkpoint.gathers_ahead:
         begun[section.column_parallel] = _begun(profile, section, replay, checkpoint, section.column_parallel, gathers=True)
     exposed_s = price.communicates_s - sum(each.under_way_s for each in begun.values())
     begun[item] = begun[item]._replace(waits_s=exposed_s)
-    memory = _from_above(price.memory, max(each.bytes for each in begun.values()), checkpoint)
+    memory = price.memory
+    if checkpoint.ahead_to is not None:
+        memory = _from_above(memory, max(each.bytes for each in begun.values()), checkpoint)
     return dataclasses.replace(price, memory=memory, begun=begun)
 
 

@@ -397,6 +397,12 @@ class Section:
         return self.column_parallel or None
 
     @cached_property
+    def last_communicating(self) -> str | None:
+        """The last item that communicates when a checkpoint runs again and nobody needs what it returns: the dispatch, or the
+        linear whose input sequence parallelism gathers. None where neither is a window."""
+        return self.item("dispatch").name if self.exchanges_in_windows else self.gathered if self.has_windows else None
+
+    @cached_property
     def row_parallel(self) -> str:
         return self.item("row_parallel").name
 

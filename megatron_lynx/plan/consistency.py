@@ -31,6 +31,7 @@ from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.interleaved import groups_needed
+from megatron_lynx.timetable import Layout
 
 
 def problems(plan: PlanContents) -> list[str]:
@@ -107,6 +108,7 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
     yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
+        yield from _nothing_goes_on(plan, rule, half)
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
@@ -119,6 +121,24 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
             if isinstance(getattr(getattr(rule, key), half), ByPhase | GatherByPhase) or key == "gather":
                 late = [name for name in at["cooldown"] if name is not None and is_forward(name)]
                 yield from (f"{key}.{half}.cooldown is {name}, but no forward runs in cool-down" for name in late)
+
+
+def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+    """The layers of a checkpoint that is to go on in its first wait, and has none, or communicates nothing before."""
+    window, layout = rule.windows.of(half, "steady"), layout_of(plan)
+    if not rule.checkpoints(half) or window == ON_DEMAND:
+        return
+    halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
+    if lacking := [layer for layer, section in halves if not _may_go_on(plan, layout, layer, section)]:
+        found = f"windows.{half} is {window}, but {rule.checkpoint_said}, and {experts.spans(lacking)} gather no gradient there"
+        needed = "tokens that are dispatched in windows, or parallel.sequence_parallel without fp8"
+        yield f"{found}: needed {needed}, or no window"
+
+
+def _may_go_on(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
+    if section.exchanges or section.last_communicating is None:
+        return section.exchanges_in_windows and layout.waits("bwd", layer, section) > 0
+    return layout.sequence_parallel and layout.collectives and plan.model.fp8 is None and not plan.parallel.userbuffers
 
 
 def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:

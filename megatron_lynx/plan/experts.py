@@ -55,11 +55,11 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     others = [layer for layer in rule.layers if layer not in affected]
     dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
     if affected and dense:
-        found = f"{', '.join(dense)} replayed in {_spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        found = f"{', '.join(dense)} replayed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
         yield f"found {found}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
     named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.replay) and item not in MLP.names]
     if others and named:
-        found = f"{', '.join(named)} in {_spans(others)}, whose MLP is no mixture of experts (model.moe_layers)"
+        found = f"{', '.join(named)} in {spans(others)}, whose MLP is no mixture of experts (model.moe_layers)"
         yield f"found {found}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
     shared = [item for item in named if item in SHARED_EXPERTS]
     if affected and shared and not plan.model.shared_experts:
@@ -69,16 +69,16 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
         and rule.filling(MLP.half) is MLP
         and any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
     ):
-        found = f"windows.{MLP.half} of {_spans(affected)} in several stretches"
+        found = f"windows.{MLP.half} of {spans(affected)} in several stretches"
         yield f"found {found}, needed one window: a replay of experts runs at once"
     for name in dict.fromkeys(_places(rule)):
         windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
         inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
         if inside and not plan.exchanging:
-            found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
+            found = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
         elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:
-            found = f"{name} of {_spans(inside)}, where other layers have no experts (model.moe_layers)"
+            found = f"{name} of {spans(inside)}, where other layers have no experts (model.moe_layers)"
             yield f"found {found}, needed a wait of a backward: the forward may be another chunk's"
 
 
@@ -108,7 +108,7 @@ def _places(rule: Rule) -> Iterator[str]:
             yield from filter(None, (rule.gather.of(half, phase),))
 
 
-def _spans(layers: list[int]) -> str:
+def spans(layers: list[int]) -> str:
     """`layers 2-4`, or as many ranges as there are."""
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]

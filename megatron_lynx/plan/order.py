@@ -58,6 +58,8 @@ def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Pla
 
 def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
     """How many windows of its own backward come before that needs anything of what a half's replay makes."""
+    if half.goes_on_behind is not None:
+        return 1  # a dropout mask that backward reads first is made by then, and all else with it
     if half.section.exchanges and half.layer in timetable.layout.exchanging:
         return own_exchanges_in_time(half.section, half.replay)
     if not half.section.has_windows:

@@ -25,6 +25,7 @@ from megatron_lynx.anatomy.address import (
     BackwardPhase,
     examples,
 )
+from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.anatomy.stretch import PLACE_PATTERN, Stretch, stretches_in
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName
@@ -76,7 +77,8 @@ class ByPhase(Part):
 
 class Windows(Part):
     """Where the two halves of a layer are replayed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
-    that replays nothing has none."""
+    that replays nothing has none. Of a checkpointed one, in the first wait of its own backward: what comes behind all that
+    communicates again."""
 
     attention: PlaceName | ByPhase | None = None
     mlp: PlaceName | ByPhase | None = None
@@ -208,10 +210,9 @@ class Rule(Part):
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if self.checkpoints(half):
-                given = [key for key, place in (("windows", window), ("gather", gather)) if place is not None]
-                problems += [
-                    f"{key}.{half} is given, but {self.checkpoint_said}: it runs again when backward needs it" for key in given
-                ]
+                if gather is not None:
+                    problems.append(f"gather.{half} is given, but {self.checkpoint_said}: it gathers as its forward did")
+                problems += self._goes_on(half)
                 continue
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
@@ -257,6 +258,15 @@ class Rule(Part):
         if self.checkpoint == "layer":
             return "the layer's input" if half == first else f"nothing: {first} makes its input"
         return "its input"
+
+    def _goes_on(self, half: Half) -> Iterator[str]:
+        """What is wrong with the wait in which the rest of a checkpointed half is to run again."""
+        window, own = getattr(self.windows, half), own_window(half)
+        found = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
+        if window is not None and self.feeds(self.layers.last, half):
+            yield f"windows.{half} {found}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
+        elif window not in (None, own):
+            yield f"windows.{half} {found}, but {self.checkpoint_said}: it runs again where backward enters it, at most to {own}"
 
     def _unlisted(self) -> Iterator[str]:
         """Items that the rule lists twice, or should list and does not."""

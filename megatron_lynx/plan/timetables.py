@@ -20,7 +20,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, wi
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.timetable import Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
+from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
 """What fills the halves of a layer, in the order of a forward."""
@@ -51,15 +51,6 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         for linear in (reversed(section.linears) if rule.weight_gradients else ())
         if linear in rule.weight_gradients
     }
-    if rule.checkpoints(half):
-        behind = rule.fed_behind(layer, half)
-        again = section.run_again(whole=behind > 0)
-        ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
-        gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
-        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
-        return replace(planned, ahead_to=ahead, gathers_ahead=gathers)
-    if not (replay := rule.replays(half)):
-        return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (
         Place(
             tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
@@ -67,6 +58,16 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         )
         for phase in BACKWARD_PHASES
     )
+    if rule.checkpoints(half):
+        behind = rule.fed_behind(layer, half)
+        again = section.run_again(whole=behind > 0)
+        ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
+        gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
+        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
+        place = ON_DEMAND_PLACE if behind else steady
+        return replace(planned, steady=place, cooldown=place, ahead_to=ahead, gathers_ahead=gathers)
+    if not (replay := rule.replays(half)):
+        return PlannedHalf(layer, section, deferred=deferred)
     return PlannedHalf(layer, section, replay, steady, cooldown, deferred=deferred)
 
 
@@ -85,7 +86,7 @@ def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
     found = {
         half.section.norm
         for half in _halves(plan)
-        if half.section.norm in half.replay
+        if half.section.norm in half.replay and not half.checkpoint
         for place in map(half.place, BACKWARD_PHASES)
         if place.gather is None and place.stretches[0][0] != ON_DEMAND
     }

@@ -311,7 +311,11 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     """The rule for layers that are treated alike."""
     options = [each for each in zip(HALVES, choice.halves, strict=True) if each[1].checkpoint is None]
     replay = {item for _, option in options for item in option.replay}
-    windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
+    windows = {
+        half: window_of(each.seat.steady.window, each.seat.cooldown.window)
+        for half, each in zip(HALVES, choice.halves, strict=True)
+        if each.replay and (each.checkpoint is None or each.checkpoint.goes_on)
+    }
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
     return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))

@@ -40,13 +40,13 @@ from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import FallBack, Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraph, RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import AsRecorded, Guard, NotWaitedFor, Replays
+from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
 from megatron_lynx.runtime.trace import ReplayClock
-from megatron_lynx.runtime.waits import Waits, WindowedWork
+from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timetable import Timetable
@@ -270,7 +270,7 @@ class Engine:
 
     # --- backward ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, frame: Frame, _: Any) -> None:
+    def _enter(self, frame: Frame, gradients: Any) -> None:
         if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
             raise partial_backward(frame.policy.name)
         self._close_backward_span()
@@ -278,7 +278,7 @@ class Engine:
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
         if frame.policy.checkpoint and frame.lets_go:
-            self._replays.on_demand(frame)
+            self._waits.run_again(frame, first_in(Tensor, gradients))
         self._waits.begin_ahead(frame)
 
     def _midway(self, frame: Frame, _: Any) -> None:
@@ -294,10 +294,12 @@ class Engine:
         if frame is not None:
             self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
+            if (begun := frame.take_gathered_gradient()) is not None:
+                begun.work.wait()
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
-    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork | NotWaitedFor] | None:
+    def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
         """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it.
         `exchange`: it brings tokens to experts, or back; else it is one of the tensor-parallel group."""
         return self._waits.window(exchange=exchange)
@@ -339,6 +341,10 @@ class Engine:
     def gathered_input(self) -> Any:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""
         return self._waits.gathered_input()
+
+    def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
+        """What is gathered of this gradient, `[s/t, ...] -> [s, ...]`, and its `Work`, if a frame has started that."""
+        return self._waits.gathered_gradient(gradient)
 
     def served(self, output: Any) -> Any:
         """The `Work` that gathers into `output`, if a frame has started it."""

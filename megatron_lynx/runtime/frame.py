@@ -163,6 +163,23 @@ class UnderWay:
             work.wait()
 
 
+@dataclass(frozen=True)
+class GatheredGradient:
+    """The gradient of what a half returned, which is gathered before its backward comes to that."""
+
+    source: Tensor
+    whole: Tensor
+    work: Any
+    version: int
+    """Of the source, when it began."""
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Whether nothing has changed the gradient on its way from the half's output to where it is gathered."""
+        source = self.source
+        same = source.data_ptr() == gradient.data_ptr() and source.numel() == gradient.numel() and source.dtype == gradient.dtype
+        return same and source._version == self.version
+
+
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
@@ -205,6 +222,10 @@ class Frame:
     """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
+    gradient: Tensor | None = None
+    """That of what it returned, while it runs again, where it is to be gathered behind its input."""
+    gathered_gradient: GatheredGradient | None = None
+    """From then on, until its backward comes to it."""
     told: Callable[[Tensor], None] | None = None
     """Whom to show the gathered input when this half's backward has waited for it; usually nobody (`watched`)."""
     mark: Any = None
@@ -237,6 +258,19 @@ class Frame:
         self.let_go_bytes += tensor.nbytes if type(tensor) is Tensor else sum(part.nbytes for part in memory_of([tensor]))
         self.wanted.add(key)
         return Handle(self, key)
+
+    def gather_gradient(self) -> None:
+        """Begin to gather the gradient of what it returned."""
+        assert self.policy.gather is not None, f"{self.policy.name} has no way to gather"
+        assert self.gradient is not None, f"{self.policy.name} has no gradient to gather"
+        whole, work = self.policy.gather(self.gradient)
+        self.gathered_gradient = GatheredGradient(self.gradient, whole, work, self.gradient._version)
+        self.gradient = None
+
+    def take_gathered_gradient(self) -> GatheredGradient | None:
+        """What was begun of that, once."""
+        taken, self.gathered_gradient = self.gathered_gradient, None
+        return taken
 
     def left(self) -> None:
         """Its backward is over. The graph may live on: a router of experts keeps a tensor of its last call."""

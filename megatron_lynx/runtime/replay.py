@@ -19,6 +19,7 @@
 [8] a replay that is begun ahead stops behind a site whose communication it has issued and nobody has waited for; the next one of
     the frame waits for it first
 [9] what a checkpoint has gathered ahead serves its replay alone: backward gathers again, as in stock, and the buffer is free
+[10] rows of tokens that have travelled, and were sorted into a copy, are let go of: gradients travel beside what comes behind
 
 A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
 
@@ -38,12 +39,19 @@ What it communicates last may be under way before that, where the plan has it be
     enter attention(5) begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch] ── tokens travel ──┐
     enter mlp(4)       on_demand ─────────────────────────────────────> [wait] ──> [mlp(4), the rest] <┘
 
+A half of experts may stop there, too, where backward enters it: the rest runs in the wait for the gradient of what experts
+returned, which travels behind the dispatch:
+
+    enter mlp(4)       begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch]
+    bwd.mlp.0@4        replay ──> [wait for the dispatch] ──> [mlp(4), the rest] ──> [wait for the gradient]
+
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -58,7 +66,7 @@ from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recorded_graph import NOTHING
 from megatron_lynx.runtime.refusals import asked_twice, other_nodes, second_order
-from megatron_lynx.runtime.saved import Packing, detached, is_parameter, tensors_in
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
 
@@ -94,6 +102,8 @@ class Replayer:
         self._ordinal = 0
         self._site: str | None = None
         """The site that runs now."""
+        self._rows: list[weakref.ref[Tensor]] = []
+        """What an earlier replay remembered of the dispatch."""
         self._packing: Packing
         """There while the half runs."""
 
@@ -107,6 +117,11 @@ class Replayer:
         assert self.frame.under_way is not None
         self.frame.under_way.works.append(work)
         return NotWaitedFor()
+
+    def gathers_gradient(self, work: Any) -> Any:
+        """The input of the site that runs is being gathered; the gradient of what the half returned is next."""
+        self.frame.gather_gradient()
+        return work
 
     @property
     def starting(self) -> bool:
@@ -159,8 +174,11 @@ class Replayer:
             self.argument = arguments[0].detach() if self.argument is None else self.argument
             raise _Enough
         self._stop_if_done()
-        memo = self.frame.memos.get(self._segment)
+        memo = self.frame.memos.pop(self._segment, None) if self._last else self.frame.memos.get(self._segment)
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
+        if self._last and self._dispatches(call.site):  # [10]
+            self._empty(arguments, outputs)
+            self._rows += [weakref.ref(one) for one in tensors_in(outputs) if one.dim() > 1] if memo is not None else []
         self._enter()
         if call.site.name == self._starts and self.frame.under_way is not None and self.frame.under_way.works:
             raise _Enough  # [8]
@@ -206,12 +224,25 @@ class Replayer:
         if policy.checkpoint and self.in_gather_site:
             self.frame.gathering = None  # [9]
         self._site = None
-        if self._until is not None or self._starts is not None:  # [6] [8]
+        if not self._last:  # [6] [8]
             random = None if self.frame.random is None else self._random.capture()
             self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), random)
         if (under_way := self.frame.under_way) is not None and self._starts is not None and not under_way.works:
             under_way.passed.add(self._segment)
         return outputs
+
+    def _dispatches(self, site: Site) -> bool:
+        """Whether it brings tokens to experts, or back, once more."""
+        item = self.frame.policy.section.of_name.get(site.name)
+        return self.frame.policy.checkpoint and item is not None and item.exchanges
+
+    def _empty(self, arguments: list[Tensor], outputs: Any) -> None:
+        """Let go of rows that an earlier replay remembered and that this one has used: the code around still has them."""
+        used = {storage_of(one) for one in arguments}
+        used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.found.values())}
+        for rows in (one() for one in self._rows):
+            if rows is not None and storage_of(rows) in used:
+                rows.untyped_storage().resize_(0)
 
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
@@ -252,6 +283,11 @@ class Replayer:
     def _stop_if_done(self) -> None:
         if not self.frame.wanted and not self._goes_on:
             raise _Enough  # [5]
+
+    @property
+    def _last(self) -> bool:
+        """Whether the frame is not replayed once more."""
+        return self._until is None and self._starts is None
 
     @property
     def _goes_on(self) -> bool:
@@ -299,7 +335,7 @@ class Replays:
         frame = handle.frame
         if torch.is_grad_enabled():
             raise second_order(frame.policy.name)
-        if not frame.replayed and frame.lets_go:
+        if handle.key not in frame.found and frame.lets_go:
             self.on_demand(frame)
         found = frame.found.pop(handle.key, None)
         if found is None:
@@ -311,6 +347,15 @@ class Replays:
         self._feed(frame)
         self.replay(frame, ON_DEMAND)
         self._progress.counts.on_demand += 1
+
+    def beside_gradient(self, frame: Frame, gradient: Tensor | None, window: str) -> None:
+        """The same for a checkpoint, beside a gather of the gradient of what the half returned, which begins behind that of its
+        input. `window`: where backward waits for that gather."""
+        self._feed(frame)
+        frame.gradient = gradient
+        self.replay(frame, window)
+        frame.gradient = None
+        self._progress.counts.hidden += 1
 
     def begin(self, frame: Frame, item: str) -> None:
         """Run a checkpoint again as far as this item, and leave under way what that communicates: its input is gathered, or what
@@ -325,7 +370,6 @@ class Replays:
             assert frame.under_way.works, f"the replay of {frame.policy.name} communicated nothing behind {item}"
         self._progress.clock.end(ON_DEMAND, clocked)
         self._progress.add_span("replay", frame, ON_DEMAND, begin)
-        self._progress.counts.ahead += 1
 
     def _feed(self, frame: Frame) -> None:
         """Have the half before run again to its end, where that makes inputs of this one."""

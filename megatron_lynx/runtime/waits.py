@@ -27,7 +27,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, Windo
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
-from megatron_lynx.runtime.replay import NotWaitedFor, Replayer, Replays
+from megatron_lynx.runtime.replay import Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -64,10 +64,12 @@ class Opening:
     progress: Progress
 
     def frame_of(self, half: FrameKey) -> Frame | None:
-        """The micro-batch's frame of a half, where its replay is still to come. One that fell back to a checkpoint communicates,
-        and so it is replayed on demand (rule R2)."""
+        """The micro-batch's frame of a half, where its replay is still to come. A checkpoint communicates, and so it is replayed
+        on demand (rule R2), but for what is left when all that it communicates is under way."""
         frame = self.progress.ledger.frame_of(self.micro_batch, half)
-        return frame if frame is not None and frame.lets_go and not frame.policy.checkpoint else None
+        if frame is None or not frame.lets_go:
+            return None
+        return frame if frame.under_way is not None or not frame.policy.checkpoint else None
 
     def replay(self, planned: Replay) -> bool:
         """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""
@@ -129,7 +131,7 @@ class Waits:
         self._replays = replays
         self._weight_gradients = weight_gradients
 
-    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork | NotWaitedFor] | None:
+    def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
         """A collective of the tensor-parallel group, or an `exchange` of tokens, is about to be issued: what makes a window of
         its `Work`.
 
@@ -140,6 +142,8 @@ class Waits:
         scope = self._progress.scope
         if isinstance(scope, Replayer):
             if scope.frame.policy.checkpoint:
+                if scope.in_gather_site and scope.frame.gradient is not None:
+                    return scope.gathers_gradient
                 return scope.leaves_under_way if scope.starting and exchange == scope.frame.policy.section.exchanges else None
             raise collective_in_replay(scope.frame.policy.name)
         frame = scope.frame if scope is not None else self._ledger.entered
@@ -151,15 +155,42 @@ class Waits:
             return None
         return lambda work: WindowedWork(work, lambda proper: self._window(wait or Wait(address), micro_batch, proper))
 
+    def run_again(self, entered: Frame, gradient: Tensor | None) -> None:
+        """Backward enters a checkpointed half, with the gradient of what it returned. The half runs again: all of it, or what the
+        plan does not have in its first wait. Where that is for a gather of this gradient, it begins behind that of the half's
+        input, and all behind that runs beside it."""
+        behind = self._backward_of(entered).going_on.get(entered.key)
+        if behind is None:
+            self._replays.on_demand(entered)
+        elif not entered.policy.section.exchanges:
+            self._replays.beside_gradient(entered, gradient, str(WindowAddress("bwd", *entered.key, 0)))
+        elif entered.under_way is None:
+            self._replays.begin(entered, behind)
+
+    def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
+        """What is gathered of this gradient already, and the `Work` that gathers it, if it was begun."""
+        frame = self._ledger.entered if self._progress.scope is None else None
+        begun = None if frame is None else frame.take_gathered_gradient()
+        if begun is None:
+            return None
+        if not begun.is_of(gradient):
+            begun.work.wait()
+            return None
+        window = self.window()
+        return begun.whole.view(-1, *gradient.shape[1:]), begun.work if window is None else window(begun.work)
+
     def begin_ahead(self, entered: Frame) -> None:
         """Backward enters a half: what the plan has begin there begins."""
-        micro_batch = entered.micro_batch
-        self._begin(micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase).ahead.get(entered.key, ()))
+        self._begin(entered.micro_batch, self._backward_of(entered).ahead.get(entered.key, ()))
 
     def begin_midway(self, entered: Frame) -> None:
         """Backward comes to the core attention of a half: what the plan has begin there begins."""
+        self._begin(entered.micro_batch, self._backward_of(entered).midway.get(entered.key, ()))
+
+    def _backward_of(self, entered: Frame) -> Pass:
+        """The pass that has come to a half."""
         micro_batch = entered.micro_batch
-        self._begin(micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase).midway.get(entered.key, ()))
+        return self._timetable.backward(micro_batch.chunk, micro_batch.phase)
 
     def _begin(self, micro_batch: MicroBatch, ahead: Sequence[Replay]) -> None:
         """Nothing begins in halves that keep everything."""
@@ -167,6 +198,7 @@ class Waits:
             frame = self._ledger.frame_of(micro_batch, replay.half)
             if replay.starts is not None and frame is not None and frame.lets_go:
                 self._replays.begin(frame, replay.starts)  # what feeds it comes with it
+                self._progress.counts.ahead += 1
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -232,8 +264,7 @@ class Waits:
         """The same for a collective of a half's backward."""
         address = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
-        micro_batch = entered.micro_batch
-        return address, micro_batch, self._timetable.backward(micro_batch.chunk, micro_batch.phase)
+        return address, entered.micro_batch, self._backward_of(entered)
 
     def _window(self, wait: Wait, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""

@@ -82,7 +82,7 @@ class Walk:
 
     def window(self, wait: Wait, seconds: float) -> None:  # [2]
         """A wait of so many seconds, with what runs in it and behind it."""
-        if self._holds_up:
+        if self._holds_up or any(replay.started for replay in wait.replays):
             self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
         waits_s = []

@@ -63,7 +63,7 @@ def spared_s(
     """How much shorter a checkpoint takes because what it has begun ahead travels while the attention half above computes, and is
     slower. `layer`: what fills the halves of its layer, and of that above. Tokens travel beside all of that attention, a
     reduction with sequence parallelism beside what lies between two gathers; or, behind a gather, from the core attention on."""
-    if checkpoint is None or not price.begun:
+    if checkpoint is None or checkpoint.ahead_to is None or not price.begun:
         return 0.0
     attention, mlp = layer
     between_gathers = profile.shape.sequence_parallel and not mlp.exchanges

@@ -102,9 +102,10 @@ class Chunks:
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
         for number, (kind, above) in enumerate(pairwise(kinds)):
             attention, mlp = halves = layers[number].halves
-            if kind != above or (attention.checkpoint, mlp.checkpoint) not in MAY_BEGIN:
+            late = attention.checkpoint, mlp.checkpoint
+            if kind != above or (late[0], late[1] and late[1]._replace(goes_on=False)) not in MAY_BEGIN:
                 continue
-            begun = self.problems.begun_anyway(kind, (attention.checkpoint, mlp.checkpoint))
+            begun = self.problems.begun_anyway(kind, late)
             if any(begun):
                 layers[number] = LayerChoice(*(one or late for one, late in zip(begun, halves, strict=True)))
                 yield replace(solved, layers=tuple(layers), gap=None)

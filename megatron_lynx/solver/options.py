@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -24,7 +25,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
-from megatron_lynx.solver.placement import Placement, Seat, held_in
+from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
 from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
@@ -111,10 +112,9 @@ def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
     Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
     again; nor is a layer beside what of it is captured."""
-    alone = checkpoint == Checkpoint()
     if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
-    return not (section.apart or (not alone and (job.model.moe_overlapped or job.model.captured)))
+    return not (section.apart or (checkpoint.joined and (job.model.moe_overlapped or job.model.captured)))
 
 
 def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
@@ -229,7 +229,7 @@ class StageProblems:
     def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
             able = may_checkpoint(self.job, section, INSIDE)
-            both = (self._checkpoint(section, each) for each in (LAYER[section.half], INSIDE))
+            both = (self._checkpoint(section, self._going_on(section, each)) for each in (LAYER[section.half], INSIDE))
             self._known_inside[section] = Grouped(*both) if able else None
         return self._known_inside[section]
 
@@ -279,7 +279,8 @@ class StageProblems:
         for late in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, late):
                 continue
-            option = self._checkpoint(kind.section, self._begun(kind, other, late), other)
+            begun = self._begun(kind, other, self._going_on(kind.section, late))
+            option = self._checkpoint(kind.section, begun, other)
             if option.joined or option.memory.resident < least_bytes:
                 yield option
 
@@ -291,16 +292,35 @@ class StageProblems:
         if other is not None:
             attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
             waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
+        rest = NOWHERE
+        if checkpoint.goes_on:
+            behind, window_s = section.last_communicating or "", self._prices.windows_s("bwd", section, ())[0]
+            rest = Placement((Portion(own_window(section.half), window_s, price.rest_s(behind)),))
+            waits_s += 0.0 if checkpoint.ahead_to else price.begun[behind].again_s
+        seat = Seat(rest, rest, gather_s=waits_s)
         return Option(
             items,
             price.memory,
-            Seat(gather_s=waits_s),
+            seat,
             replay_s=price.replay_s,
-            exposed_s=price.replay_s + waits_s,
+            exposed_s=seat.exposed_s(price.replay_s, self.profile.interference),
             flops=price.flops,
             host=half_host_s(self.profile, section, items, checkpointed=True),
             checkpoint=checkpoint,
         )
+
+    def _going_on(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
+        """What comes behind all that a checkpoint communicates runs again in its first wait, if it has one, and backward reads
+        nothing before that: no dropout mask. Experts that are cut exchange rows once more there, which no window may (rule R2);
+        in FP8 what is gathered is not the gradient that backward comes with."""
+        layout, model = self.job.parallel, self.job.model
+        if section.exchanges:
+            waits = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1
+        else:
+            gathers = section.last_communicating is not None and layout.sequence_parallel and layout.tensor > 1
+            waits = gathers and model.fp8 is None and not self.job.userbuffers
+        may = waits and not checkpoint.feeds and not model.hidden_dropout
+        return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
         """The checkpoints of a layer, which begin ahead what they communicate, whatever memory that takes; none where that spares
@@ -330,7 +350,8 @@ class StageProblems:
         if (first and not late.joined) or (kind.last and not first):
             return late
         sections = (kind.section, other) if first else (other, kind.section)
-        layer = (LAYER[HALVES[0]], LAYER[HALVES[1]]) if late.joined else (None, late)
+        mlp = self._going_on(sections[-1], LAYER[HALVES[1]] if late.joined else late)
+        layer = (LAYER[HALVES[0]], mlp) if late.joined else (None, mlp)
         if not self._may_begin(sections):
             return late
         if (key := (sections, late.joined)) not in self._known_ahead:

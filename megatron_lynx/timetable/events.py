@@ -14,6 +14,11 @@ replay then stops behind an item whose exchange is under way, and goes on where 
               HalfPass   attention(5)   [...; mlp(4) to its dispatch, which travels]          its waits
               HalfPass   mlp(4)         [waits for the dispatch, the rest of its replay]      its waits
 
+Of a half of experts the rest may run in the first wait of its own backward, for the gradient of what experts returned:
+
+              HalfPass   mlp(4)         [attention(4) whole; mlp(4) to its dispatch, which travels]
+                           Wait bwd.mlp.0@4        │ waits for the dispatch; mlp(4), the rest │ wait │
+
 An attention may gather its input ahead, too, before what it returns is reduced, which is of the same ranks:
 
               HalfPass   attention(5)   Wait bwd.attention.0 │ attention(4) to its first linear, whose input is gathered meanwhile
@@ -132,6 +137,12 @@ class Pass:
     def ahead(self) -> Mapping[FrameKey, tuple[Replay, ...]]:
         """What begins ahead, by the half at which it does."""
         return {half.half: half.ahead for half in self.halves if half.ahead}
+
+    @cached_property
+    def going_on(self) -> Mapping[FrameKey, str]:
+        """The checkpointed halves of which a part runs in a wait, and the item behind which that is."""
+        replays = (replay for wait in self.busy.values() for replay in wait.replays)
+        return {replay.half: replay.started for replay in replays if replay.started is not None}
 
     @cached_property
     def midway(self) -> Mapping[FrameKey, tuple[Replay, ...]]:

@@ -75,7 +75,8 @@ class PlannedHalf:
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each: the
     first that comes takes the oldest one."""
     checkpoint: bool = False
-    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included."""
+    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included. Its place may
+    be the first wait of its own backward: what comes behind all that communicates runs there."""
     fed_behind: int = 0
     """Of a checkpointed half: how many halves behind it keep no input, and get it when this one runs again to its end."""
     ahead_to: str | None = None
@@ -101,6 +102,12 @@ class PlannedHalf:
     def leaves_under_way(self) -> str | None:
         """The item whose communication travels meanwhile, if it begins ahead."""
         return None if self.ahead_to == self.section.residual else self.ahead_to
+
+    @property
+    def goes_on_behind(self) -> str | None:
+        """Of a checkpointed half: the item behind whose communication the rest of it runs again in the first wait of its own
+        backward. None: all of it runs again where backward enters it."""
+        return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
 
     def place(self, phase: BackwardPhase) -> Place:
         return self.cooldown if phase == "cooldown" else self.steady

@@ -210,7 +210,7 @@ def _put(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> _Put:
     put = _Put({}, {}, {}, {}, dict(_whole_before(halves)), {}, {})
     for half in reversed(halves):
         if half.checkpoint and not half.feeds:
-            put.late[half.key] = Replay(half.key, communicates=True)
+            _put_checkpoint(put, half, layout)
         if half.checkpoint or not half.replay:
             continue
         place = half.cooldown if phase == "cooldown" else half.steady
@@ -236,6 +236,17 @@ def _put(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> _Put:
     return put
 
 
+def _put_checkpoint(put: _Put, half: PlannedHalf, layout: Layout) -> None:
+    """Of one that goes on in a wait, what communicates runs again on demand, and the rest of it in that wait."""
+    whole, behind = Replay(half.key, communicates=True), half.goes_on_behind
+    if behind is None or not layout.waits("bwd", half.layer, half.section):
+        put.late[half.key] = whole
+        return
+    ((window, _),) = half.steady.stretches
+    put.late[half.key] = whole._replace(starts=behind)
+    put.replays[window] = (*put.replays.get(window, ()), Replay(half.key, started=behind))
+
+
 def _whole_before(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Replay, ...]]]:
     """Checkpointed halves that keep no input, each with those before it that run again whole to make it."""
     chain: tuple[Replay, ...] = ()
@@ -259,6 +270,8 @@ def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> No
         if half is mlp:
             put.ahead[above.key] = (*before, late._replace(starts=item))
             put.late[mlp.key] = late._replace(started=item)
+            if late.starts is not None:
+                del put.late[mlp.key]  # the rest of it runs in a wait
             continue
         (whole,) = before
         begun, place = whole._replace(starts=item, whole=False), _place_ahead(above, layout)

@@ -18,6 +18,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import folder_of, python_path
+from ..transparency.checkpoints import ahead, checkpointed, going_on
 from ..transparency.plans import plan_for, replayable
 from ..transparency.trials import Trial
 from . import on_ranks
@@ -81,6 +82,17 @@ def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
         assert (on_demand.hidden, on_demand.replayed) == (0, ahead.replayed)
         only_loss = job.chunks == 1 and rank == job.parallel.pipeline - 1 > 0
         assert ahead.hidden > 0 or only_loss, "only a last stage without collectives has no window"
+
+
+def test_checkpoints_go_on_in_waits(pool_on, release):
+    """A gradient is gathered beside them; ahead, too."""
+    job = tiny_job("llama", tensor=2, sequence_parallel=True)
+    late = checkpointed(plan_for(job, lambda _: ()), "layer")
+    plans = [going_on(late), going_on(ahead(late, how="gather"))]
+    for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans):
+        assert version.startswith(f"{release}.")
+        assert [outcome.differing for outcome in outcomes] == [[], []]
+        assert all(outcome.planned.counts[-1].hidden == job.model.layers * job.microbatches for outcome in outcomes)
 
 
 def test_a_head_in_pieces(pool_on, release):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from ..plan.strategies import drawn, plans_for
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
 from ..transparency import test_benefit as benefit
+from ..transparency.checkpoints import ahead, checkpointed, going_on
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -200,6 +202,27 @@ def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(po
         rule["windows"] = {"mlp": "bwd.mlp.0"}
     for outcome in checked(pool_of, job, [Plan.model_validate(raw)]):
         assert outcome[0].planned.counts[0].hidden == job.model.layers * job.microbatches
+
+
+@pytest.mark.parametrize("like", ["llama", *long("gpt")])
+def test_a_gradient_is_gathered_beside_a_checkpoint(pool_of, like):
+    """Its linear reads what it saved before it asks for the gradient: that was begun where backward entered the half."""
+    job = te_job(like, hidden_dropout=0.0, **LAYOUTS["TP2+SP"])
+    late = checkpointed(plan_for(job, lambda layer: ()), "layer")
+    halves = going_on(checkpointed(late, "halves"), ("attention", "mlp"))
+    for outcomes in checked(
+        pool_of, job, [late, going_on(late), going_on(ahead(late, how="gather")), halves], Trial(counted=True)
+    ):
+        first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
+        assert others[0] == others[1] == first
+
+
+def test_grouped_experts_go_on_while_gradients_travel(pool_of):
+    """One GEMM for all of a rank, in the wait for the gradients of what it returned."""
+    job = te_job(expert=2, replicas=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, hidden_dropout=0.0)
+    plan = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=2)
+    trial = Trial(training={"ddp": True, "optimizer": "megatron"}, model={"moe_grouped_gemm": True})
+    checked(pool_of, job, [going_on(plan)], trial)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2+SP"])

@@ -46,8 +46,8 @@ def test_a_key_that_says_nothing_changes_no_digest():
     [
         ({"keep": ["linear_qkv"]}, "linear_qkv: listed, but checkpoint is layer: all of the attention half runs again"),
         (
-            {"windows": {"mlp": "bwd.mlp.0"}},
-            "windows.mlp is given, but checkpoint is layer: it runs again when backward needs it",
+            {"windows": {"mlp": "bwd.mlp.1"}},
+            "windows.mlp is bwd.mlp.1, but checkpoint is layer: it runs again where backward enters it, at most to bwd.mlp.0",
         ),
         ({"gather": {"attention": "on_demand"}}, "gather.attention is given, but checkpoint is layer"),
         ({"checkpoint": "mlp"}, "linear_qkv is neither kept nor replayed"),

@@ -16,7 +16,7 @@ from megatron_lynx.solver.stages import Stages
 from tests.solver.test_early_exchanges import mixtral
 
 
-@pytest.mark.parametrize(("memory_gib", "late"), [(22, False), (26, True)])
+@pytest.mark.parametrize(("memory_gib", "late"), [(20, False), (26, True)])
 def test_replays_while_tokens_travel_are_taken_only_where_the_step_is_shorter(memory_gib: float, late: bool) -> None:
     """A search took them wherever the solver did, so that a layout could rank by a step that no plan would have chosen."""
     job, cost = mixtral(memory_gib), LayerCost.of(mixtral(memory_gib))

@@ -159,7 +159,7 @@ def mixtral(memory_gib: float) -> Job:
     return job.model_copy(update={"model": model, "budget": job.budget.model_copy(update={"memory_gib": memory_gib})})
 
 
-@pytest.mark.parametrize(("memory_gib", "better"), [(22, True), (27, False)])
+@pytest.mark.parametrize(("memory_gib", "better"), [(21, True), (26, False)])
 def test_a_plan_has_them_only_where_its_step_is_shorter(monkeypatch: pytest.MonkeyPatch, memory_gib: float, better: bool) -> None:
     """A story: what they regenerate is memory, and they are waits, that weight gradients may use better. While the faster replays
     alone decided, the step of Qwen3 30B-A3B in little memory was 9 % longer."""

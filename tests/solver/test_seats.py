@@ -68,7 +68,8 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
             early = begun(option.seat.steady) in (*FORWARD[half], RECV_BACKWARD)
             assert not (early and option.seat.gather)
             assert (option.memory.early > 0) == early
-            assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
+            if option.checkpoint is None:
+                assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
 
 
 def test_in_cool_down_a_forward_seat_is_the_longest_that_is_left():

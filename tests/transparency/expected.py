@@ -50,7 +50,9 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             layer, name = half.half
             result.replayed += len(half.first) + sum(replay.whole for replay in half.ahead)
             if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
-                result.replayed += half.on_demand is not None
+                goes_on = any(replay.half == half.half and replay.started for wait in half.waits for replay in wait.replays)
+                result.replayed += half.on_demand is not None or goes_on
+                result.hidden += goes_on and not (job.model.hidden_dropout and layer in job.model.expert_layers)
                 continue
             if not lets_go(job, entry, layer, name):
                 continue

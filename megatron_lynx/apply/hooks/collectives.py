@@ -53,6 +53,19 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         return gather
 
+    def served_gradient(original: Any) -> Any:
+        @wraps(original)
+        def gather(tensor: torch.Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
+            if begun is None:
+                return original(tensor, of_group, *args, **kwargs)
+            whole, work = begun
+            work.wait()
+            return whole
+
+        return gather
+
+    yield Claim(mappings, "_gather_along_first_dim", served_gradient, "gathers a gradient that may be under way already")
     for module in (mappings, layers):
         yield Claim(module, "dist_reduce_scatter_func", in_window, "scatters a half's output or gradient")
     yield Claim(mappings, "dist_all_gather_func", in_window, "gathers a gradient")

@@ -58,9 +58,20 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         return gather
 
+    def served_gradient(original: Any) -> Any:
+        windowed = in_window(original)
+
+        @wraps(original)
+        def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
+            begun = engine.gathered_gradient(tensor) if of_half else None
+            return windowed(tensor, process_group, async_op, **kwargs) if begun is None else _answered(*begun, async_op)
+
+        return gather
+
     for module in (linear, layernorm_linear):
         yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
-    yield Claim(base, "gather_along_first_dim", in_window, "gathers a gradient")
+    yield Claim(base, "gather_along_first_dim", served_gradient, "gathers a gradient")
     for module in (linear, layernorm_linear):
         yield Claim(module, "gather_along_first_dim", served_or_in_window, "gathers a linear's input")
 

@@ -107,6 +107,7 @@ class HeldExperts(Running):
         if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
+        yield from _cut(plan, run, touched)
         layer = layers[touched[0]]  # all are built from one config
         yield from _other_kinds(touched[0], layer)
         try:
@@ -193,6 +194,16 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
         falls_back = entry.experts_hold is not None
         if (section.name == EXPERTS.name) and (offloads or defers or falls_back or rule.recomputed(section)):
             yield layer
+
+
+def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
+    """Experts that are cut over ranks exchange rows behind the dispatch, which no window may."""
+    rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
+    goes_on = any(rule.checkpoints(EXPERTS.half) and rule.windows.mlp is not None for rule in rules)
+    parts = getattr(run.config, "expert_tensor_parallel_size", None) or 1
+    if goes_on and parts > 1:
+        needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
+        yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
 
 
 def _other_kinds(number: int, layer: Module) -> Iterator[Problem]:

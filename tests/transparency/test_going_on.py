@@ -1,0 +1,131 @@
+"""A checkpointed half runs again as far as it communicates, and goes on in the first wait of its own backward.
+
+Losses and gradients equal stock's in every bit; as much is communicated as without; and the rest of the half runs while what
+backward waits for travels, whoever waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
+from tests.transparency import test_flex
+from tests.transparency.checkpoints import going_on
+from tests.transparency.test_ahead import begun, held_up, late
+from tests.transparency.test_every_bit import LAYOUTS, checked
+from tests.transparency.test_experts import job_of, trial_of
+from tests.transparency.timeline import timelines
+from tests.transparency.trials import Trial
+
+Pools = Callable[[int], RankPool]
+DRY = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+BOTH = ("attention", "mlp")
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", *long("TP2xPP2xVPP2+SP")])
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+def test_a_gradient_is_gathered_beside_the_rest_of_a_half(pool_of: Pools, layout: str, like: Any) -> None:
+    """On demand, ahead, ahead from a gather on, in each half by itself, and in groups of layers."""
+    job = tiny_job(like, **LAYOUTS[layout], **DRY)
+    plans = [late(job), going_on(late(job)), going_on(begun(job)), going_on(begun(job, how="gather"))]
+    plans += [going_on(late(job, "halves"), BOTH), going_on(late(job, {"layers": 2})), going_on(late(job, layers=(1, 2)))]
+    for outcomes in checked(pool_of, job, plans, Trial(counted=True)):
+        first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
+        assert all(other == first for other in others[:3])
+
+
+def test_a_gradient_that_dropout_changes_is_gathered_where_backward_comes_to_it(pool_of: Pools) -> None:
+    """What was gathered beside the half is of no use then, and everything is as without."""
+    job = tiny_job("gpt", **LAYOUTS["TP2+SP"])
+    times = job.model.layers * job.microbatches
+    for plain, gone_on in checked(pool_of, job, [late(job), going_on(late(job))], Trial(counted=True)):
+        more = Counter(gone_on.planned.collectives) - Counter(plain.planned.collectives)
+        assert sum(more.values()) == times * len(gone_on.planned.counts), more
+
+
+@pytest.mark.parametrize("layout", ["EP2", *long("PP2xVPP2, EP2")])
+def test_the_rest_of_experts_runs_while_gradients_travel(pool_of: Pools, layout: str) -> None:
+    """With dropout backward reads its mask before, and the rest runs there."""
+    trial = trial_of(model={"moe_aux_loss_coeff": 0.01, "moe_router_enable_expert_bias": False})
+    for model in (DRY, {}):
+        job = job_of(layout, **model)
+        plans = [begun_late(job), going_on(begun_late(job)), going_on(begun(job)), going_on(begun(job, "mlp"))]
+        for outcomes in checked(pool_of, job, plans, trial):
+            first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
+            assert all(other == first for other in others)
+
+
+def begun_late(job: Job) -> Plan:
+    """All layers are checkpoints, and nothing begins ahead; exchanges are windows."""
+    raw = begun(job).model_dump(mode="json", exclude_defaults=True)
+    for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
+        del rule["ahead"]
+    return Plan.model_validate(raw)
+
+
+def test_what_deepep_brings_back_travels_beside_the_rest(pool_of: Pools) -> None:
+    """Outputs of its stand-in are NaN until they were waited for."""
+    job = test_flex.job_of("EP2", "deepep", shared_ffn=32)
+    job = job.model_copy(update={"model": job.model.model_copy(update=DRY)})
+    checked(pool_of, job, [going_on(begun(job)), going_on(begun(job, "mlp"))], trial_of(steps=3))
+
+
+TRAVELS: dict[str, tuple[Callable[[], Job], str]] = {
+    "TP2+SP": (lambda: tiny_job("llama", tensor=2, layers=2, microbatches=1, sequence_parallel=True), "all_gather_single"),
+    "EP2": (lambda: job_of("EP2", **DRY), "all_to_all_single"),
+}
+
+
+@pytest.mark.parametrize("layout", TRAVELS)
+def test_the_rest_runs_between_an_issue_and_its_wait(pool_of: Pools, layout: str) -> None:
+    """The gather of a gradient is issued before anybody waits for that of the input; gradients of what experts returned travel
+    behind the tokens, and whoever waits for them waits for the tokens and computes before."""
+    made, work = TRAVELS[layout]
+    job = made()
+    plain = begun_late(job) if job.model.experts else late(job)
+    for of_rank in pool_of(job.gpus).run(timelines, job, [going_on(plain), plain], {"ddp": True}, {}):
+        halves = job.model.layers * job.microbatches
+        first, second = (held_up(timeline, work) for timeline in of_rank)
+        assert first - second >= halves
+        replays = [event for event in of_rank[0].events if event.what == "replay" and event.window.startswith("bwd.mlp.0")]
+        assert len(replays) == halves
+
+
+def test_where_it_goes_on_is_its_own_first_wait() -> None:
+    """What begins ahead leaves nothing for where backward enters the half. Of a group of layers the last half goes on."""
+    dense = tiny_job("llama", **LAYOUTS["TP2+SP"])
+    experts = job_of("EP2", **DRY)
+    for plan, behind, on_entry in (
+        (going_on(late(dense)), "linear_fc1", True),
+        (going_on(begun(dense)), "linear_fc1", True),
+        (going_on(begun_late(experts)), "dispatch", True),
+        (going_on(begun(experts)), "dispatch", False),
+    ):
+        mlp = timetable_of(plan, 0).backward(0, "steady").halves[2]
+        [replay] = mlp.waits[0].replays
+        assert (replay.half, replay.started, replay.communicates) == (mlp.half, behind, False)
+        assert (mlp.on_demand and mlp.on_demand.starts) == (behind if on_entry else None)
+    waits = [half.waits[0] for half in timetable_of(going_on(late(dense, {"layers": 2})), 0).backward(0, "steady").halves]
+    assert [bool(wait.replays) for wait in waits] == [True, False, False, False] * 2
+
+
+def test_what_cannot_go_on_is_refused_by_name() -> None:
+    """All at once, and with what to do."""
+    tp, cut = tiny_job("llama", **LAYOUTS["TP2"]), tiny_job("llama", **LAYOUTS["TP2+SP"])
+    with pytest.raises(ValueError, match=r"windows\.mlp is bwd\.mlp\.0, .* layers 1-4 gather no gradient"):
+        going_on(late(tp))
+    with pytest.raises(ValueError, match=r"windows\.attention is .*: the attention half runs again whole"):
+        going_on(late(cut), BOTH)
+    raw = late(cut).model_dump(mode="json", exclude_defaults=True)
+    raw["stages"][0]["rules"][0]["windows"] = {"mlp": "bwd.attention.0+1"}
+    with pytest.raises(ValueError, match=r"it runs again where backward enters it, at most to bwd\.mlp\.0"):
+        Plan.model_validate(raw)
