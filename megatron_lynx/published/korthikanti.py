@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
-from megatron_lynx.cost.stage_memory import stage_parts
+from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.plan.stage import Stage, Whole
+from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import Row, catalogued_job
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import GIB
 
 SOURCE = "Korthikanti et al., 2205.05198"
@@ -55,6 +59,8 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
         yield from _layer_seconds(configs["22B"], published)
     for published in figures["table5"]:
         yield from _steps(configs[published["model"]], published)
+    for published in figures["appendix_c_mfu_with_whole_microbatches"]:
+        yield _gained_by_whole(configs[published["model"]], published)
 
 
 def job_of(config: Mapping[str, Any], technique: str) -> Job:
@@ -123,3 +129,24 @@ def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[
     utilised = 100 * mfu(job.model, tokens_per_s, peak, "whole")
     what = f"table 5: MFU of {name}, from its seconds"
     yield Row(SOURCE, what, published["mfu"], utilised, "points", bound=0.2, error_in="unit")
+
+
+def _gained_by_whole(config: Mapping[str, Any], published: Mapping[str, Any]) -> Row:
+    """Utilisation that is gained where each stage keeps as many of its outstanding micro-batches whole as its memory holds."""
+    job = job_of(config, "seqsel").model_copy(update={"policy": "planned"})
+    profile, plan = analytic_profile(job), uniform_plan(job, (ATTENTION.core,), windows=False)
+    held, kept = (memory_of_stages(job_of(config, technique)) for technique in ("seqsel", "seq"))
+    shares = [
+        min(1.0, (job.memory_budget_bytes - some.total) / (every.total - some.total))
+        for some, every in zip(held, kept, strict=True)
+    ]
+    whole = tuple(_with_whole(entry, config["p"] - entry.stage, shares[entry.stage]) for entry in plan.stages)
+    before_s, behind_s = (rehearse(each, profile).step_s for each in (plan, plan.model_copy(update={"stages": whole})))
+    gained = (published["mfu"] - published["gain"]) * (before_s / behind_s - 1)
+    what = f"appendix C: MFU of {config['model']} gained by whole micro-batches"
+    return Row(SOURCE, what, published["gain"], gained, "points", bound=1.0, error_in="unit")
+
+
+def _with_whole(entry: Stage, outstanding: int, share: float) -> Stage:
+    first = int(share * outstanding)
+    return entry.model_copy(update={"whole": Whole(of_every=outstanding, first=first) if first else None})
