@@ -130,7 +130,7 @@ def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str
         return
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     if lacking := [layer for layer, section in halves if not _may_go_on(plan, layout, layer, section)]:
-        found = f"windows.{half} is {window}, but {rule.checkpoint_said}, and {experts.spans(lacking)} gather no gradient there"
+        found = f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {experts.spans(lacking)}"
         needed = "tokens that are dispatched in windows, or parallel.sequence_parallel without fp8"
         yield f"{found}: needed {needed}, or no window"
 

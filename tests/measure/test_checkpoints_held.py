@@ -19,9 +19,9 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.measure.on_ranks import held
 from tests.profiler.made_up import made_up_profile
-from tests.te_releases import pool_with
+from tests.te_releases import pool_with, pools_with
 from tests.transparency import test_latent
-from tests.transparency.checkpoints import FULL, ahead, checkpointed, without_copies
+from tests.transparency.checkpoints import FULL, ahead, checkpointed, going_on, without_beginning, without_copies
 from tests.transparency.plans import plan_for
 
 Pools = Callable[[int], RankPool]
@@ -99,6 +99,28 @@ def test_what_is_planned_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: i
         assert [peak <= on_demand + IN_FLIGHT for _, peak in begun] == [ffn == 512] * 2
 
 
+@pytest.mark.parametrize("ffn", [128, 512])
+def test_what_goes_on_in_a_wait_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
+    """A gathered gradient is there while a half runs again, and was there beside all of it a moment later."""
+    job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})
+    late = kept_but_for(job, "layer")
+    for (_, at_once), (_, gone_on) in own_pool_of(job.gpus).run(held, job, [({}, late), ({}, going_on(late))]):
+        assert gone_on <= at_once + IN_FLIGHT
+
+
+def test_where_experts_go_on_in_a_wait_rows_that_were_sorted_are_gone(te_pools: Pools) -> None:
+    """The code around still has what arrived; gradients that are sent and received take its place."""
+    fields = {"expert": 2, "replicas": 2, "experts": {"count": 4, "per_token": 2, "ffn": 64}}
+    job = tiny_job("llama", **{**SIZE, **fields, "implementation": "transformer_engine"})
+    plan = ahead(kept_but_for(job, "layer"), expert=2)
+    late = without_beginning(plan)
+    cases = [({"moe_grouped_gemm": True}, each) for each in (late, going_on(late), plan, going_on(plan))]
+    for found in te_pools(job.gpus).run(held, job, cases):
+        (_, at_once), (_, gone_on), (_, begun), (_, begun_and_gone_on) = found
+        assert gone_on <= at_once + IN_FLIGHT
+        assert begun_and_gone_on <= begun + IN_FLIGHT
+
+
 @pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])
 def test_in_fp8_full_recomputation_holds_as_much_as_where_no_copies_stay(te_pool: RankPool, recipe: str) -> None:
     """A layer's last linear keeps a quarter of what its MLP half saves, a copy of what it reads, if it does not run again."""
@@ -132,6 +154,11 @@ def selective(*modules: str) -> dict[str, Any]:
 
 def replaying(job: Job, *items: str) -> Plan:
     return plan_for(job, lambda layer: items, windows=False)
+
+
+@pytest.fixture(scope="module")
+def te_pools() -> Iterator[Pools]:
+    yield from pools_with("2.9")
 
 
 @pytest.fixture(scope="module")

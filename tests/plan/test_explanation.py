@@ -11,7 +11,7 @@ from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import checkpointed, without_copies
+from tests.transparency.checkpoints import checkpointed, going_on, without_copies
 
 
 def shown(plan: Plan) -> str:
@@ -54,6 +54,14 @@ def test_inputs_of_checkpoints_that_go_to_the_host_are_explained() -> None:
     assert "the input of every 2 layers, to the host" in text
     assert "of every micro-batch, what forward made first, inputs of checkpoints among it; tensors" in text
     assert "to the host" not in shown(plan)
+
+
+def test_where_a_checkpoint_goes_on_is_explained() -> None:
+    job = tiny_job("llama", tensor=2, sequence_parallel=True)
+    plan = checkpointed(uniform_plan(job, windows=False), "layer")
+    said = "then bwd.mlp.0: what comes behind all that communicates"
+    assert shown(going_on(plan)).count(said) == 1
+    assert said not in shown(plan)
 
 
 def test_copies_in_fp8_beside_checkpoints_are_explained() -> None:

@@ -19,7 +19,7 @@ from tests.instruments.queues.recorder import Recorder
 from tests.instruments.queues.replay import replay
 from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
-from tests.transparency.checkpoints import ahead, checkpointed
+from tests.transparency.checkpoints import ahead, checkpointed, going_on, without_beginning
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, replayable
 from tests.transparency.test_experts import EXPERTS
@@ -66,6 +66,15 @@ def gathered_ahead(job: Job) -> Setting:
     return Setting(plan=ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how="gather"), timers=1)
 
 
+def gone_on(job: Job) -> Setting:
+    """The same, and what comes behind all that a half communicates runs in the wait for its gradient."""
+    begun = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=job.parallel.expert)
+    return Setting(plan=going_on(begun if job.model.experts else without_beginning(begun)), timers=1)
+
+
+SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}
+
+
 def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
     return pytest.param(tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout}), setting, id=name)
 
@@ -95,7 +104,13 @@ CASES = [
     case("t=2, begun ahead behind a gather", {"tensor": 2, "sequence_parallel": True}, begun_ahead),
     case("t=2, p=2, gathered ahead", {"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, gathered_ahead),
     case("interleaved, p=2, t=2, gathered ahead", {**LAYERS_IN_TURNS, "tensor": 2, "sequence_parallel": True}, gathered_ahead),
-    case("e=2, p=2, begun ahead", {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False}, begun_ahead),
+    case("e=2, p=2, begun ahead", {**SPREAD, "experts": EXPERTS, "bias": False}, begun_ahead),
+    case("t=2, gone on", {"tensor": 2, "sequence_parallel": True, "hidden_dropout": 0.0}, gone_on),
+    case(
+        "e=2, p=2, gone on",
+        {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False, "hidden_dropout": 0.0},
+        gone_on,
+    ),
     case("t=2, half by half", {"tensor": 2}, half_by_half),
     case("interleaved, p=2, half by half", INTERLEAVED["p=2"], half_by_half),
     *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),

@@ -14,7 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import ahead, checkpointed
+from tests.transparency.checkpoints import ahead, checkpointed, going_on
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED
@@ -50,6 +50,11 @@ def begun_ahead(job: Job) -> Plan:
 def gathered_ahead(job: Job) -> Plan:
     """The same, and the inputs of attentions are gathered before that."""
     return ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how="gather")
+
+
+def gone_on(job: Job) -> Plan:
+    """The same, and what comes behind what a half gathers runs beside the gather of its gradient."""
+    return going_on(gathered_ahead(job))
 
 
 def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
@@ -89,6 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "TP2": (TP2, [replaying], Trial(steps=2), False),
     "TP2, begun ahead": (TP2, [begun_ahead], Trial(steps=2), False),
     "sequence parallel, begun ahead": (SP, [begun_ahead, gathered_ahead], Trial(steps=2), False),
+    "sequence parallel, gone on in waits": ({**SP, "hidden_dropout": 0.0}, [gone_on], Trial(steps=2), False),
     "sequence parallel, gathered once": (SP, [replaying], Trial(steps=2), False),
     "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(steps=2), False),
     "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),

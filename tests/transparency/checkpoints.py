@@ -43,6 +43,14 @@ def ahead(plan: Plan, *, expert: int = 1, how: Any = True) -> Plan:
     return Plan.model_validate(raw)
 
 
+def without_beginning(plan: Plan) -> Plan:
+    """The same plan in which nothing begins ahead; exchanges of tokens stay windows."""
+    raw = plan.model_dump(mode="json", exclude_defaults=True)
+    for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
+        rule.pop("ahead", None)
+    return Plan.model_validate(raw)
+
+
 def going_on(plan: Plan, halves: Iterable[str] = ("mlp",), layers: Iterable[int] | None = None) -> Plan:
     """The same plan in which what comes behind all that checkpointed halves communicate runs again in their first wait. `layers`:
     the first ones of the rules that have it so, if not all."""

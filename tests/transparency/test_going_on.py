@@ -17,9 +17,10 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.apply.on_ranks import refused
 from tests.long import long
 from tests.transparency import test_flex
-from tests.transparency.checkpoints import going_on
+from tests.transparency.checkpoints import going_on, without_beginning
 from tests.transparency.test_ahead import begun, held_up, late
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.test_experts import job_of, trial_of
@@ -66,10 +67,7 @@ def test_the_rest_of_experts_runs_while_gradients_travel(pool_of: Pools, layout:
 
 def begun_late(job: Job) -> Plan:
     """All layers are checkpoints, and nothing begins ahead; exchanges are windows."""
-    raw = begun(job).model_dump(mode="json", exclude_defaults=True)
-    for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
-        del rule["ahead"]
-    return Plan.model_validate(raw)
+    return without_beginning(begun(job))
 
 
 def test_what_deepep_brings_back_travels_beside_the_rest(pool_of: Pools) -> None:
@@ -79,23 +77,23 @@ def test_what_deepep_brings_back_travels_beside_the_rest(pool_of: Pools) -> None
     checked(pool_of, job, [going_on(begun(job)), going_on(begun(job, "mlp"))], trial_of(steps=3))
 
 
-TRAVELS: dict[str, tuple[Callable[[], Job], str]] = {
-    "TP2+SP": (lambda: tiny_job("llama", tensor=2, layers=2, microbatches=1, sequence_parallel=True), "all_gather_single"),
-    "EP2": (lambda: job_of("EP2", **DRY), "all_to_all_single"),
+TRAVELS: dict[str, tuple[Callable[[], Job], str, int]] = {
+    "TP2+SP": (lambda: tiny_job("llama", tensor=2, layers=2, microbatches=1, sequence_parallel=True), "all_gather_single", 2),
+    "EP2": (lambda: job_of("EP2", **DRY), "all_to_all_single", 3),
 }
 
 
 @pytest.mark.parametrize("layout", TRAVELS)
 def test_the_rest_runs_between_an_issue_and_its_wait(pool_of: Pools, layout: str) -> None:
-    """The gather of a gradient is issued before anybody waits for that of the input; gradients of what experts returned travel
-    behind the tokens, and whoever waits for them waits for the tokens and computes before."""
-    made, work = TRAVELS[layout]
+    """The gather of a gradient is issued before anybody waits for that of the input, and waited for behind the rest; gradients of
+    what experts returned travel behind tokens and probabilities, and whoever waits for them has computed before."""
+    made, work, held = TRAVELS[layout]
     job = made()
     plain = begun_late(job) if job.model.experts else late(job)
     for of_rank in pool_of(job.gpus).run(timelines, job, [going_on(plain), plain], {"ddp": True}, {}):
         halves = job.model.layers * job.microbatches
         first, second = (held_up(timeline, work) for timeline in of_rank)
-        assert first - second >= halves
+        assert first - second == held * halves
         replays = [event for event in of_rank[0].events if event.what == "replay" and event.window.startswith("bwd.mlp.0")]
         assert len(replays) == halves
 
@@ -121,7 +119,7 @@ def test_where_it_goes_on_is_its_own_first_wait() -> None:
 def test_what_cannot_go_on_is_refused_by_name() -> None:
     """All at once, and with what to do."""
     tp, cut = tiny_job("llama", **LAYOUTS["TP2"]), tiny_job("llama", **LAYOUTS["TP2+SP"])
-    with pytest.raises(ValueError, match=r"windows\.mlp is bwd\.mlp\.0, .* layers 1-4 gather no gradient"):
+    with pytest.raises(ValueError, match=r"windows\.mlp is bwd\.mlp\.0, .* no gradient travels there: layers 1-4"):
         going_on(late(tp))
     with pytest.raises(ValueError, match=r"windows\.attention is .*: the attention half runs again whole"):
         going_on(late(cut), BOTH)
@@ -129,3 +127,14 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
     raw["stages"][0]["rules"][0]["windows"] = {"mlp": "bwd.attention.0+1"}
     with pytest.raises(ValueError, match=r"it runs again where backward enters it, at most to bwd\.mlp\.0"):
         Plan.model_validate(raw)
+
+
+def test_experts_that_are_cut_exchange_rows_once_more(pool_of: Pools) -> None:
+    """Where tensor-parallel ranks share one expert the rest communicates, which nothing may in a wait (rule R2)."""
+    job = job_of("TP2+SP, EP2, every second layer", **DRY)
+    layout = job.parallel.model_copy(update={"expert_tensor": 2})
+    cut = job.model_copy(update={"parallel": layout, "gpus": 4})
+    plan = going_on(without_beginning(begun(job, "mlp", job.model.expert_layers)))
+    for refusal in pool_of(cut.gpus).run(refused, cut, plan):
+        assert refusal.changed == []
+        assert "config.expert_tensor_parallel_size: found 2, needed 1 where the rest" in str(refusal.error)

@@ -29,8 +29,9 @@ OUTSIDE = (ON_DEMAND, "flushed")
 
 @dataclass(frozen=True)
 class Event:
-    what: Literal["issued", "waited", "replay", "weight gradient", "gather", "midway"]
-    """`midway`: backward comes to the core attention of a half in whose midst something may begin."""
+    what: Literal["issued", "waited", "replay", "weight gradient", "gather", "midway", "site"]
+    """`midway`: backward comes to the core attention of a half in whose midst something may begin. `site`: a checkpoint comes to
+    one while a gradient is gathered beside it."""
     name: str
     """Of a task what it is about, `attention(2)`; of a work the method of `ProcessGroup`, or `gradient`: it is received."""
     window: str = ""
@@ -124,7 +125,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     """Inside, what happens on this rank is noted. A plan is to be in force: receives are told apart above its hooks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from megatron_lynx.runtime.replay import Replays
+    from megatron_lynx.runtime.replay import Replayer, Replays
     from megatron_lynx.runtime.waits import Opening, Waits
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
@@ -136,6 +137,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
             (Replays, "gather", notes.gather),
             (Opening, "gather", notes.gather_task),
             (Waits, "begin_midway", notes.midway),
+            (Replayer, "site", notes.site),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
             (p2p_communication, "_batched_p2p_ops", notes.exchange),
@@ -182,6 +184,10 @@ class _Notes(WorkListener):
 
     def midway(self, waits: Any, entered: Any) -> None:
         self._events.append(Event("midway", f"{entered.policy.half}({entered.policy.layer})"))
+
+    def site(self, replayer: Any, call: Any) -> None:
+        if replayer.frame.gathered_gradient is not None:
+            self._events.append(Event("site", call.site.name))
 
     def gather(self, replays: Any, frame: Any) -> None:
         self._events.append(Event("gather", f"{frame.policy.half}({frame.policy.layer})", self._gathers_for))
