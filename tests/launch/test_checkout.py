@@ -18,6 +18,7 @@ from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.testbed.deferring import deferring
 
 from ..long import long
+from ..transparency.checkpoints import ahead, checkpointed, going_on
 from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for, under_plans
 from .launched import (
     EXPERTS,
@@ -88,6 +89,19 @@ def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""
     flags = [*MODEL, *TE, "--mock-data"]
     check_every_digit(script, flags, layout, tmp_path, path=[te_for(script)], implementation="transformer_engine")
+
+
+def test_checkpoints_go_on_in_waits(script, tmp_path):
+    """A gradient is gathered beside the rest of an MLP half; gradients of what experts returned travel beside that of theirs.
+    Without dropout behind a half, as backward would read its mask before."""
+    dry = ["--mock-data", "--hidden-dropout", "0.0"]
+    sliced, spread = "tensor 2, sequence parallel", "expert 2"
+    te = checkpointed(plan_of(sliced, implementation="transformer_engine"), "layer")
+    plans = [going_on(te), going_on(ahead(te, how="gather"))]
+    dense = [*under_plans(script, [*MODEL, *TE, *dry], sliced, plans, tmp_path, path=[te_for(script)])]
+    experts = ahead(checkpointed(plan_of(spread, experts=True), "layer", (2, 3, 4)), expert=2)
+    spread_out = [*under_plans(script, [*MODEL, *EXPERTS, *dry], spread, [going_on(experts)], tmp_path)]
+    assert (len(dense), len(spread_out)) == (2, 1)
 
 
 @pytest.mark.parametrize("layout", [FOUR, *long(INTERLEAVED)])

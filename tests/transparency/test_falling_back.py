@@ -97,6 +97,19 @@ def test_windows_leave_what_fell_back_to_its_backward(pool_of: Pools) -> None:
         assert fell.hidden == usual.hidden - fell.fell_back
 
 
+def test_waits_of_forwards_leave_what_fell_back_to_its_backward(pool_of: Pools) -> None:
+    """Backward has not come to it then: it would communicate in the wait for others' tokens."""
+    job = job_of("PP2, EP2", layers=2)
+    own = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"], windows=False)
+    raw = exchanging(own, {"mlp": {"steady": "fwd.mlp.2", "cooldown": "bwd.mlp.0"}}, layers=(1,)).model_dump(mode="json")
+    windowed = Plan.model_validate(raw)
+    for rank, outcomes in enumerate(fallen(pool_of, job, [windowed, holding(windowed, 1.0)], steps=2)):
+        usual, fell = (outcome.planned.counts[-1] for outcome in outcomes)
+        if rank < job.gpus // 2:
+            assert usual.hidden > 0 < fell.fell_back
+        assert fell.hidden == usual.hidden - min(usual.hidden, fell.fell_back)
+
+
 @pytest.mark.parametrize("layout", ["EP2", *long("PP2, EP2")])
 def test_drawn_loads(pool_of: Pools, layout: str) -> None:
     """Whatever comes and whatever the plan holds for, bits are stock's; the more it holds for, the fewer halves fall back."""
