@@ -233,6 +233,11 @@ class Rule(Part):
         return self.ahead == "gather"
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the rest of a half that it checkpoints runs again in a wait."""
+        return any(self.checkpoints(half) and getattr(self.windows, half) is not None for half in HALVES)
+
+    @property
     def ahead_said(self) -> str:
         """As the file says it."""
         return f"ahead is {str(self.ahead).lower()}"

@@ -200,7 +200,7 @@ def _as_of(job: Job, found: Decision) -> Decision:
 
 def begun_early(plan: Plan) -> tuple[Early, ...]:
     """What of a plan may be memory, or waits, that weight gradients would use better."""
-    ahead = any(rule.ahead for entry in plan.stages for rule in entry.rules)
+    ahead = any(rule.ahead or rule.goes_on for entry in plan.stages for rule in entry.rules)
     return tuple(early for early, used in zip(EARLY, (replays_beside_forwards(plan), ahead), strict=True) if used)
 
 

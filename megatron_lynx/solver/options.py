@@ -134,7 +134,7 @@ class StageProblems:
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
     ahead: bool = True
-    """Whether what checkpoints communicate may begin ahead."""
+    """Whether what checkpoints communicate may begin ahead, and what is left of them run in waits."""
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """The problem of one stage.
@@ -319,7 +319,7 @@ class StageProblems:
         else:
             gathers = section.last_communicating is not None and layout.sequence_parallel and layout.tensor > 1
             waits = gathers and model.fp8 is None and not self.job.userbuffers
-        may = waits and not checkpoint.feeds and not model.hidden_dropout
+        may = self.ahead and waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:

@@ -78,7 +78,7 @@ class Stages:
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
     ahead: bool = True
-    """Whether what checkpoints communicate may begin ahead."""
+    """Whether what checkpoints communicate may begin ahead, and what is left of them run in waits."""
     before: Worked | None = None
     """What was worked out for the same stages when they spared or excluded something else."""
 

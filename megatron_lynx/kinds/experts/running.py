@@ -199,9 +199,8 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
 def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
     """Experts that are cut over ranks exchange rows behind the dispatch, which no window may."""
     rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
-    goes_on = any(rule.checkpoints(EXPERTS.half) and rule.windows.mlp is not None for rule in rules)
     parts = getattr(run.config, "expert_tensor_parallel_size", None) or 1
-    if goes_on and parts > 1:
+    if parts > 1 and any(rule.goes_on for rule in rules):
         needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
         yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
 
