@@ -12,6 +12,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.apply import test_fp8_kinds
 from tests.apply.test_fp8 import fp8_job
 from tests.double_buffered import on_ranks as without_flush
 from tests.double_buffered.test_plans import MEGATRON, without_flushes
@@ -19,7 +20,7 @@ from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency import test_context, test_latent
-from tests.transparency.checkpoints import ahead, checkpointed, without_copies
+from tests.transparency.checkpoints import ahead, checkpointed, going_on, without_copies
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for
 from tests.transparency.test_checkpoints import kept_but_for
@@ -83,7 +84,8 @@ def test_weight_gradients_are_deferred_as_elsewhere(pool_of: Pools) -> None:
     job = tiny_job("llama", **LAYOUTS["TP2+SP"])
     plan = kept_but_for(job, "layer")
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
-    for outcomes in checked(pool_of, job, [deferring(plan), deferring(ahead(plan, how="gather"))], trial):
+    plans = [plan, ahead(plan, how="gather"), going_on(plan)]
+    for outcomes in checked(pool_of, job, [deferring(each) for each in plans], trial):
         for counts in (each for outcome in outcomes for each in outcome.planned.counts):
             assert counts.deferred == counts.filled + counts.flushed
             assert counts.filled > 0
@@ -108,6 +110,25 @@ def test_what_it_keeps_may_leave_within_a_micro_batch(pool_of: Pools, checkpoint
     assert all(each.offloaded_bytes == each.reloaded_bytes > 0 for each in outcome.planned.counts)
 
 
+def test_it_goes_on_beside_copies_of_what_it_keeps(pool_of: Pools) -> None:
+    """Between passes on the first stage, within micro-batches on the second."""
+    job = tiny_job("llama", pipeline=2, microbatches=3, **SP2)
+    plan = going_on(kept_but_for(job, "layer"))
+    for outcomes in checked(
+        pool_of, job, [offloading(plan, 1 << 20), offloading(plan, 1 << 20, pace=1 << 12)], Trial(tampered=True)
+    ):
+        assert any(outcome.planned.counts[-1].offloaded_bytes > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise")])
+def test_experts_go_on_in_fp8(te_pool_of: Pools, recipe: str) -> None:
+    """Where no copies stay their last linears run again there, too."""
+    job = test_fp8_kinds.job_of(recipe, "EP2", experts=test_fp8_kinds.MIXTURE | {"filled": True}, hidden_dropout=0.0)
+    plan = going_on(ahead(kept_but_for(job, "layer"), expert=2))
+    trial = Trial(steps=2, training={"ddp": True, "optimizer": "megatron"}, model={"moe_grouped_gemm": True})
+    checked(te_pool_of, job, [plan, without_copies(plan)], trial)
+
+
 @pytest.mark.parametrize(
     "layout", [{"pipeline": 2, "microbatches": 3}, *long({"pipeline": 2, "microbatches": 3, **SP2})], ids=str
 )
@@ -124,7 +145,7 @@ def test_without_flushes(pool_of: Pools, layout: dict[str, Any]) -> None:
 def test_frames_are_checked(pool_of: Pools) -> None:
     job = tiny_job("gpt", **SP2)
     plan = kept_but_for(job, "layer")
-    trials = [frames_on_ranks.Trial(each) for each in (plan, ahead(plan, how="gather"))]
+    trials = [frames_on_ranks.Trial(each) for each in (plan, ahead(plan, how="gather"), going_on(plan))]
     for checked_ranks in zip(*pool_of(2).run(frames_on_ranks.check_frames, job, trials), strict=True):
         for rank in checked_ranks:
             assert (rank.status, rank.observer, rank.kept) == (None, None, 0), rank.said
