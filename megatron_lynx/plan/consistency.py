@@ -136,9 +136,10 @@ def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str
 
 
 def _may_go_on(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
-    if section.exchanges or section.last_communicating is None:
-        return section.exchanges_in_windows and layout.waits("bwd", layer, section) > 0
-    return layout.sequence_parallel and layout.collectives and plan.model.fp8 is None and not plan.parallel.userbuffers
+    if section.exchanges:
+        return layout.waits("bwd", layer, section) > 0
+    gathers = section.last_communicating is not None and layout.sequence_parallel and layout.collectives
+    return gathers and plan.model.fp8 is None and not plan.parallel.userbuffers
 
 
 def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:

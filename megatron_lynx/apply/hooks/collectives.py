@@ -7,7 +7,8 @@ Calls the original    once per call; in a window asynchronously, and waited for 
 Holds                 the tensor-parallel group.
 Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
                       backward (LM head, loss, data parallel), or is for the largest of all: FP8's amaxes. A gather that a frame
-                      has started already is not started again, only waited for.
+                      has started already is not started again, only waited for; of a gradient what was gathered is
+                      returned (`_gather_along_first_dim` of `mappings`, which would make a tensor for it).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Why                   each of them is a stretch in which compute waits for the t
 Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
 Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
-                      backward. A gather of a linear's input that a frame has started already is not started again, only
-                      waited for; the caller gets an alias, which it empties when it has used it.
+                      backward. A gather of a linear's input, or of a gradient, that a frame has started already is not started
+                      again, only waited for; the caller gets an alias of the input, which it empties when it has used it.
 """
 
 from __future__ import annotations
