@@ -2,8 +2,9 @@
 
 python -m benchmarks.checkpoints_in_waits [--rounds 7]     two ranks joined by a slow link, as `make demo` has them
 
-Every layer is a checkpoint in every plan, so all hold what stock full holds: a dense model under sequence parallelism, and one with
-experts over both ranks. Settings take turns; a figure is the median over rounds of the ratio to stock full in the same round.
+Every layer is a checkpoint in every plan, so all hold what stock full holds: a dense model under sequence parallelism, and one
+with experts over both ranks. Settings take turns; a figure is the median over rounds of the ratio to stock full in the same
+round.
 """
 
 from __future__ import annotations
