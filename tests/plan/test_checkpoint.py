@@ -36,6 +36,13 @@ def test_it_is_written_and_read_as_what_it_is(tmp_path, checkpoint):
     assert "checkpoint" not in dump_plan(NOTHING)
 
 
+def test_what_windows_say_of_a_checkpoint_is_explained():
+    plan = checkpointed(plan_for(tiny_job("llama", tensor=2, sequence_parallel=True), lambda layer: ()), "layer")
+    said = "#                 windows of a checkpoint's half: what comes behind"
+    assert said in dump_plan(going_on(plan))
+    assert said not in dump_plan(plan)
+
+
 def test_a_key_that_says_nothing_changes_no_digest():
     assert NOTHING.digest == "5cb76a55b2c4a13e5a18f80aeaea5ec16eeb89842c2bd60fa4477948675de1eb"
     assert checkpointed(NOTHING, "layer").digest != NOTHING.digest
