@@ -85,6 +85,15 @@ def test_a_rank_without_tokens(pool_of: Pools) -> None:
             assert outcome.planned.counts[-1].fell_back == job.microbatches
 
 
+def test_rows_that_went_with_a_half_leave_room_for_the_next(pool_of: Pools) -> None:
+    """Two micro-batches of two halves are in flight on the first stage, and three of these four fit: every second micro-batch has
+    one that falls back, and the one behind it finds room for both."""
+    job = job_of("PP2, EP2")
+    plan = holding(candidates_of(job)[0], 1.5)
+    for outcomes in fallen(pool_of, job, [plan], steps=2, model=STATEFUL, starved=True)[: job.gpus // 2]:
+        assert outcomes[0].planned.counts[-1].fell_back == job.microbatches // 2
+
+
 def test_windows_leave_what_fell_back_to_its_backward(pool_of: Pools) -> None:
     """A checkpoint communicates, and so no window runs it: those of halves that do not fall back are filled as before."""
     job = job_of("EP2", layers=2)
