@@ -142,8 +142,8 @@ def test_a_transformer_engine_that_reads_otherwise(pool_of, recipe):
 
 @pytest.mark.parametrize("recipe", ["blockwise", *long("delayed", "mxfp8")])
 def test_what_grouped_linears_keep_is_let_go(pool_of, recipe):
-    """Wrappers around bytes and scales, one for each expert: they are overwritten with NaN, and not read. Of every half 16 tensors
-    in wrappers, and ten others."""
+    """Wrappers around bytes and scales, one for each expert: they are overwritten with NaN, and not read. Of every half 16
+    tensors in wrappers, and ten others."""
     job = job_of(recipe, "one rank", experts=MIXTURE | {"shared_ffn": 0})
     plan = plan_for(job, lambda layer: ("experts_fc1", "experts_activation"), windows=False)
     [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(steps=2, canaries=True, model={"moe_grouped_gemm": True}))
