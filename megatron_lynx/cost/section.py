@@ -70,10 +70,6 @@ class PricedSection:
     begun: Mapping[str, Begun] = field(default_factory=dict)
     """Of a checkpoint that runs again in parts: by item at which it stops, the last one first."""
 
-    def rest_s(self, item: str) -> float:
-        """Seconds of what is left of such a checkpoint behind an item."""
-        return self.replay_s - self.begun[item].seconds + self.begun[item].again_s
-
 
 def priced(
     profile: Profile,

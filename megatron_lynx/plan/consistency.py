@@ -125,8 +125,8 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
 
 def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """The layers of a checkpoint that is to go on in its first wait, and has none, or communicates nothing before."""
-    window, layout = rule.windows.of(half, "steady"), layout_of(plan)
-    if not rule.checkpoints(half) or window == ON_DEMAND:
+    window, layout = rule.goes_on_in(half), layout_of(plan)
+    if window is None:
         return
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     if lacking := [layer for layer, section in halves if not _may_go_on(plan, layout, layer, section)]:

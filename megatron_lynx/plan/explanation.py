@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.anatomy import HALVES, Half, names_in
-from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.anatomy.stretch import THEN
 from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.plan.layout import in_words
@@ -143,8 +142,7 @@ def _window(rule: Rule, half: Half) -> Text:
         first = rule.feeds(rule.layers.first, half) and half == HALVES[0]
         what = "its gather begins" if rule.gathers_ahead and first else "begins"
         begins = f"{what} ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
-        goes_on = rule.windows.of(half, "steady")
-        rest = f"{NEW_LINE}then {goes_on}: what comes behind all that communicates" if goes_on != ON_DEMAND else ""
+        rest = f"{NEW_LINE}then {wait}: what comes behind all that communicates" if (wait := rule.goes_on_in(half)) else ""
         return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}{rest}")
     if not rule.replays(half):
         return Text("-")

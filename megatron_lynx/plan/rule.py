@@ -235,7 +235,12 @@ class Rule(Part):
     @property
     def goes_on(self) -> bool:
         """Whether the rest of a half that it checkpoints runs again in a wait."""
-        return any(self.checkpoints(half) and getattr(self.windows, half) is not None for half in HALVES)
+        return any(map(self.goes_on_in, HALVES))
+
+    def goes_on_in(self, half: Half) -> str | None:
+        """The wait in which the rest of a half that it checkpoints runs again; None where none does."""
+        window = self.windows.of(half, "steady")
+        return window if self.checkpoints(half) and window != ON_DEMAND else None
 
     @property
     def ahead_said(self) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, get_args
 
-from megatron_lynx.anatomy import Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, window_at
+from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
@@ -51,24 +51,25 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         for linear in (reversed(section.linears) if rule.weight_gradients else ())
         if linear in rule.weight_gradients
     }
-    steady, cooldown = (
-        Place(
-            tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
-            None if (gather := rule.gather.of(half, phase)) is None else window_at(gather, layer),
-        )
-        for phase in BACKWARD_PHASES
-    )
     if rule.checkpoints(half):
         behind = rule.fed_behind(layer, half)
         again = section.run_again(whole=behind > 0)
         ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
         gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
         planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
-        place = ON_DEMAND_PLACE if behind else steady
+        place = ON_DEMAND_PLACE if behind else _place(rule, layer, half, "steady")
         return replace(planned, steady=place, cooldown=place, ahead_to=ahead, gathers_ahead=gathers)
     if not (replay := rule.replays(half)):
         return PlannedHalf(layer, section, deferred=deferred)
+    steady, cooldown = (_place(rule, layer, half, phase) for phase in BACKWARD_PHASES)
     return PlannedHalf(layer, section, replay, steady, cooldown, deferred=deferred)
+
+
+def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
+    return Place(
+        tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
+        None if (gather := rule.gather.of(half, phase)) is None else window_at(gather, layer),
+    )
 
 
 Group = Literal["tp", "ep", "pp"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_lynx.anatomy import HALVES, Half
-from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.plan.plan import Plan, Rule, Stage
 from megatron_lynx.plan.stage import ALWAYS
@@ -92,8 +91,7 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
 def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
     """Where a half is replayed."""
     if rule.checkpoints(half):
-        goes_on = rule.windows.of(half, "steady")
-        rest = f", then {goes_on}" if goes_on != ON_DEMAND else ""
+        rest = f", then {wait}" if (wait := rule.goes_on_in(half)) else ""
         return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
     return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
 

@@ -177,7 +177,8 @@ class Replayer:
         memo = self.frame.memos.pop(self._segment, None) if self._last else self.frame.memos.get(self._segment)
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         if self._last and self._dispatches(call.site):  # [10]
-            self._empty(arguments, outputs)
+            if self._rows:
+                self._empty(arguments, outputs)
             self._rows += [weakref.ref(one) for one in tensors_in(outputs) if one.dim() > 1] if memo is not None else []
         self._enter()
         if call.site.name == self._starts and self.frame.under_way is not None and self.frame.under_way.works:

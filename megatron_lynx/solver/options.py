@@ -294,9 +294,9 @@ class StageProblems:
             waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
         rest = NOWHERE
         if checkpoint.goes_on:
-            behind, window_s = section.last_communicating or "", self._prices.windows_s("bwd", section, ())[0]
-            rest = Placement((Portion(own_window(section.half), window_s, price.rest_s(behind)),))
-            waits_s += 0.0 if checkpoint.ahead_to else price.begun[behind].again_s
+            (begun,), (window_s, *_) = price.begun.values(), self._prices.windows_s("bwd", section, ())
+            rest = Placement((Portion(own_window(section.half), window_s, price.replay_s - begun.seconds + begun.again_s),))
+            waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
         seat = Seat(rest, rest, gather_s=waits_s)
         return Option(
             items,

@@ -51,15 +51,13 @@ def without_beginning(plan: Plan) -> Plan:
     return Plan.model_validate(raw)
 
 
-def going_on(plan: Plan, halves: Iterable[str] = ("mlp",), layers: Iterable[int] | None = None) -> Plan:
-    """The same plan in which what comes behind all that checkpointed halves communicate runs again in their first wait. `layers`:
-    the first ones of the rules that have it so, if not all."""
+def going_on(plan: Plan, halves: Iterable[str] = ("mlp",)) -> Plan:
+    """The same plan in which what comes behind all that checkpointed halves communicate runs again in their first wait."""
     raw = plan.model_dump(mode="json", exclude_defaults=True)
     for stage in raw["stages"]:
         stage["ahead_depth"] = max(1, stage.get("ahead_depth", 0))
         for rule in (rule for rule in stage["rules"] if rule.get("checkpoint")):
-            if layers is None or int(str(rule["layers"]).partition("-")[0]) in layers:
-                rule["windows"] = {half: f"bwd.{half}.0" for half in halves}
+            rule["windows"] = {half: f"bwd.{half}.0" for half in halves}
     return Plan.model_validate(raw)
 
 

@@ -110,8 +110,7 @@ def test_waits_of_forwards_leave_what_fell_back_to_its_backward(pool_of: Pools) 
     """Backward has not come to it then: it would communicate in the wait for others' tokens."""
     job = job_of("PP2, EP2", layers=2)
     own = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"], windows=False)
-    raw = exchanging(own, {"mlp": {"steady": "fwd.mlp.2", "cooldown": "bwd.mlp.0"}}, layers=(1,)).model_dump(mode="json")
-    windowed = Plan.model_validate(raw)
+    windowed = exchanging(own, {"mlp": {"steady": "fwd.mlp.2", "cooldown": "bwd.mlp.0"}}, layers=(1,))
     for rank, outcomes in enumerate(fallen(pool_of, job, [windowed, holding(windowed, 1.0)], steps=2)):
         usual, fell = (outcome.planned.counts[-1] for outcome in outcomes)
         if rank < job.gpus // 2:
