@@ -52,6 +52,8 @@ class Opaque(Part):
     """Weights that are cut over tensor-parallel ranks."""
     kept_bytes: int = Field(default=0, ge=0)
     """What is kept of a token from forward to backward, beside the half's input and what its norm makes."""
+    norm_out_bytes: int = Field(default=0, ge=0)
+    """The part of `kept_bytes` that stock frees with `--recompute-modules gdn_norm_out`."""
     in_hand_bytes: int = Field(default=0, ge=0)
     """What backward has in hand of a token at most."""
     flops: int = Field(default=0, ge=0)
@@ -90,6 +92,7 @@ def gated_delta_net(
         "kind": "gated_delta_net",
         "parameters": hidden * (made + values) + convolved * (2 * keys + values) + 2 * value_heads + value_size,
         "kept_bytes": element * (6 * keys + 2 * repeated * (value_heads > key_heads) + 6 * values + 80 * value_heads),
+        "norm_out_bytes": 2 * element * values,  # the normed result, and its product with the gate
         "in_hand_bytes": element * (4 * repeated + 4 * values + 3 * states),
         "flops": 2 * hidden * (made + values) + 2 * convolved * (2 * keys + values) + value_heads * inside,
     }

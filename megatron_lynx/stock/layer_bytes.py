@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.layer import half_kept_bytes
@@ -26,7 +27,7 @@ from megatron_lynx.kinds.experts.saved import expert_tensors, experts_of
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, offload_module, recompute_module, runs_again
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, NORM_OUT, offload_module, recompute_module, runs_again
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -190,9 +191,16 @@ def layer_bytes(
 
 
 def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
-    """No module that stock has a name for is in what nobody looks into."""
     if section.opaque:
-        return HalfBytes(half_kept_bytes(shape, section))
+        again = norm_out_bytes(shape, setting, section)
+        return HalfBytes(half_kept_bytes(shape, section) - again, again)
     if section.in_some_layers:
         return expert_half_bytes(shape, setting, least_bytes)
     return dense_half_bytes(shape, setting, section, least_bytes)
+
+
+def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:
+    """Bytes of an opaque half that a setting frees and recomputes: those of `gdn_norm_out` alone. They are exact, so they have
+    no margin."""
+    freed = shape.model.opaque_in(section).norm_out_bytes if NORM_OUT in setting.recompute else 0
+    return ceil(freed * shape.tokens / shape.parallel.tensor)

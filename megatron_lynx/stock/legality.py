@@ -70,6 +70,8 @@ class Facts:
             has |= {"shared_experts"} if model.experts.shared_ffn else set()
         if model.latent is not None:
             has.add("latent")
+        if any(half.kind == "gated_delta_net" for half in model.opaque):
+            has.add("gated_delta")
         return cls(
             release,
             frozenset(has),

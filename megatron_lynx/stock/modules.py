@@ -51,6 +51,9 @@ class RecomputeModule:
     since: str = "0.15"
 
 
+NORM_OUT = "gdn_norm_out"
+"""The norm and the gate after a gated delta net: `GatedDeltaNet._gated_norm_and_a2a`."""
+
 RECOMPUTED = (
     RecomputeModule("core_attn", (ATTENTION,), ("core",)),
     RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, experts=(EXPERTS.norm,)),
@@ -65,7 +68,7 @@ RECOMPUTED = (
         discards_output=True,
         needs="latent",
     ),
-    RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
+    RecomputeModule(NORM_OUT, discards_output=True, needs="gated_delta", since="0.19"),
 )
 
 

@@ -35,8 +35,12 @@ from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase
-from megatron_lynx.stock.layer_bytes import expert_treatment, treatment
+from megatron_lynx.stock.layer_bytes import expert_treatment, norm_out_bytes, treatment
 from megatron_lynx.stock.setting import StockSetting
+
+NORM_OUT_MOVED = 2.5
+"""Bytes that recomputing a gated norm reads and writes, over those that it frees: result, normed result twice, gate and product
+against two of them. It is taken to be as fast, byte for byte, as the norm before the half."""
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
@@ -47,7 +51,10 @@ def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, ki
 
 def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
     if section.opaque:
-        return HalfSeconds(profile.of(section).forward_s, profile.of(section).backward_s)
+        half = profile.of(section)
+        moved = NORM_OUT_MOVED * norm_out_bytes(shape, setting, section)
+        again_s = half.items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
+        return HalfSeconds(half.forward_s, half.backward_s, again_s)
     if section.in_some_layers:
         return _expert_half(shape, profile, setting)
     return _dense_half(shape, profile, setting, section)

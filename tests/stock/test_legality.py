@@ -24,6 +24,13 @@ MODELS = {
         {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 16, "moe_token_dispatcher_type": "alltoall"},
     ),
 }
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+}
+"""A gated delta net, which 0.15 does not have."""
 OVERLAP = {"moe_shared_expert_overlap": True}
 COMBINED = {
     "one stage": ({"expert": 2}, {}),
@@ -81,6 +88,8 @@ def release_pool(request):
 def test_what_a_release_accepts_is_exactly_what_the_table_calls_legal(release_pool):
     release, pool = release_pool
     asked = [(Facts(release, has), fields, setting) for has, fields in MODELS.values() for setting in SETTINGS]
+    if release > "0.15":
+        asked += [(Facts(release, frozenset({"gated_delta"})), DELTA_NET, setting) for setting in SETTINGS]
     shared, fields = MODELS["shared experts"]
     asked += [(Facts(release, shared, shared_overlap=True), fields | OVERLAP, setting) for setting in SETTINGS]
     asked += [

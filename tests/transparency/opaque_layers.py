@@ -40,7 +40,7 @@ def delta_nets(job: Job) -> Iterator[None]:
     from megatron_lynx.testbed import tiny_models
 
     having = job.model.opaque[0].numbers(job.model.layers) if job.model.opaque else frozenset()
-    usual = tiny_models.block_spec
+    usual, library = tiny_models.block_spec, getattr(theirs, "common", theirs)  # a package from 0.19 on
 
     def block_spec(config: Any, vp_stage: int | None = None) -> Any:
         for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
@@ -59,8 +59,8 @@ def delta_nets(job: Job) -> Iterator[None]:
 
     with (
         patch.object(tiny_models, "block_spec", block_spec),
-        patch.object(theirs, "HAVE_FLA", True),
-        patch.object(theirs, "l2norm", l2norm, create=True),
+        patch.object(library, "HAVE_FLA", True),
+        patch.object(library, "l2norm", l2norm, create=True),
     ):
         yield
 
