@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from scripts.gpu_check.part import Answer
 from scripts.gpu_check.trial import Setting, trial
+from tests.streams import faults
 
 
 def hanging(rank: int) -> Answer:
@@ -43,6 +44,12 @@ def killed(rank: int) -> Answer:
 
 
 def with_other_masks(rank: int, setting: Setting) -> Answer:
+    with another_mask(rank):
+        return trial(rank, setting)
+
+
+@contextmanager
+def another_mask(rank: int = 1) -> Iterator[None]:
     """Replays on rank 1 draw what comes next instead of what their forward drew."""
     from megatron_lynx.runtime.replay import Replayer
 
@@ -53,37 +60,16 @@ def with_other_masks(rank: int, setting: Setting) -> Answer:
             self.frame.random = self._random.capture()
         return run(self)
 
-    return _with(Replayer, "run", running, rank, setting)
+    with ExitStack() as undo:
+        faults.replace_function(undo, Replayer, "run", running)
+        yield
 
 
 def with_too_early_uses(rank: int, setting: Setting) -> Answer:
-    """Under a plan nobody waits for the first collective that a backward issues."""
-    from megatron_lynx.runtime.waits import Waits
-
-    window = Waits._window
-
-    def not_waiting(self: Any, address: Any, micro_batch: Any, phase: Any, wait: Any) -> Any:
-        early = str(address).startswith("bwd.") and str(address).split(".")[2].startswith("0")
-        return window(self, address, micro_batch, phase, (lambda: None) if early else wait)
-
-    return _with(Waits, "_window", not_waiting, rank, setting)
+    with faults.a_collective_that_is_not_waited_for():
+        return trial(rank, setting)
 
 
 def without_overlap(rank: int, setting: Setting) -> Answer:
-    """Every window waits first, and does behind the collective what was to run beside it."""
-    from megatron_lynx.runtime.waits import Waits
-
-    window = Waits._window
-
-    def waiting_first(self: Any, address: Any, micro_batch: Any, phase: Any, wait: Any) -> Any:
-        waited = wait()
-        window(self, address, micro_batch, phase, lambda: None)
-        return waited
-
-    return _with(Waits, "_window", waiting_first, rank, setting)
-
-
-def _with(owner: Any, name: str, wrong: Any, rank: int, setting: Setting) -> Answer:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner, name, wrong)
+    with faults.a_window_behind_its_wait():
         return trial(rank, setting)

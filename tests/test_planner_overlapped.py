@@ -11,6 +11,7 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible
+from megatron_lynx.planner.budget_kept import most_held
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
@@ -96,7 +97,8 @@ def test_a_plan_that_the_loss_binds_fits(gib: float) -> None:
 def test_what_is_held_at_a_time_is_that_of_passes_one_after_the_other() -> None:
     simulation = decided(57).simulation
     assert isinstance(simulation, SideBySide)
-    assert simulation.before_backward_bytes(0, 0) == simulation.apart.before_backward_bytes(0, 0) > 0
+    job = job_of(57)
+    assert [*most_held(job, simulation, 0)] == [*most_held(job, simulation.apart, 0)]
 
 
 def test_what_waits_long_goes_to_the_host() -> None:

@@ -294,8 +294,7 @@ class Engine:
         if frame is not None:
             self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
-            if (begun := frame.take_gathered_gradient()) is not None:
-                begun.work.wait()
+            frame.take_gathered_gradient(None)
 
     # --- windows -------------------------------------------------------------------------------------------------------
 

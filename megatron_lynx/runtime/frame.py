@@ -267,10 +267,14 @@ class Frame:
         self.gathered_gradient = GatheredGradient(self.gradient, whole, work, self.gradient._version)
         self.gradient = None
 
-    def take_gathered_gradient(self) -> GatheredGradient | None:
-        """What was begun of that, once."""
-        taken, self.gathered_gradient = self.gathered_gradient, None
-        return taken
+    def take_gathered_gradient(self, gradient: Tensor | None) -> GatheredGradient | None:
+        """Returns the gather of this gradient, once, if it was begun. A gather that is of no use is waited for and dropped: NCCL
+        writes its buffer until then."""
+        begun, self.gathered_gradient = self.gathered_gradient, None
+        if begun is None or (gradient is not None and begun.is_of(gradient)):
+            return begun
+        begun.work.wait()
+        return None
 
     def left(self) -> None:
         """Its backward is over. The graph may live on: a router of experts keeps a tensor of its last call."""

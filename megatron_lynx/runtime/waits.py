@@ -170,11 +170,8 @@ class Waits:
     def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
         """What is gathered of this gradient already, and the `Work` that gathers it, if it was begun."""
         frame = self._ledger.entered if self._progress.scope is None else None
-        begun = None if frame is None else frame.take_gathered_gradient()
+        begun = None if frame is None else frame.take_gathered_gradient(gradient)
         if begun is None:
-            return None
-        if not begun.is_of(gradient):
-            begun.work.wait()
             return None
         window = self.window()
         return begun.whole.view(-1, *gradient.shape[1:]), begun.work if window is None else window(begun.work)

@@ -158,3 +158,23 @@ def _out_of_order(outer: Any, second: Any, plan: Plan) -> None:
 
     with install(second.chunks, plan):
         outer.remove()
+
+
+def beside_another(rank: int, job: Job, plan: Plan, **model: Any) -> list[list[bool]]:
+    """Whether the engine of a model under a plan is busy in each forward of a step: of that model, and of one without a plan."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.apply.live_run import unwrapped
+
+    from .on_ranks import one_step, trained
+
+    first, second = trained(job, **model), trained(job, **model)
+    busy: list[list[bool]] = []
+    with install(first.chunks, plan) as installation:
+        for training in (first, second):
+            of_model: list[bool] = []
+            busy.append(of_model)
+            embedding = unwrapped(training.chunks[0])[1].embedding
+            hook = embedding.register_forward_hook(lambda *_, of=of_model: of.append(installation.engine.busy))
+            one_step(training)
+            hook.remove()
+    return busy

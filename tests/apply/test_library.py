@@ -10,6 +10,8 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.offloaded import offloading
+from ..transparency.plans import plan_for
+from ..transparency.test_overlapped import job_of as overlapped_job
 from . import library_on_ranks
 
 LAYOUTS = [{"tensor": 2, "sequence_parallel": True}, *long({"pipeline": 2, "microbatches": 4})]
@@ -22,6 +24,16 @@ def test_the_loop_of_the_page(pool_of, layout):
     plans = (uniform_plan(job, gather="once"), offloading(uniform_plan(job, ("activation",)), 20_000))
     for seen in pool_of(job.gpus).run(library_on_ranks.both, job, plans):
         assert seen == {"differing": [], "changed": [], "frames": 0}
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["passes", "passes in turns"])
+def test_the_steps_of_another_model_are_not_its_own(pool_of, overlapped):
+    """An engine that took them for its own would recompute for the wrong micro-batch, and could not be removed meanwhile."""
+    job = overlapped_job("EP2", microbatches=2) if overlapped else tiny_job(tensor=2, microbatches=2)
+    plan = plan_for(job, lambda layer: ()) if overlapped else uniform_plan(job)
+    for own, others in pool_of(job.gpus).run(library_on_ranks.beside_another, job, plan):
+        assert own == [True, True]
+        assert others == [False, False]
 
 
 def test_one_model_has_one_plan(pool_of):

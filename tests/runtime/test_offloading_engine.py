@@ -75,6 +75,31 @@ def test_gradients_and_counts(engine: Engine) -> None:
     assert engine.take_counts().offloaded_bytes == 0
 
 
+@pytest.mark.parametrize("overlapping", [False, True], ids=["steps", "batches that overlap"])
+def test_weights_that_move_between_steps_stay_and_activations_go(overlapping: bool) -> None:
+    """The optimizer, or a second version of the weights, replaces them; an activation may then lie where they were."""
+    weights = [torch.full((64,), 0.5)]
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7), lasting=lambda chunk: weights)
+    engine, gone = Engine(order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader), []
+    old = weights[0]
+    for step in range(2):
+        given = [torch.full((64,), 0.1, requires_grad=True) for _ in range(2)]
+        if overlapping:
+            engine.begin_batch(TWO_IN_FLIGHT, fills=step == 0)
+        outputs = []
+        for number, tensor in enumerate(given):
+            other = (old if step and number else torch.empty(64)).copy_(tensor.detach())
+            with engine.forward_pass(number, 0, 2) as ended_with:
+                outputs.append(engine.half(KEEPS_ALL, lambda one, other=other: one * weights[0] * other, (tensor * 1,), {}))
+                ended_with(outputs[-1])
+        for output in outputs:
+            backward(engine, output)
+        gone.append(engine.take_counts().offloaded_bytes)
+        weights[:] = [weights[0].clone()]
+    assert gone[0] == gone[1] > 0
+    engine.close()
+
+
 def test_the_first_reload_starts_when_its_gradient_is_waited_for(engine: Engine) -> None:
     passes = [forward(engine, number) for number in range(2)]
     engine.take_counts()

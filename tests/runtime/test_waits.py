@@ -321,6 +321,33 @@ def test_a_collective_without_a_task_is_no_window() -> None:
     assert seen == [True, False, True]
 
 
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered again", "never gathered"])
+def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
+    """NCCL writes its buffer until then, and the allocator would give it to another tensor. CPU ranks never show it."""
+    engine, log = Engine(), []
+    half = TinyHalf(reporting_to(engine))
+
+    def begin() -> None:
+        frame = engine._ledger.entered
+        assert frame is not None
+        frame.gradient = torch.ones(3, WIDTH)
+        frame.gather_gradient()
+        if gathered:
+            assert engine.gathered_gradient(torch.ones(3, WIDTH)) is None, "another gradient"
+            assert log == ["waited gather"]
+
+    def code(hidden: Tensor) -> Tensor:
+        return _Collective.apply(half(hidden), lambda: None, begin)  # type: ignore[no-any-return]
+
+    with engine.forward_pass(0, 0, 1) as ended_with:
+        own = policy(REPLAYED, gather=lambda tensor: (tensor, Work(log, "gather")))
+        output = engine.half(own, code, (torch.randn(3, WIDTH, requires_grad=True),), {})
+        ended_with(output)
+    with engine.backward_pass(output):
+        output.sum().backward()
+    assert log == ["waited gather"]
+
+
 def test_a_trace_shows_every_window() -> None:
     stage = Stage()
     stage.engine.trace.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_lynx.anatomy import EXPERTS
@@ -10,11 +12,12 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.planner import decide, nearest, uniform_plan
 from megatron_lynx.planner.budget_kept import most_held
 from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices
 from megatron_lynx.units import GIB
@@ -89,12 +92,35 @@ def test_all_that_can_be_replayed_is_hidden_where_memory_is_short() -> None:
     assert decision.simulation.step_s <= 1.001 * free.simulation.step_s
 
 
-def test_a_plan_says_which_load_still_fits() -> None:
-    """Twice the balanced load does not, in 54 GiB; with all of the device it does."""
+def within(gib: float) -> Job:
     job = qwen3()
-    tight = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})})
-    loads = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
+    return job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": gib})})
+
+
+@pytest.mark.parametrize("gib", [58, 62, 70])
+def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(gib: float) -> None:
+    """A straight line between two loads says a little more than what fits."""
+    decision = decide(within(gib), analytic_profile(within(gib)))
+    for stage in decision.plan.stages:
+        if load := stage.predicted.moe_load:
+            loaded = with_load(decision.job, load)
+            rehearsed = rehearsed_with_load_of(loaded, decision.plan, analytic_profile(loaded))
+            assert max(each.device_bytes for each in most_held(loaded, rehearsed, stage.stage)) <= gib * GIB
+
+
+def test_a_plan_says_which_load_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the balanced load does not, in 54 GiB; with all of the device it does. It is found in a few rehearsals."""
+    job, tight, rehearse, loads_tried = qwen3(), within(54), nearest.rehearse, []
+
+    def counted(plan: Plan, *args: Any, **kwargs: Any) -> Simulation:
+        loads_tried.append(plan.model.moe_load)
+        return rehearse(plan, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nearest, "rehearse", counted)
+        loads = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
     assert all(1 <= load < 2 for load in loads)
+    assert len(loads_tried) < 6
     experts = job.model.experts.model_copy(update={"holds": 2.0})
     held = tight.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
     found = decide(held, analytic_profile(held))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_lynx.testbed.stand_in import replace
+
+
+def replace_function(undo: ExitStack, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Replaces a function. Raises `TypeError` where `wrong` cannot be called as the function can: such a fault shows nothing."""
+    parameters = inspect.signature(getattr(owner, name)).parameters.values()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = {each.name: None for each in parameters if each.kind is each.KEYWORD_ONLY}
+    for given in (positional, [each for each in positional if each.default is each.empty]):
+        inspect.signature(wrong).bind(*given, **named)
+    replace(undo, owner, name, wrong)
 
 
 @contextmanager
@@ -44,8 +55,8 @@ def an_original_released_early() -> Iterator[None]:
         return sent
 
     with ExitStack() as undo:
-        replace(undo, offloader, "send", sending)
-        replace(undo, half_by_half, "send", sending)
+        replace_function(undo, offloader, "send", sending)
+        replace_function(undo, half_by_half, "send", sending)
         yield
 
 
@@ -72,7 +83,7 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
         return start(copier, pairs, *args)
 
     with ExitStack() as undo:
-        replace(undo, Copier, "start", starting)
+        replace_function(undo, Copier, "start", starting)
         yield
 
 
@@ -90,7 +101,7 @@ def host_memory_lent_too_early() -> Iterator[None]:
         return blocks
 
     with ExitStack() as undo:
-        replace(undo, HostPool, "lend", lending)
+        replace_function(undo, HostPool, "lend", lending)
         yield
 
 
@@ -113,23 +124,41 @@ def a_gather_buffer_reused() -> Iterator[None]:
         return gather
 
     with ExitStack() as undo:
-        replace(undo, gathered_input, "start_gather", start_gather)
+        replace_function(undo, gathered_input, "start_gather", start_gather)
         yield
 
 
 @contextmanager
 def a_collective_that_is_not_waited_for() -> Iterator[None]:
     """What runs in its window runs, and then what it brings is used."""
+    with _windows(lambda window, proper: window(lambda: True)):
+        yield
+
+
+@contextmanager
+def a_window_behind_its_wait() -> Iterator[None]:
+    """What runs in a window runs when there is nothing left to hide."""
+
+    def behind(window: Callable[[Any], Any], proper: Callable[[], Any]) -> Any:
+        waited = proper()
+        return window(lambda: waited)
+
+    with _windows(behind):
+        yield
+
+
+@contextmanager
+def _windows(opened: Callable[[Callable[[Any], Any], Callable[[], Any]], Any]) -> Iterator[None]:
+    """`opened`: what happens in place of opening a window around the wait proper."""
     from megatron_lynx.runtime.waits import WindowedWork
 
-    wait = WindowedWork.wait
+    init = WindowedWork.__init__
 
-    def waiting(work: Any, *args: Any, **kwargs: Any) -> Any:
-        window, work._window = work._window, None
-        return wait(work, *args, **kwargs) if window is None else window(lambda: True)
+    def made(windowed: WindowedWork, work: Any, window: Any) -> None:
+        init(windowed, work, lambda proper: opened(window, proper))
 
     with ExitStack() as undo:
-        replace(undo, WindowedWork, "wait", waiting)
+        replace_function(undo, WindowedWork, "__init__", made)
         yield
 
 
@@ -144,5 +173,5 @@ def _stream_that_waits_for_nothing(name: str) -> Iterator[None]:
             wait(stream, event)
 
     with ExitStack() as undo:
-        replace(undo, AsynchronousStream, "wait", waiting)
+        replace_function(undo, AsynchronousStream, "wait", waiting)
         yield

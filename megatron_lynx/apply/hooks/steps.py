@@ -34,7 +34,7 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
         @wraps(original)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            if id(unwrapped(given["model"])[1]) not in chunks:
+            if not _is_in(given["model"], chunks):
                 return original(*args, **kwargs)
             chunk = given.get("vp_stage") or 0
             with engine.forward_pass(given["current_microbatch"], chunk, given["num_microbatches"]) as ended_with:
@@ -60,6 +60,11 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
         yield _both(engine, chunks)
 
 
+def _is_in(model: Any, chunks: Container[int]) -> bool:
+    """Whether a pass is one of these models, and not of another one in the same process."""
+    return model is not None and id(unwrapped(model)[1]) in chunks
+
+
 def _both(engine: Engine, chunks: Container[int]) -> Claim:
     from megatron.core.pipeline_parallel import combined_1f1b
 
@@ -69,9 +74,7 @@ def _both(engine: Engine, chunks: Container[int]) -> Claim:
         @wraps(original)
         def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            forward, backward = (
-                given[name] is not None and id(unwrapped(given[name])[1]) in chunks for name in ("f_model", "b_model")
-            )
+            forward, backward = (_is_in(given[name], chunks) for name in ("f_model", "b_model"))
             with ExitStack() as stack:
                 if backward:
                     stack.enter_context(engine.backward_pass(given["b_output_tensor"]))
