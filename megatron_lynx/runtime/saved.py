@@ -11,6 +11,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,6 +86,30 @@ class Packing:
                 self._hooks.__enter__()
             else:
                 self._hooks.__exit__()
+
+
+def without_default_hooks() -> AbstractContextManager[None]:
+    """Inside, no default hooks are on, whoever has turned them on.
+
+        half 2 is recorded   hooks on ── dispatch ── waits ─┐                      ┌─ hooks on ── the rest
+                                                            └─ half 1, hooks off ──┘
+
+    Hooks that stayed on while half 2 waits would take what half 1 saves for tensors of half 2.
+    """
+    return nullcontext() if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else _default_hooks_off()
+
+
+@contextmanager
+def _default_hooks_off() -> Iterator[None]:
+    autograd, hooks = torch._C._autograd, []  # the innermost first
+    while (innermost := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(innermost)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class Edge(NamedTuple):

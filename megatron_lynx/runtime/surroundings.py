@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.device import Device, present_device
+from megatron_lynx.runtime.saved import without_default_hooks
 
 
 class Context(Protocol):
@@ -69,7 +70,8 @@ class Autocast:
 
 
 class Surroundings:
-    """All contexts of a run as one."""
+    """All contexts of a run as one. Inside, no default hooks on saved tensors are on: a record began without any (`refusals`), and
+    neither a recomputation nor a weight gradient saves anything for backward."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = tuple(contexts)
@@ -78,16 +80,17 @@ class Surroundings:
         return tuple([context.capture() for context in self._contexts])
 
     def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
-        if len(self._contexts) == 1:
-            return self._contexts[0].as_captured(captured[0])
-        return self._all_as_captured(captured)
+        contexts = [context.as_captured(then) for context, then in zip(self._contexts, captured, strict=True)]
+        changing = [one for one in (without_default_hooks(), *contexts) if type(one) is not nullcontext]
+        return _together(changing) if changing else nullcontext()
 
-    @contextmanager
-    def _all_as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context, then in zip(self._contexts, captured, strict=True):
-                stack.enter_context(context.as_captured(then))
-            yield
+
+@contextmanager
+def _together(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class RandomSource(Protocol):

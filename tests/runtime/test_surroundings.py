@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_lynx.runtime.surroundings import Autocast, unmarked
+from megatron_lynx.runtime.surroundings import Autocast, Surroundings, unmarked
 
 
 @pytest.fixture
@@ -46,3 +47,32 @@ def test_objects_are_as_they_were_behind_a_replay() -> None:
     with unmarked([dispatcher]):
         dispatcher.splits, dispatcher.probs = [3], "of another call"  # type: ignore[attr-defined]
     assert vars(dispatcher) == {"splits": splits}
+
+
+def test_default_hooks_are_off_inside_and_as_before_afterwards() -> None:
+    """In their order; also after an error."""
+    seen: list[str] = []
+
+    def noting(name: str) -> torch.autograd.graph.saved_tensors_hooks:
+        def pack(tensor: Tensor) -> Tensor:
+            seen.append(name)
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def failing() -> None:
+        given.exp()
+        raise ZeroDivisionError
+
+    given = torch.ones(2, requires_grad=True)
+    surroundings = Surroundings([Autocast()])
+    captured = surroundings.capture()
+    with noting("outer"):
+        with noting("inner"):
+            with pytest.raises(ZeroDivisionError), surroundings.as_captured(captured):
+                failing()
+            assert seen == []
+            given.exp()
+        given.exp()
+    given.exp()
+    assert seen == ["inner", "outer"]

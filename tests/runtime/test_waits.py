@@ -7,6 +7,7 @@ reaches it: before anything that it saved is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -80,6 +81,8 @@ class Stage:
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """Linears of the last layer, and where their weight gradients run: they are noted in place of that."""
     layout: Layout = Layout()  # noqa: RUF009
+    around_collectives: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """What a half's code enters to communicate."""
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,7 +112,8 @@ class Stage:
 
         def code(hidden: Tensor) -> Tensor:
             made = self.layers[layer](hidden)
-            return _Collective.apply(made, issue(f"fwd {layer}"), issue(f"bwd {layer}"))  # type: ignore[no-any-return]
+            with self.around_collectives:
+                return _Collective.apply(made, issue(f"fwd {layer}"), issue(f"bwd {layer}"))  # type: ignore[no-any-return]
 
         return code
 
@@ -237,6 +241,16 @@ def test_tasks_by_phase() -> None:
         (1, 3, "on_demand"),
         (1, 2, "on_demand"),
     ]
+
+
+def test_hooks_of_the_half_that_waits_do_not_see_what_is_recomputed_in_its_window() -> None:
+    """They took what layer 3 saves for tensors of layer 2, which was recorded and waited."""
+    packed: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: packed[0])
+    stage = Stage({3: within(forward_of(2))}, 1, order=PHASES, around_collectives=hooks)
+    packed.append(torch.zeros(()))
+    assert stage.run()[0] == (0, 3, "fwd.mlp.0@2")
+    assert len(packed) == 1
 
 
 def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:

@@ -118,6 +118,18 @@ def test_waits_of_forwards_leave_what_fell_back_to_its_backward(pool_of: Pools) 
         assert fell.hidden == usual.hidden - min(usual.hidden, fell.fell_back)
 
 
+def test_attention_is_recomputed_while_a_half_that_may_fall_back_is_recorded(pool_of: Pools) -> None:
+    """Its dispatch is recorded under default hooks, and waits in the middle of that: a plan of the planner's ended in step 1 with
+    "a replayed activation has no second derivative"."""
+    job = job_of("PP2, EP2")
+    own = plan_for(job, lambda layer: [item for item in replayable(job) if not item.endswith("_bda")], windows=False)
+    steady = "fwd.mlp.0 until rotary then bwd.mlp.2"
+    windowed = exchanging(own, {"attention": {"steady": steady, "cooldown": "bwd.mlp.2"}, "mlp": "bwd.mlp.0"})
+    for rank, (outcome,) in enumerate(fallen(pool_of, job, [holding(windowed, 1.01)], steps=2, traced=True)):
+        replays = [event["window"] for event in outcome.planned.events if event["kind"] == "replay"]
+        assert any(f"{window}".startswith("fwd.mlp.0") for window in replays) == (rank < job.gpus // 2)
+
+
 @pytest.mark.parametrize("layout", ["EP2", *long("PP2, EP2")])
 def test_drawn_loads(pool_of: Pools, layout: str) -> None:
     """Whatever comes and whatever the plan holds for, bits are stock's; the more it holds for, the fewer halves fall back."""
