@@ -70,7 +70,7 @@ class Autocast:
 
 
 class Surroundings:
-    """All contexts of a run as one. Inside, no default hooks on saved tensors are on: a record began without any (`refusals`), and
+    """All contexts of a run as one. Inside, no default hooks on saved tensors are on: records begin without any (`refusals`), and
     neither a recomputation nor a weight gradient saves anything for backward."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
