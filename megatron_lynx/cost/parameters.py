@@ -77,19 +77,19 @@ def bytes_each(job: Job) -> BytesEach:
     asked, half = job.optimizer, job.model.dtype != "fp32"
     moments = FP32_BYTES * asked.states
     gradient = TYPE_BYTES[asked.gradients]
-    main, copy, states = (4 if half else 0), (0 if gradient == 4 else 4), 0
+    main, copy, copied = (4 if half else 0), (0 if gradient == 4 else 4), list[str]()
     if asked.offloaded:
         stays = 1 - asked.offloaded
         return BytesEach(job.model.element_bytes, gradient, FP32_BYTES, MOMENTS_BYTES, 0, lasting_copy=copy, stays=stays)
-    if asked.precision_aware and job.model.fp8_recipe not in (None, "delayed") and asked.main_parameters != "fp16":
-        # Then main parameters are Megatron's own, in fp32, and so are copies of gradients (`OptimizerConfig.__post_init__`).
-        states = 4 * sum(each != "fp32" for each in (asked.first_moment, asked.second_moment))
-    elif asked.precision_aware:
-        main, copy = TYPE_BYTES[asked.main_parameters], 0
+    if asked.precision_aware:
         moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
-        held = (asked.first_moment, asked.second_moment, asked.main_parameters)
-        states = 4 * sum(each not in ("fp32", "remainder") for each in held)
-    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, states)
+        copied = [asked.first_moment, asked.second_moment]
+        if job.model.fp8_recipe in (None, "delayed") or asked.main_parameters == "fp16":
+            main, copy = TYPE_BYTES[asked.main_parameters], 0
+            copied.append(asked.main_parameters)
+        # Otherwise main parameters and the gradients' copies are Megatron's own, in fp32 (`OptimizerConfig.__post_init__`).
+    state_copies = FP32_BYTES * sum(each not in ("fp32", "remainder") for each in copied)
+    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ chunks in flight           4 3 2 1
 without flushes            4 3 2 1            p - s, all the time
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
+
+Chunks with unequal layers are counted one by one (`schedule.one_stage.counts_at_backwards`): of the 11 there are 7 of chunk 0
+and 4 of chunk 1 when the first backward begins, and never 11 of one.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from megatron_lynx.cost.communication import embedding_of, window_lengths_s
 from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.one_stage import counts_at_backwards
 
 T = TypeVar("T")
 
@@ -140,6 +144,14 @@ def chunks_in_flight_by_stage(job: Job) -> list[int]:
     """How many each stage holds."""
     pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
     return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
+
+
+def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int | None = None) -> int:
+    """The most that all micro-batches in flight keep when a backward of `chunk` begins, or any. `sizes`: bytes that one
+    micro-batch keeps in each chunk of the stage."""
+    counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
+    some = [each for one in counts for each in one] if chunk is None else counts[chunk]
+    return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in some)
 
 
 def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage: int) -> int:

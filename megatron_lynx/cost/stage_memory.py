@@ -32,9 +32,10 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job, Policy
@@ -68,7 +69,13 @@ from megatron_lynx.cost.parameters import (
     update_in_hand_bytes,
 )
 from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
-from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
+from megatron_lynx.cost.stage import (
+    chunks_in_flight,
+    chunks_in_flight_by_stage,
+    microbatches_in_flight,
+    most_in_flight_bytes,
+    of_every_stage,
+)
 from megatron_lynx.kinds.experts.saved import as_held, gathered_tokens, remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
@@ -118,14 +125,11 @@ class OffloadingStages:
 
     def parts(self, ratio: float) -> tuple[Parts, ...]:
         """Everything that each stage holds at some moment, with this share of each chunk's bytes offloaded."""
-        return self.stages if ratio == 0 else tuple(self._with_share(stage, ratio) for stage in range(len(self.stages)))
-
-    def _with_share(self, stage: int, ratio: float) -> Parts:
-        own, count = self.stages[stage], self.in_flight[stage]
-        if count <= CHUNKS_NOT_OFFLOADED:
-            return own
-        activations, staging = _layers(own.chunk, count, ratio, stage == len(self.stages) - 1)
-        return replace(own, activations=activations, staging=staging)
+        last = len(self.stages) - 1
+        return tuple(
+            _with_share(own, count, ratio, last=stage == last)
+            for stage, (own, count) in enumerate(zip(self.stages, self.in_flight, strict=True))
+        )
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
@@ -142,15 +146,36 @@ def parts_beside_layers(job: Job, stage: int) -> Parts:
 
 def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: int, ratio: float) -> Parts:
     """`in_flight`: chunks."""
-    size = _largest_chunk(job, stage, shape)
-    activations, staging = _layers(size, in_flight, ratio, stage == job.parallel.pipeline - 1)
-    return replace(
+    own = replace(
         _beside_layers(job, stage, shape, states, layer_whole=True),
-        activations=activations,
-        staging=staging,
         recomputed=_recomputed(shape, job.policy, job.kinds_on(stage)),
-        chunk=size,
+        **activations_in_flight(job, stage, _chunk_sizes(job, stage, shape)),
     )
+    return _with_share(own, in_flight, ratio, last=stage == job.parallel.pipeline - 1)
+
+
+def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
+    """What of `Parts` the layers of a stage keep, of which one micro-batch has so many bytes in each chunk. `more`: bytes beside
+    all micro-batches."""
+
+    def most(chunk: int | None = None) -> int:
+        return most_in_flight_bytes(job, stage, sizes, chunk) + more
+
+    if len(set(sizes)) == 1:
+        return {"activations": most(), "chunk": sizes[0]}
+    moments = {"activations_at_loss": most(job.chunks - 1), "activations_behind_backward": most(0) - sizes[0]}
+    return {"activations": most(), "chunk": max(sizes), **moments}
+
+
+def _with_share(own: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
+    """The same with this share of each chunk's bytes offloaded, every chunk taken to be as large as the largest while it is
+    whole."""
+    if ratio == 0 or in_flight <= CHUNKS_NOT_OFFLOADED:
+        return own
+    whole_bytes = (1 if last else 2) * own.chunk
+    activations = round((own.activations - whole_bytes) * (1 - ratio)) + whole_bytes
+    staging = round(2 * ratio * own.chunk)
+    return replace(own, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
 
 
 def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, layer_whole: bool) -> Parts:
@@ -236,11 +261,11 @@ def _messages(job: Job, shape: LayerShape) -> int:
 
 def chunk_bytes(job: Job, stage: int) -> int:
     """What the layers of one chunk keep of one micro-batch (C); of the largest chunk, where a stage's differ."""
-    return _largest_chunk(job, stage, LayerShape.of(job))
+    return max(_chunk_sizes(job, stage, LayerShape.of(job)))
 
 
-def _largest_chunk(job: Job, stage: int, shape: LayerShape) -> int:
-    return max(layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks))
+def _chunk_sizes(job: Job, stage: int, shape: LayerShape) -> list[int]:
+    return [layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks)]
 
 
 def offloads(job: Job, stage: int) -> bool:
@@ -251,14 +276,6 @@ def offloads(job: Job, stage: int) -> bool:
 def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
     """Pinned host memory of one rank: of every chunk in flight but the two that are whole."""
     return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job, stage)) if offloads(job, stage) else 0
-
-
-def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
-    """Bytes of activations that layers keep, and of staging buffers, with so many chunks of this size in flight."""
-    if ratio == 0 or count <= CHUNKS_NOT_OFFLOADED:
-        return count * size, 0
-    whole = 1 if last else 2
-    return round((count - whole) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
 def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:

@@ -17,6 +17,9 @@ from itertools import pairwise
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.schedule.schedule import Action, Phase, phases_of
 
+REPEATING_GROUPS = 4
+"""Groups of micro-batches of an interleaved step after which nothing new happens until its last one."""
+
 
 def passes_of(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, more: int = 0
@@ -45,6 +48,31 @@ def most_of_each_chunk(
     """The same in a step of Megatron's schedules."""
     most = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
     return tuple(most[chunk] for chunk in range(chunks))
+
+
+@lru_cache(maxsize=1024)
+def counts_at_backwards(
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each chunk: how many micro-batches of every chunk are in flight when one of its backwards begins, that one included.
+    Of all such moments those that no other exceeds in every chunk.
+
+    Warm-up takes at most two groups (`interleaved.warmup`), after which the counts repeat from group to group; so the first
+    groups and the last one stand for all.
+    """
+    group = group_size or pipeline
+    if chunks > 1:
+        microbatches = group * min(microbatches // group, REPEATING_GROUPS) + microbatches % group
+    counts, found = [0] * chunks, [set[tuple[int, ...]]() for _ in range(chunks)]
+    for action, _ in passes_of(pipeline, stage, microbatches, chunks, group_size):
+        if action.kind == "B":
+            found[action.chunk].add(tuple(counts))
+        counts[action.chunk] += 1 if action.kind == "F" else -1
+    return tuple(tuple(each for each in some if not any(_exceeds(other, each) for other in some)) for some in found)
+
+
+def _exceeds(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return some != others and all(one >= other for one, other in zip(some, others, strict=True))
 
 
 @lru_cache(maxsize=1024)

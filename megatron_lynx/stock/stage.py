@@ -28,8 +28,14 @@ from megatron_lynx.cost.ends import logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
-from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import dispatched_bytes, parts_beside_layers, stage_parts, without_overlap
+from megatron_lynx.cost.stage import most_in_flight_bytes
+from megatron_lynx.cost.stage_memory import (
+    activations_in_flight,
+    dispatched_bytes,
+    parts_beside_layers,
+    stage_parts,
+    without_overlap,
+)
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
@@ -71,11 +77,7 @@ class StockStage:
         return self._memory(copies.most_bytes() if copies is not None else 0)
 
     def _memory(self, staging_bytes: int) -> StageMemory:
-        job, stage, layers = (
-            self.job.model_copy(update={"policy": "none", "head": None}),
-            self.stage,
-            max(self.chunks, key=_stays),
-        )
+        job, stage = self.job.model_copy(update={"policy": "none", "head": None}), self.stage
         whole = not self.setting.recompute
         parts = (stage_parts if whole else parts_beside_layers)(job, stage)
         if self.setting.overlap:
@@ -83,10 +85,9 @@ class StockStage:
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
         return replace(
             parts,
-            activations=chunks_in_flight(job, stage) * _stays(layers) + self._deferred_bytes,
+            **activations_in_flight(job, stage, [*map(_stays, self.chunks)], self._deferred_bytes),
             staging=staging_bytes,
             recomputed=max(map(made_again_bytes, self.chunks)),
-            chunk=_stays(layers),
         ).fullest
 
     @property
@@ -107,7 +108,7 @@ class StockStage:
     @property
     def host_bytes(self) -> int:
         """Page-locked host memory: every chunk in flight has its own."""
-        return chunks_in_flight(self.job, self.stage) * max(sum(layer.copied for layer in chunk) for chunk in self.chunks)
+        return most_in_flight_bytes(self.job, self.stage, [sum(layer.copied for layer in chunk) for chunk in self.chunks])
 
     def copies(self, profile: Profile, schedule: Schedule) -> StageCopies | None:
         """Its copies, walked; None where there are none."""

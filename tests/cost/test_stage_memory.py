@@ -45,6 +45,21 @@ def test_chunks_in_flight_are_what_1f1b_leaves_open(microbatches: int) -> None:
     assert [chunks_in_flight(job, stage) for stage in range(4)] == most_in_flight(orders)
 
 
+@pytest.mark.parametrize("microbatches", [4, 12, 40])
+@pytest.mark.parametrize(
+    "partition", [(2, 10, 13, 10, 10, 10, 15, 10), (10, 10, 10, 15, 5, 10, 10, 10), (1, 6, 6, 7, 7, 7, 9, 7, 9, 8, 8, 5)]
+)
+def test_chunks_of_unequal_layers_were_all_counted_as_the_largest(partition: tuple[int, ...], microbatches: int) -> None:
+    """A recipe whose layout has one chunk of three layers (llama3-70b on 64 H100) "did not fit": 41 chunks of three were counted
+    where at most nine of them are in flight."""
+    layout = {"tensor": 2, "pipeline": 4, "sequence_parallel": True, "partition": partition}
+    job = catalogued_job(parallel=layout, gpus=8, batch=microbatches, policy="none")
+    layer = kept_bytes(LayerShape.of(job), "none")
+    for stage, order in enumerate(interleaved.interleaved(4, microbatches, job.chunks).orders):
+        steps = ((1 if action.kind == "F" else -1) * job.chunk_layers(stage)[action.chunk] for action in order)
+        assert stage_parts(job, stage).activations == max(accumulate(steps)) * layer
+
+
 def test_the_first_of_two_stages_by_hand() -> None:
     """Two layers of width 32 on each stage, GPT-like, fp32: every weight counted."""
     first, last = (stage_parameters(tiny_job(pipeline=2), stage) for stage in range(2))
@@ -162,6 +177,7 @@ def test_a_precision_aware_optimizer_beside_scales_of_now_holds_main_parameters_
     )
     assert (delayed.main_parameter, delayed.gradient_copy) == (2, 0)
     assert (tensorwise.main_parameter, tensorwise.gradient_copy) == (4, 4)
+    assert (delayed.moments, tensorwise.moments) == (6, 6), "moments are held in the types that are asked for, with any recipe"
 
 
 def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:
