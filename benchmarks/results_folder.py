@@ -9,7 +9,7 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
-from megatron_lynx.writable import against_folder
+from megatron_lynx.whole_file import against_folder
 
 
 def results_folder(text: str) -> Path:

@@ -1,15 +1,83 @@
-"""Files written whole: whoever reads, at any moment, finds the old content or the new.
+"""Files that users name: read up to a bound, written whole, checked before anything takes long.
 
-plan.yaml ──> .plan.yaml.<random>.tmp, beside it ──> on the disk ──> takes plan.yaml's place, with its permissions
+text_in, json_in    a file, or standard input for `-` ─> text or JSON, or a `ConfigError` that says what is wrong with it
+write_whole         plan.yaml ─> .plan.yaml.<random>.tmp, beside it ─> on the disk ─> in plan.yaml's place, with its permissions
+against_file        why a file cannot be written
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import sys
 import uuid
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.units import MIB, format_bytes
+
+MOST_BYTES = 16 * MIB
+"""Largest file that is read. A plan of the largest models is smaller than 1 MiB."""
+
+STANDARD_INPUT = "-"
+
+
+def text_in(
+    path: str | os.PathLike[str],
+    needed: str,
+    *,
+    where: str = "",
+    headline: str = "",
+    todo: str = "",
+    most_bytes: int = MOST_BYTES,
+) -> str:
+    """The text of a file, or of standard input for `-`, without a byte order mark.
+
+    Raises `ConfigError` for a file that cannot be read, has more than `most_bytes`, or is no UTF-8. `needed`, `todo`: of its
+    problem; `where`, `headline`: in place of the file's name.
+    """
+    name = os.fspath(path)
+    where, headline = where or name, headline or f"{name} cannot be read"
+    try:
+        content = _content_of(name, most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ConfigError(headline, [Problem(where, f"more than {format_bytes(most_bytes)}", needed, todo)])
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(headline, [Problem(where, in_words(error), needed, todo)]) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        found = f"a byte that is no text (0x{error.object[error.start]:02x})"
+        raise ConfigError(headline, [Problem(f"{where}:{line}", found, "UTF-8", todo)]) from None
+
+
+def _content_of(name: str, size: int) -> bytes:
+    """The first `size` bytes."""
+    if name == STANDARD_INPUT:
+        return sys.stdin.buffer.read(size)
+    with open(name, "rb") as file:
+        return file.read(size)
+
+
+def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The mapping that a JSON file holds. Raises `ConfigError` as `text_in` does, and for anything but one mapping."""
+    text, where = text_in(path, needed, todo=todo, most_bytes=most_bytes), os.fspath(path)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        found, needed = f"JSON that breaks off or is damaged at character {error.pos} of {len(text)}", "whole JSON"
+    except ValueError as error:  # a number with too many digits
+        found = f"no JSON ({error})"
+    except RecursionError:
+        found = "brackets nested too deeply"
+    else:
+        if isinstance(data, dict):
+            return data
+        found = f"JSON with a {type(data).__name__} at the top"
+    raise ConfigError(f"{where} cannot be read", [Problem(where, found, needed, todo)])
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -22,10 +90,19 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
             Path(path).write_bytes(written)
         else:
-            _replace(Path(path).resolve(), written)
+            _replace(_target(path), written)
     except OSError as error:
         problem = Problem(os.fspath(path), in_words(error), "a file that can be written")
         raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The file that a path leads to. Raises `OSError` where its symbolic links lead in a circle (`Path.resolve` raises
+    `RuntimeError` for them up to Python 3.12)."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, "symbolic links that lead in a circle", os.fspath(path))
+    return target
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -40,3 +117,23 @@ def _replace(target: Path, content: bytes) -> None:
         os.replace(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def against_file(file: Path) -> str | None:
+    """Why the file cannot be written, in words; None where it can. Its folder is made where it is missing."""
+    try:
+        if file.is_dir():
+            return in_words(IsADirectoryError())
+        return against_folder(_target(file).parent)
+    except OSError as error:
+        return in_words(error)
+
+
+def against_folder(folder: Path) -> str | None:
+    """Why nothing can be written into the folder. It is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return in_words(error)

@@ -19,17 +19,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_lynx.errors import ConfigError, Problem, in_words
-from megatron_lynx.units import MIB, format_bytes
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.units import MIB
+from megatron_lynx.whole_file import text_in
 
-MOST_BYTES = 16 * MIB
-"""Largest file that is read: a plan of the largest models is smaller than 1 MiB."""
+MOST_VALUES = 100_000
+"""Most keys and values of a file, which takes some seconds to read. Plans of the largest models have 4,000."""
+
+MOST_EXPLAINED = MIB
+"""Characters up to which PyYAML's own parser, five times slower than libyaml's, explains what is no YAML."""
 
 MOST_DIGITS = 300
 """Most digits of a whole number."""
@@ -58,6 +60,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.where = where
         self.problems: dict[int, list[Problem]] = {}
+        self.values = 0
         if parser is not None:
             vars(self).update({name: getattr(parser, name) for name in ("peek_event", "check_event", "get_event")})
 
@@ -69,6 +72,9 @@ class _Loader(yaml.SafeLoader):
         return [problem for line in sorted(self.problems) for problem in self.problems[line]]
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise ValueError(f"found more than {MOST_VALUES} keys and values, needed fewer: jobs, plans and profiles are small")
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
             found = f"nothing can be shared by name here ({event.anchor}), write it out where it is meant"
@@ -129,7 +135,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or holds something
     else than one mapping, a key given twice, a number with a leading zero.
     """
-    text, where = _text_of(Path(path)), os.fspath(path)
+    text, where = text_in(path, "a readable YAML file"), os.fspath(path)
     try:
         data, problems = _data_of(text, where)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -145,27 +151,14 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _data_of(text: str, where: str) -> tuple[Any, list[Problem]]:
     """What a text holds, and what is wrong with it. What is no YAML is PyYAML's own parser to say, in its sentences."""
     if yaml.__with_libyaml__:
-        with suppress(yaml.YAMLError):
+        try:
             loader = _Loader(text, where, yaml.CSafeLoader(text))
             return loader.get_single_data(), loader.found_problems()
+        except yaml.YAMLError:
+            if len(text) > MOST_EXPLAINED:
+                raise
     loader = _Loader(text, where)
     return loader.get_single_data(), loader.found_problems()
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            found, needed = f"more than {format_bytes(MOST_BYTES)}", "less: jobs, plans and profiles are small"
-            raise ConfigError(f"{path} cannot be read", [Problem(str(path), found, needed)])
-        return content.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read", [Problem(str(path), in_words(error), "a readable YAML file")]) from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        found = f"a byte that is no text (0x{error.object[error.start]:02x})"
-        raise ConfigError(f"{path} cannot be read", [Problem(f"{path}:{line}", found, "UTF-8")]) from None
 
 
 def _syntax_problem(where: str, error: Exception) -> Problem:

@@ -39,7 +39,6 @@ FOUNDATION = {
     "two_versions",
     "validation",
     "whole_file",
-    "writable",
     "yaml_file",
     "version",
 }

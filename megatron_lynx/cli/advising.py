@@ -24,7 +24,7 @@ from megatron_lynx.cli.options import (
     VerboseOption,
     budget_changes,
 )
-from megatron_lynx.cli.terminal import awaited, show, show_json, show_screen
+from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_screen
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
@@ -96,10 +96,10 @@ def show_details(answer: Answer) -> None:
         show_understood(answer.reading)
     if (decision := answer.decision) is not None:
         show(explanation(decision.plan))
-        typer.echo("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
+        say("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
     for number, near in enumerate(answer.near, start=1):
         command = answer.command(near)
-        typer.echo(f"\n{number}. {answer.changed(near)}" + ("" if command is None else f"\n\n{command}"))
+        say(f"\n{number}. {answer.changed(near)}" + ("" if command is None else f"\n\n{command}"))
 
 
 def details_as_json(answer: Answer, costs: Profile) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from megatron_lynx.cli.terminal import show
+from megatron_lynx.cli.terminal import say, show
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.writable import against_file, against_folder
+from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +51,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     picture, trace = folder / "timeline.png", folder / "trace.json"
     write_trace(comparison.timeline, trace)
     if not can_plot():
-        typer.echo(f"{picture} is not drawn: it needs matplotlib ({INSTALL_PLOT})", err=True)
+        say(f"{picture} is not drawn: it needs matplotlib ({INSTALL_PLOT})", err=True)
         return [*write_report(comparison.measurement, folder), trace]
     from megatron_lynx.compare.timeline_plot import plot_timeline
 
@@ -136,31 +134,31 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
         moment = memory.moment.replace("_", " ")
         table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
     if launch is not None:
-        typer.echo(launch.in_words)
+        say(launch.in_words)
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
-    typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    say(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if reserve := answer.job.device_reserve.in_words:
         stated = answer.job.budget.memory_gib
-        typer.echo(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
+        say(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
     if answer.between is not None:
-        typer.echo(answer.between.in_words)
+        say(answer.between.in_words)
     if answer.on_host is not None:
-        typer.echo(answer.on_host.in_words)
+        say(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
-        typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        say(f"step {format_seconds(answer.step.total_s)}: {spent}")
         if answer.step_at_best is not None:
             overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
-            typer.echo(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+            say(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         if answer.against_windows is not None:
-            typer.echo(answer.against_windows.in_words)
+            say(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
-        typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
+        say(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:
-        typer.echo("\n".join(answer.host.lines))
+        say("\n".join(answer.host.lines))
     if answer.job.schedule == "double_buffered":
-        typer.echo("without flushes: gradients are one update old, which changes what is learnt from step to step")
+        say("without flushes: gradients are one update old, which changes what is learnt from step to step")
 
 
 def _table(columns: Sequence[str], *, words: Collection[str], title: str | None = None) -> Table:
@@ -196,7 +194,7 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
         table.add_row(row.setting, *figures, row.gradients, style="bold red" if row.equals_version_rule is False else "")
     show(table)
     if any(row.without_flushes for row in rows):
-        typer.echo("a batch without flushes teaches something else than one with: compare losses, not only seconds")
+        say("a batch without flushes teaches something else than one with: compare losses, not only seconds")
 
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
@@ -219,7 +217,7 @@ def show_held(held: list[Held], summary: str) -> None:
         style = "" if each.as_recorded else "bold red"
         table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
     show(table)
-    typer.echo(summary)
+    say(summary)
 
 
 def show_findings(found: list[Finding]) -> None:

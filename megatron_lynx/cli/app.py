@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from megatron_lynx.cli.terminal import show_error
+from megatron_lynx.cli.terminal import printable, say, show_error
 from megatron_lynx.errors import LynxError, in_words
 from megatron_lynx.version import __version__
 
@@ -21,15 +23,33 @@ from megatron_lynx.version import __version__
 class ErrorBoundary(TyperGroup):
     """Every error of this package ends a command here: its problems on stderr, its exit status, no traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _boundary():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _boundary():
             return super().invoke(ctx)
-        except LynxError as error:
-            show_error(error)
-            raise typer.Exit(error.exit_status) from None
-        except BrokenPipeError:  # `| head` has seen enough, which is no answer of ours
-            drop_output()
-            raise typer.Exit(OUTPUT_CLOSED) from None
+
+
+@contextmanager
+def _boundary() -> Iterator[None]:
+    try:
+        yield
+    except LynxError as error:
+        show_error(error)
+        raise typer.Exit(error.exit_status) from None
+    except BrokenPipeError:  # `| head` has seen enough, which is no answer of ours
+        drop_output()
+        raise typer.Exit(OUTPUT_CLOSED) from None
+    except SystemExit as end:  # how Rich ends where a page of help is no longer read
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        raise typer.Exit(OUTPUT_CLOSED) from None
+    except Exception as error:  # usage errors repeat what was typed
+        if isinstance(text := getattr(error, "message", None), str):
+            vars(error)["message"] = printable(text)
+        raise
 
 
 OUTPUT_CLOSED = 141
@@ -65,11 +85,20 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
+        say(_in_words(error), err=True)
         if error.filename is None:
             drop_output()
-        place = "standard output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
-        typer.echo(f"{place}: {in_words(error)}", err=True)
         sys.exit(2)
+
+
+def _in_words(error: OSError) -> str:
+    if error.filename is not None:
+        return f"{error.filename} cannot be used: {in_words(error)}"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder cannot be used: it was deleted; change to another one"
+    return f"standard output cannot be written: {in_words(error)}"
 
 
 def drop_output() -> None:

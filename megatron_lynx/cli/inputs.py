@@ -11,9 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from megatron_lynx.cli.terminal import announced
+from megatron_lynx.cli.terminal import announced, say
 from megatron_lynx.errors import LynxError
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def mention_experts(job: Job) -> None:
         load, held = job.model.experts.load, job.model.moe_load
         bytes_for = f"; bytes are counted for {held:g} times (model.experts.holds)" if held != load else ""
         text = f"the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
-        typer.echo(f"experts in layers {layers}: {text}", err=True)
+        say(f"experts in layers {layers}: {text}", err=True)
 
 
 def job_path(name: str) -> Path:
@@ -93,7 +91,7 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
         warn_of(given)
         return on_cluster(given, job) if described else given
     if described:
-        typer.echo(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
+        say(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
         return analytic_profile(job)
     with hosts_of(job) as hosts:
         return measured_here(job, hosts)
@@ -102,7 +100,7 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
 def warn_of(profile: Profile) -> None:
     """Warn of figures that describe no real device, before they are used."""
     if profile.source.caution is not None:
-        typer.echo(f"warning: {profile.source.caution}", err=True)
+        say(f"warning: {profile.source.caution}", err=True)
 
 
 def figures_for(plan: Plan, profile_file: Path | None, job_file: str | None) -> Profile:
@@ -128,7 +126,7 @@ def hosts_of(job: Job) -> Iterator[Hosts]:
     from megatron_lynx.testbed.hosts import hosts_for
 
     with hosts_for(job) as hosts:
-        typer.echo(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
+        say(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
         yield hosts
 
 

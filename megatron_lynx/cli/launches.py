@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from megatron_lynx.cli.terminal import show
+from megatron_lynx.cli.terminal import say, show
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -75,7 +73,7 @@ def asked_about(
     else:
         file = read_launch_file(launch_file)
         if cluster is None and file.cluster is not None:
-            typer.echo(f"cluster {file.cluster}, as {launch_file} says", err=True)
+            say(f"cluster {file.cluster}, as {launch_file} says", err=True)
         asked = Asked(file.words, cluster or file.cluster, gpus, strict)
     if problems := _unclear(asked, launch_file):
         raise ConfigError(UNCLEAR, problems)
@@ -95,7 +93,7 @@ def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
     from megatron_lynx.launch_arguments import read_launch
 
     if asked.is_launch:
-        return []
+        return [] if asked.words else [Problem("LAUNCH", "nothing", "a launch after --, or --launch-file FILE")]
     if not asked.words:
         return [Problem("JOB", "nothing", "a job file, or --cluster C -- LAUNCH")]
     if launch_file is not None or any(word.startswith("--") or word.endswith(".py") for word in asked.words):
@@ -131,7 +129,7 @@ def show_understood(reading: Reading) -> None:
     from megatron_lynx.launch_arguments.table import remarks, understood
 
     show(understood(reading))
-    typer.echo("\n".join(remarks(reading)))
+    say("\n".join(remarks(reading)))
 
 
 def priceable(reading: Reading) -> Today:
@@ -149,7 +147,7 @@ def warn_of_unknown(reading: Reading) -> None:
     from megatron_lynx.launch_arguments.table import unknown_in_words
 
     if (line := unknown_in_words(reading)) is not None:
-        typer.echo(f"warning: {line}", err=True)
+        say(f"warning: {line}", err=True)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

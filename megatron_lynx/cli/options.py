@@ -37,7 +37,7 @@ LaunchFileOption = Annotated[
     typer.Option(
         "--launch-file",
         metavar="FILE",
-        help="The launch, one word a line; '# cluster: C' in its header stands for --cluster.",
+        help="The launch, one word a line, or - for standard input; '# cluster: C' in its header stands for --cluster.",
         show_default=False,
     ),
 ]

@@ -36,7 +36,7 @@ from megatron_lynx.cli.options import (
     budget_changes,
     finite,
 )
-from megatron_lynx.cli.terminal import awaited, show, show_json
+from megatron_lynx.cli.terminal import awaited, say, show, show_json
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
@@ -107,7 +107,7 @@ def plan(
         answer = answered(job, costs, reading, near=False)
     if (decision := answer.decision) is None:
         if lesson is not None:
-            typer.echo("\n".join(lesson.lines), err=True)
+            say("\n".join(lesson.lines), err=True)
         _say_no(answer, as_json=as_json)
         return
     compared = against_windows(decision, job, costs)
@@ -132,12 +132,12 @@ def plan(
         return
     show_answer(answer)
     if lesson is not None:
-        typer.echo("\n".join(lesson.lines))
+        say("\n".join(lesson.lines))
     if compared is not None:
-        typer.echo(compared.in_words)
+        say(compared.in_words)
     if verbose:
         show_details(answer)
-    typer.echo(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
+    say(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
 
 
 def _launched(job: Job, decision: Decision, reading: Reading | None, output: Path, *, chosen: bool) -> str:
@@ -220,6 +220,6 @@ def simulate(
         show_json(figures.as_json(simulation))
     else:
         show(figures.table(simulation))
-        typer.echo("\n".join(HostReport.of(costs, simulation.host_bound).lines))
+        say("\n".join(HostReport.of(costs, simulation.host_bound).lines))
         for path in written:
-            typer.echo(f"wrote {path}")
+            say(f"wrote {path}")

@@ -26,7 +26,7 @@ from megatron_lynx.cli.options import (
     VerboseOption,
     budget_changes,
 )
-from megatron_lynx.cli.terminal import counted, show, show_json
+from megatron_lynx.cli.terminal import counted, say, show, show_json
 
 
 @app.command()
@@ -65,7 +65,7 @@ def estimate(
             show_understood(reading)
         show_estimate(answer, launch)
     if not answer.fits:
-        typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
+        say("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
         raise typer.Exit(1)
 
 
@@ -133,7 +133,7 @@ def search(
         show_json(ranking.as_json)
     else:
         show(table(ranking))
-        typer.echo(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
+        say(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
 
 
 @app.command()
@@ -147,6 +147,6 @@ def validate(as_json: AsJson = False) -> None:
         show_json({"rows": [row.as_json for row in rows]})
     else:
         show_published(rows)
-    typer.echo(f"{len(rows)} rows, {len(missed)} outside their bound", err=True)
+    say(f"{len(rows)} rows, {len(missed)} outside their bound", err=True)
     if missed:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import typer
 from megatron_lynx.cli.answers import check_writable
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
-from megatron_lynx.cli.terminal import counted
+from megatron_lynx.cli.terminal import counted, say
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -58,7 +58,7 @@ def report(
     with counted("plans made") as watch:
         island = contents(Asked(given, job, costs, budgets, watch))
     write_page(island, output)
-    typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 
 def _costs(job: Job | None, given: Profile | None) -> Profile | None:

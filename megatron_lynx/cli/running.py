@@ -22,7 +22,7 @@ from megatron_lynx.cli.options import (
     StrictOption,
     budget_changes,
 )
-from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
+from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json
 from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def compare(
         show_json(rows_as_json(comparison.measurement))
     else:
         print_report(comparison.measurement, page())
-        typer.echo("\n".join(f"wrote {path}" for path in written))
+        say("\n".join(f"wrote {path}" for path in written))
     if not comparison.gradients_equal:
-        typer.echo("gradients under the plan differ from stock Megatron's", err=True)
+        say("gradients under the plan differ from stock Megatron's", err=True)
         raise typer.Exit(1)
 
 
@@ -109,7 +109,7 @@ def _compare_simulated(
         show_json({"rows": [row.as_json for row in rows]})
     else:
         show_simulated(rows)
-        typer.echo(verdict(rows, budget_bytes))
+        say(verdict(rows, budget_bytes))
 
 
 def _compare_schedules(
@@ -129,7 +129,7 @@ def _compare_schedules(
     else:
         show_schedules(rows)
     if any(row.equals_version_rule is False for row in rows):
-        typer.echo("weights without flushes differ from the version rule's", err=True)
+        say("weights without flushes differ from the version rule's", err=True)
         raise typer.Exit(1)
 
 

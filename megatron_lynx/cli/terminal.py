@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,20 @@ PATIENCE_S = 2.0
 
 SECONDS_OF_A_LINE = 10.0
 """Seconds between lines about progress, where there is no terminal for a bar."""
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal takes for commands, but for tabs and ends of lines."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes: names that users give must not command the terminal."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """A line, or several, to stdout or stderr."""
+    typer.echo(printable(text), err=err)
 
 
 def show_json(answer: Any) -> None:
@@ -65,9 +80,9 @@ def show_error(error: LynxError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text(error.headline, style="bold red"))
+    console.print(Text(printable(error.headline), style="bold red"))
     for problem in error.problems[:MOST_PROBLEMS]:
-        console.print(Text("  - ").append(str(problem)))
+        console.print(Text("  - ").append(printable(str(problem))))
     if (more := len(error.problems) - MOST_PROBLEMS) > 0:
         console.print(f"  - and {more} more")
 
@@ -104,7 +119,7 @@ def awaited(what: str) -> Iterator[None]:
     if console.is_terminal:
         timer = Timer(PATIENCE_S, progress.start)
     else:
-        timer = Timer(SECONDS_OF_A_LINE, typer.echo, (f"{what} ...",), {"err": True})
+        timer = Timer(SECONDS_OF_A_LINE, say, (f"{what} ...",), {"err": True})
     timer.daemon = True
     timer.start()
     try:
@@ -151,7 +166,7 @@ def _in_lines(what: str, now_s: Callable[[], float]) -> Callable[[int, int], Non
         nonlocal last_s
         if now_s() - last_s >= SECONDS_OF_A_LINE:
             last_s = now_s()
-            typer.echo(f"{what}: {done} of {total}", err=True)
+            say(f"{what}: {done} of {total}", err=True)
 
     return watch
 

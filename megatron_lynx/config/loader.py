@@ -24,8 +24,9 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.validation import validated
+from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
@@ -80,18 +81,18 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
 
 def lengths_in(file: Path) -> dict[str, float]:
     """What a file of lengths comes to: their mean, and the mean of their squares."""
+    needed = "lengths of sequences in tokens, whole numbers from 1, separated by blanks or lines"
+    headline = "the lengths cannot be read"
+    text = text_in(file, needed, headline=headline)
     try:
-        lengths = [int(word) for word in file.read_text(encoding="utf-8").split()]
-    except OSError as error:
-        found = in_words(error)
+        lengths = [int(word) for word in text.split()]
     except ValueError as error:
         found = str(error)
     else:
         if lengths and min(lengths) >= 1:
             return {"mean": fmean(lengths), "mean_square": fmean(length**2 for length in lengths)}
         found = "no lengths" if not lengths else f"a length of {min(lengths)}"
-    needed = "lengths of sequences in tokens, whole numbers from 1, separated by blanks or lines"
-    raise ConfigError("the lengths cannot be read", [Problem(str(file), found, needed)])
+    raise ConfigError(headline, [Problem(str(file), found, needed)])
 
 
 def job_path(name: str | os.PathLike[str]) -> Path:

@@ -37,7 +37,7 @@ from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
-from megatron_lynx.writable import against_file
+from megatron_lynx.whole_file import against_file
 
 
 class Launch:

@@ -1,4 +1,5 @@
-"""Launches in files. `--launch-file`: one word a line, as `SCRIPT --print` writes them. Words may hold blanks.
+"""Launches in files. `--launch-file` (`-` for standard input): one word a line, as `SCRIPT --print` writes them. Words may hold
+blanks.
 
 # llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
 # cluster: h100-80g                 where it is to run, unless --cluster says so
@@ -22,13 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.command_line import HEADLINE
 from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
+from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
 OPTION = "--launch-file"
+NEEDED = "a launch, one word a line; comments begin with '# '"
+TODO = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
 CLUSTER = re.compile(r"#\s+cluster:\s*(\S+)")
 SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
 """A line of a shell's: several words of a launch in it, or one that goes on in the next."""
@@ -45,12 +50,7 @@ class LaunchFile:
 
 def read_launch_file(path: Path) -> LaunchFile:
     """Raises `ConfigError` for a file that cannot be read, or that holds no words one a line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise _refused(path, "no text in UTF-8") from None
-    except OSError as error:
-        raise _refused(path, in_words(error)) from None
+    lines = text_in(path, NEEDED, where=f"{OPTION} {path}", headline=HEADLINE, todo=TODO).splitlines()
     comments = [line for line in lines if line == "#" or line.startswith("# ")]
     words = tuple(line for line in lines if line.strip() and line not in comments)
     if not words:
@@ -66,9 +66,7 @@ def _of_a_shell(words: Sequence[str]) -> str | None:
 
 
 def _refused(path: Path, found: str) -> ConfigError:
-    todo = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
-    problem = Problem(f"{OPTION} {path}", found, "a launch, one word a line; comments begin with '# '", todo)
-    return ConfigError("the launch cannot be read", [problem])
+    return ConfigError(HEADLINE, [Problem(f"{OPTION} {path}", found, NEEDED, TODO)])
 
 
 SECTIONS = ("language_model", "model_parallel")

@@ -18,13 +18,13 @@ flags say how; what of them is not modelled is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lynx.errors import Problem
+from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.whole_file import json_in
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
 """Releases whose NullTokenizer has an end-of-document token beside the entries it is told."""
@@ -103,8 +103,8 @@ def _vocabulary(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 def _entries(path: Path) -> int | None:
     """How many entries a vocabulary file (GPT-2's: JSON) has; None where there is none such here."""
     try:
-        return len(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return len(json_in(path, "a vocabulary"))
+    except ConfigError:
         return None
 
 

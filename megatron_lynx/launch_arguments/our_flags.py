@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.command_line import OURS
@@ -73,7 +74,7 @@ def refused_without_flushes(given: Given) -> Iterator[Problem]:
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:
     """Every value that is given to a flag, empty where none is."""
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+    for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
         if name == flag:
             yield value if equals else "" if following.startswith("--") else following

@@ -10,19 +10,16 @@ The file holds what was measured: samples, bytes, counts. What follows from it i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.measure.machine import Machine
 from megatron_lynx.measure.steps import Summary, summarise
 from megatron_lynx.validation import validated
-from megatron_lynx.whole_file import write_whole
+from megatron_lynx.whole_file import json_in, write_whole
 
 
 class _Part(BaseModel):
@@ -192,15 +189,4 @@ def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> 
 
 def load_measurement(path: str | os.PathLike[str]) -> Measurement:
     """Raises ConfigError with every problem and its place in the file."""
-    where = os.fspath(path)
-    try:
-        data = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        found = in_words(error)
-    except ValueError as error:  # not UTF-8, or not JSON
-        found = str(error)
-    else:
-        if isinstance(data, dict):
-            return validated(Measurement, data, where)
-        found = "no mapping at the top"
-    raise ConfigError(f"{where} cannot be used", [Problem(where, found, "a measurement file (JSON)")])
+    return validated(Measurement, json_in(path, "a measurement file (JSON)"), os.fspath(path))

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.learned import Learned
 from megatron_lynx.validation import Part, validated
-from megatron_lynx.whole_file import write_whole
+from megatron_lynx.whole_file import json_in, write_whole
 
 VERSION = 1
 FILE_NAME = "lynx_outcome.json"
@@ -223,15 +222,7 @@ def load_outcome(path: str | os.PathLike[str]) -> RunOutcome:
     Raises `ConfigError` where there is none, where it ends in the middle, and with every place that is not as it must be.
     """
     where = os.fspath(path)
-    needed = f"the {FILE_NAME} of a launch under a plan"
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read", [Problem(where, in_words(error), needed)]) from error
-    except ValueError as error:  # what is no UTF-8, too
-        raise ConfigError(f"{where} cannot be read", [Problem(where, f"no JSON ({error})", needed)]) from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} cannot be read", [Problem(where, f"a {type(data).__name__}", needed)])
+    data = json_in(path, f"the {FILE_NAME} of a launch under a plan")
     found = data.get("version")
     if isinstance(found, int) and found > VERSION:
         todo = "read it with the megatron-lynx that wrote it, or a later one"

@@ -7,7 +7,6 @@ a folder                                    all of these that lie in it; others 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
-from megatron_lynx.errors import ConfigError, LynxError, Problem, in_words
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
 from megatron_lynx.report.trace_file import ABOUT_TRACES, ReadSimulation, ReadTrace, read_simulation, read_trace
+from megatron_lynx.units import GIB
+from megatron_lynx.whole_file import json_in
 from megatron_lynx.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ KEYS: dict[FileKind, frozenset[str]] = {
 NEEDED = (
     "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, what `simulate --json` printed, or a folder of these"
 )
+
+MOST_TRACED_BYTES = GIB
+"""Largest JSON file: the trace of a step of a hundred thousand kernels has some 50 MiB."""
 
 
 @dataclass
@@ -85,7 +89,7 @@ def _files_in(folder: Path) -> list[str]:
 
 def _add(given: Given, file: str, *, required: bool) -> None:
     if file.endswith(".json"):
-        data: Mapping[str, Any] = _json(file)
+        data: Mapping[str, Any] = json_in(file, NEEDED, todo=ABOUT_TRACES, most_bytes=MOST_TRACED_BYTES)
     else:
         data = read_yaml(file if Path(file).is_file() else job_path(file))
     kind = next((kind for kind, keys in KEYS.items() if keys <= data.keys()), None)
@@ -110,22 +114,3 @@ def _read(kind: FileKind, file: str, data: Mapping[str, Any]) -> object:
 
         return load_measurement(file)
     return {"plan": load_plan, "profile": load_profile, "job": load_job, "outcome": load_outcome}[kind](file)
-
-
-def _json(file: str) -> Mapping[str, Any]:
-    try:
-        data = json.loads(Path(file).read_bytes())
-    except OSError as error:
-        problem = Problem(file, in_words(error), NEEDED)
-    except UnicodeDecodeError as error:
-        problem = Problem(file, f"no text ({error.reason} at byte {error.start})", "JSON", ABOUT_TRACES)
-    except json.JSONDecodeError as error:
-        size = Path(file).stat().st_size
-        problem = Problem(
-            file, f"JSON that breaks off or is damaged at character {error.pos} of {size}", "whole JSON", ABOUT_TRACES
-        )
-    else:
-        if isinstance(data, dict):
-            return data
-        problem = Problem(file, f"JSON with a {type(data).__name__} at the top", NEEDED)
-    raise ConfigError(f"{file} cannot be read", [problem])

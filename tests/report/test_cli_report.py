@@ -148,7 +148,7 @@ def test_other_wrong_requests(tmp_path: Path) -> None:
         ("a folder with nothing to draw", [tmp_path / "empty"]),
         ("found keys a, needed a plan, a job", [tmp_path / "note.json"]),
         ("JSON with a list at the top", [tmp_path / "list.json"]),
-        ("no text", [tmp_path / "bytes.json"]),
+        ("a byte that is no text", [tmp_path / "bytes.json"]),
         ("no such file", [tmp_path / "none.json"]),
         ("a second plan, beside", [folder, folder / "plan.yaml"]),
         ("found profile, needed a plan", [folder / "profile.yaml"]),
