@@ -24,7 +24,8 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import LayerKind
+from megatron_lynx.anatomy import PASSES, LayerKind, Section
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.kinds.experts.section import COMBINE, DISPATCH
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 
@@ -77,8 +78,18 @@ LayerSeconds = tuple[HalfSeconds, ...]
 
 
 def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
-    """A layer of this kind in which nothing runs again."""
-    return tuple(HalfSeconds(half.forward_s, half.backward_s) for half in map(profile.of, kind))
+    """A layer of this kind in which nothing is recomputed."""
+    return tuple(half_seconds(profile, section) for section in kind)
+
+
+def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
+    """A half in which nothing is recomputed, with its exposed tensor-parallel collectives. A profile's figures of experts
+    include theirs."""
+    half = profile.of(section)
+    if section.opaque or section.in_some_layers:
+        return HalfSeconds(half.forward_s, half.backward_s)
+    forward_s, backward_s = (sum(window_lengths_s(profile, way, section, profile.message_bytes)) for way in PASSES)
+    return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
 
 
 def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:

@@ -37,6 +37,7 @@ from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.simulated import in_steady_state, pipeline_s, simulated_spent
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB
@@ -169,12 +170,12 @@ class _Rehearsed(NamedTuple):
 def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAnswer]) -> _Rehearsed:
     held: list[int] = []
 
-    def rehearsed_s(microbatches: int) -> float:
+    def rehearsed(microbatches: int) -> Simulation:
         simulation = rehearse(_shorter(plan, microbatches), profile, job=job)
         held.extend(memory_in(job, answer, simulation, defers=False).total for answer in answers)
-        return simulation.step_s
+        return simulation
 
-    return _Rehearsed(answers, in_steady_state(rehearsed_s, job.microbatches, job.parallel.pipeline), max(held))
+    return _Rehearsed(answers, in_steady_state(job, rehearsed), max(held))
 
 
 def _shorter(plan: Plan, microbatches: int) -> Plan:

@@ -1,9 +1,7 @@
 """Simulates a step under a stock policy: its schedule with the passes of every chunk and their copies to the host.
 
-The time of many micro-batches follows from the times of few:
-
-    micro-batches   0 ... 2p + rest ... 3p + rest ........................ m      from 2p on every further p of them take as
-                    simulated          │ simulated │ as often as needed           long as the p before: the pipeline is full
+A step of many micro-batches follows from one of few: once every action of a group of them comes by the same time after that of
+the group before, on every stage, each further group adds this time (`Simulation.period_s`).
 """
 
 from __future__ import annotations
@@ -27,8 +25,12 @@ from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.simulator.simulation import Simulation
 
 NO_BLOCK = BlockProfile()
+
+FEWEST_GROUPS = 4
+"""With so many groups of micro-batches every stage has two of them in its steady phase."""
 
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
@@ -36,7 +38,7 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
     pipeline = job.parallel.pipeline
     chunks = [_chunks(job, profile, stage, offload_ratio) for stage in range(pipeline)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
-    return in_steady_state(lambda microbatches: _step_s(job, chunks, microbatches, message_s), job.microbatches, pipeline)
+    return in_steady_state(job, lambda microbatches: _simulated(job, chunks, microbatches, message_s))
 
 
 def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
@@ -44,16 +46,16 @@ def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
     return spent.up_to(step_s) if job.schedule == "double_buffered" else spent
 
 
-def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> float:
+def _simulated(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> Simulation:
     pipeline = job.parallel.pipeline
     if job.schedule == "double_buffered":
         updates: Updates = "deferred" if job.defer_updates else "at once"
-        return simulate_without_flushes(microbatches, [passes for (passes,) in chunks], message_s, updates=updates).step_s
+        return simulate_without_flushes(microbatches, [passes for (passes,) in chunks], message_s, updates=updates)
     if job.chunks > 1:
         schedule = interleaved(pipeline, microbatches, job.chunks, job.microbatch_group)
     else:
         schedule = one_f_one_b(pipeline, microbatches)
-    return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages).step_s
+    return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
 
 def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
@@ -81,10 +83,14 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
     return HostCopy(seconds, seconds, round(size), avoid_messages(job))
 
 
-def in_steady_state(step_s: Callable[[int], float], microbatches: int, pipeline: int) -> float:
-    """`step_s(microbatches)`, asked for no more than four times as many micro-batches as stages."""
-    if microbatches <= 4 * pipeline:
-        return step_s(microbatches)
-    whole, rest = divmod(microbatches, pipeline)
-    short_s, longer_s = step_s(2 * pipeline + rest), step_s(3 * pipeline + rest)
-    return short_s + (whole - 2) * (longer_s - short_s)
+def in_steady_state(job: Job, simulated: Callable[[int], Simulation]) -> float:
+    """Seconds of the job's step. `simulated`: a step of so many micro-batches, called with as few as suffice."""
+    group = max(job.parallel.pipeline, job.microbatch_group)
+    groups, rest = divmod(job.microbatches, group)
+    few = FEWEST_GROUPS
+    while few < groups:
+        found = simulated(few * group + rest)
+        if (period_s := found.period_s(group)) is not None:
+            return found.step_s + (groups - few) * period_s
+        few *= 2
+    return simulated(job.microbatches).step_s

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.host import HostLoad
@@ -18,6 +19,9 @@ from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, curve_of_parts
+
+PERIODIC = 1e-9
+"""Relative difference of shifts that are one figure."""
 
 
 class Executed(NamedTuple):
@@ -45,6 +49,25 @@ class Simulation:
     @cached_property
     def step_s(self) -> float:
         return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0)
+
+    def period_s(self, group: int) -> float | None:
+        """Seconds between an action and the same one of the group of micro-batches before, in the last full group that runs in
+        pairs of a forward and a backward. None where actions or stages differ in it: the pipeline is not in step yet."""
+        shifts = [shift for stage in range(len(self.executed)) for shift in self._shifts_s(stage, group)]
+        longest_s = max(shifts)
+        return longest_s if longest_s - min(shifts) <= PERIODIC * min(shifts) < inf else None
+
+    def _shifts_s(self, stage: int, group: int) -> list[float]:
+        """Of one stage; infinite where the group before has no such action."""
+        done = [each for each in self.counted(stage) if each.action.kind != "R"]
+        last_forward = max(at for at, each in enumerate(done) if each.action.kind == "F")
+        chunks = len({each.action.chunk for each in done})
+        rest = len(done) // (2 * chunks) % group
+        paired = done[: last_forward + 2 - 2 * rest * chunks]
+        known = {each.action: each.end_s for each in paired}
+        last = paired[-2 * group * chunks :]
+        before = (known.get(each.action._replace(micro_batch=each.action.micro_batch - group), -inf) for each in last)
+        return [each.end_s - before_s for each, before_s in zip(last, before, strict=True)]
 
     def counted(self, stage: int) -> Sequence[Executed]:
         """The actions of a stage that the step's figures are made of."""

@@ -20,6 +20,7 @@ from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, deferred_heads
 
@@ -56,15 +57,14 @@ def priced(job: Job, profile: Profile, setting: StockSetting, beside: Beside = U
     chunks = [stage.passes(profile, own) for stage, own in zip(stages, copies, strict=True)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
 
-    def step_s(microbatches: int) -> float:
+    def simulated(microbatches: int) -> Simulation:
         schedule = schedule_of(job, microbatches, more)
-        return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages).step_s
+        return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
     return Priced(
         setting,
         tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
-        in_steady_state(step_s, job.microbatches, pipeline)
-        - (_spared_s(job, profile, setting) if beside == UNDISTURBED else 0.0),
+        in_steady_state(job, simulated) - (_spared_s(job, profile, setting) if beside == UNDISTURBED else 0.0),
         max(stage.host_bytes for stage in stages),
         job.microbatches * max(sum(map(_steady_s, own)) for own in chunks),
     )

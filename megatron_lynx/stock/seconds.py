@@ -25,11 +25,11 @@ have more time than this. Copies do not slow compute or messages down.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind, Section
-from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds
+from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds, half_seconds
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
@@ -50,14 +50,14 @@ def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, ki
 
 
 def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
+    kept = half_seconds(profile, section)
     if section.opaque:
-        half = profile.of(section)
         moved = NORM_OUT_MOVED * norm_out_bytes(shape, setting, section)
-        again_s = half.items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
-        return HalfSeconds(half.forward_s, half.backward_s, again_s)
+        again_s = profile.of(section).items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
+        return replace(kept, again_s=again_s)
     if section.in_some_layers:
-        return _expert_half(shape, profile, setting)
-    return _dense_half(shape, profile, setting, section)
+        return replace(kept, again_s=_experts_again_s(shape, profile, setting))
+    return replace(kept, again_s=_again_s(shape, profile, setting, section))
 
 
 def recomputed_whole(layer: LayerSeconds) -> LayerSeconds:
@@ -65,24 +65,22 @@ def recomputed_whole(layer: LayerSeconds) -> LayerSeconds:
     return tuple(half.recomputed_whole for half in layer)
 
 
-def _dense_half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
-    half = profile.half(section.half)
-    forward_s, backward_s = (sum(window_lengths_s(profile, way, section, shape.gathered_bytes)) for way in ("fwd", "bwd"))
+def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+    """Seconds of what a dense half runs again."""
     runs = treatment(shape, setting, section).runs
-    again_s = sum(half.items[name].forward_s for name in runs)
+    again_s = sum(profile.half(section.half).items[name].forward_s for name in runs)
     if section.row_parallel in runs:
-        again_s += forward_s
-    return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s, again_s)
+        again_s += sum(window_lengths_s(profile, "fwd", section, shape.gathered_bytes))
+    return again_s
 
 
-def _expert_half(shape: LayerShape, profile: Profile, setting: StockSetting) -> HalfSeconds:
+def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting) -> float:
     """What is run again with `moe` exchanges its rows again, and with shared experts waits for their collectives."""
     assert profile.experts is not None, "a profile of such a layer has its figures"
     own, half = expert_treatment(shape, setting), profile.experts
     again_s = sum(half.items[name].forward_s for name in own.runs)
     again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
-    again_s -= sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in own.runs else 0.0
-    return HalfSeconds(half.forward_s, half.backward_s, again_s)
+    return again_s - (sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in own.runs else 0.0)
 
 
 class CopiedLayer(NamedTuple):
