@@ -9,7 +9,8 @@
     model            t x p                      norms, whether a step counts
     pipeline         p                          messages to both neighbours
     embedding        2                          the gradient of a shared embedding, on the ends of a pipeline
-    expert           ep                         exchanges of tokens
+    expert           ep                         exchanges of tokens, with the alltoall dispatcher; DeepEP, HybridEP and the
+                                                allgather dispatcher use the routing group alone
     expert tensor    etp                        collectives of experts
     routing          etp x ep                   how many tokens go where
     expert data      what remains               gradients of experts
@@ -22,8 +23,13 @@ PyTorch makes a communicator when a group is first used; those that Megatron mak
     peers         14 MiB a channel and peer of the same node     8 H100: 3.28e9 B for an exchange, 32 channels, 7 peers (#1685)
                   512 MiB for all those in other nodes           a pool of its own: 536870912 B (#2363, a B300)
 
+Every pair of a communicator has as many channels, the least of any pair: of a pair in one NVLink domain twice its NVLinks, filled
+up to a power of two and no more than the collectives have, however many ranks there are; over the network 2, from 2.29 on one for
+each 14 GB/s of NIC (`ncclTopoComputeP2pChannels`, read in 2.18 to 2.30). So an exchange over several nodes has few channels to
+near peers, too, and one among 64 GPUs of an NVL72 rack 63 x 32 x 14 MiB = 28 GiB.
+
 Together, a check on a run that chose none of them: of a GB300 with t 4, p 8, d 8 6.2 GiB were not PyTorch's
-(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context and this are 5.6.
+(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context and this are 5.3.
 Newer releases connect what is used, when it is used, which makes these the most, not the mean.
 """
 
@@ -41,6 +47,8 @@ Use = Literal["collectives", "exchange", "messages"]
 BASE_MIB, CHANNEL_MIB, CHANNEL_OF_TWO_MIB = 16, 28, 22
 MULTICAST_MIB, MULTICAST_RANKS = 32, 8
 PEER_MIB, OTHER_NODES_MIB = 14, 512
+PEER_CHANNELS_BETWEEN_NODES = 8
+"""At most, of a communicator over several nodes: a NIC of 800 Gbit/s (ConnectX-8)."""
 NEIGHBOURS = 2
 """Ranks that a stage, or a place on a ring, exchanges messages with."""
 
@@ -67,12 +75,13 @@ class Communicator:
     def _of_peers_mib(self, nccl: NcclChannels) -> int:
         peers = self.ranks - 1 if self.use == "exchange" else min(NEIGHBOURS, self.ranks - 1)
         near = min(peers, self.within - 1)
-        return near * nccl.of_peers * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
+        most = nccl.of_peers if self.within == self.ranks else PEER_CHANNELS_BETWEEN_NODES
+        return near * min(nccl.of_peers, most) * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
 
 
-def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, experts: bool) -> tuple[Communicator, ...]:
+def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, dispatcher: str | None) -> tuple[Communicator, ...]:
     """Those of a rank at a pipeline's end, which has the most. Groups of one rank need none. `tied`: whether the model's two ends
-    share the embedding; `experts`: whether it has any."""
+    share the embedding; `dispatcher`: of tokens to experts, None without experts."""
 
     def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
         """A group of every `stride`th rank."""
@@ -92,10 +101,10 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, ex
     if (instances := layout.optimizer_instances) > 1:
         own = stage_ranks // layout.tensor // instances
         groups += [every("instance", own, layout.tensor), every("instances", instances, layout.tensor * own)]
-    if experts:
+    if dispatcher is not None:
         both = layout.expert_tensor_size * layout.expert
         groups += [
-            every("expert", layout.expert, layout.expert_tensor_size, "exchange"),
+            every("expert", layout.expert if dispatcher == "alltoall" else 1, layout.expert_tensor_size, "exchange"),
             every("expert tensor", layout.expert_tensor_size, 1),
             every("routing", both, 1),
             every("expert data", stage_ranks // both, both),

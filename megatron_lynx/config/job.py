@@ -326,8 +326,9 @@ class Job(Part):
     def communicators(self) -> tuple[Communicator, ...]:
         """What NCCL connects of this layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
-        tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts is not None
-        return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
+        tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts
+        dispatcher = None if experts is None else experts.dispatcher
+        return communicators(self.parallel, self.gpus, node_gpus, tied=tied, dispatcher=dispatcher)
 
     @property
     def fused_dispatch(self) -> FusedDispatch:

@@ -57,8 +57,20 @@ def test_groups_that_leave_a_node_have_other_channels() -> None:
     (data,) = [each for each in unbudgeted(gpus=64).communicators if each.name == "data"]
     assert (data.ranks, data.within) == (64, 8)
     assert data.buffer_bytes(A100) == (16 + 16 * 28) * MIB
-    far = Communicator("experts", 64, 8, "exchange")
-    assert far.buffer_bytes(A100) - Communicator("experts", 8, 8, "exchange").buffer_bytes(A100) == 512 * MIB
+    far, near = Communicator("experts", 64, 8, "exchange"), Communicator("experts", 8, 8, "exchange")
+    assert near.buffer_bytes(A100) == (16 + 7 * 32 * 14) * MIB
+    assert far.buffer_bytes(A100) == (16 + 7 * 8 * 14 + 512) * MIB, "near peers have no more channels than those of other nodes"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "deepep", "hybridep"])
+def test_kernels_that_bring_tokens_to_experts_leave_an_exchange_of_nccl_unused(dispatcher: str) -> None:
+    """31 peers x 32 channels x 14 MiB were counted for HybridEP on a GB200 rack, which never asks NCCL for an exchange."""
+    mixtral = load_job("jobs/mixtral-8x7b-h100-80g")
+    experts = mixtral.model.experts.model_copy(update={"dispatcher": dispatcher})
+    job = mixtral.model_copy(update={"model": mixtral.model.model_copy(update={"experts": experts})})
+    groups = {each.name: each.use for each in job.communicators}
+    assert groups["routing"] == "collectives"
+    assert groups.get("expert") == ("exchange" if dispatcher == "alltoall" else None)
 
 
 def test_the_budget_is_the_device_less_the_parts() -> None:
