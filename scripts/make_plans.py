@@ -1,20 +1,27 @@
 """Writes configs/plans/: a plan for every job of configs/jobs/ whose cluster is described, and in configs/plans/launches/ one for
 every launch of scripts/launches/ on every cluster it is ready for. A test holds them current.
 
-Run it after changing figures of models or clusters, costs, the solver, or a launch:   python -m scripts.make_plans
+After a change of figures of models or clusters, costs, the solver, or a launch, look at what becomes of them, then store them:
+
+    python -m scripts.make_plans --look     prints how each plan would differ, and writes nothing
+    python -m scripts.make_plans            writes them
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from difflib import unified_diff
+from math import isclose
 from pathlib import Path
 
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.launch_arguments import job_of, read_launch
-from megatron_lynx.plan import Plan
+from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.plan.plan_file import dump_plan
+from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.whole_file import write_whole
@@ -59,16 +66,56 @@ def launch_words(name: str, cluster: str, setting: str) -> list[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def plan_text(job: Job, note: str) -> str:
-    """The file's text. Its provenance is the command that makes the same plan."""
+def plan_of(job: Job, note: str) -> Plan:
+    """The plan, whose provenance is the command that makes the same one."""
     plan = make_plan(job, analytic_profile(job))
-    return dump_plan(
-        Plan.model_validate(plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"note": note})}))
-    )
+    return Plan.model_validate(plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"note": note})}))
+
+
+SAME = 1e-6
+"""Figures that differ by a smaller part are equal: machines round differently."""
+
+
+def differences(stored: Plan, made: Plan) -> list[str]:
+    """How a plan differs from the stored one: seconds and bytes, stage by stage, then a diff of all else that its file says. The
+    profile's digest is left out: it changes whenever a figure does."""
+    found = []
+    for old, new in zip(stored.stages, made.stages, strict=False):
+        figures = _figures(old)
+        for name, value in _figures(new).items():
+            was = figures.pop(name, 0)
+            if not isclose(value, was, rel_tol=SAME):
+                found.append(f"stage {new.stage}: {name} {was:.12g} -> {value:.12g}{_in_percent(was, value)}")
+        found += [f"stage {new.stage}: {name} {was:.12g} -> 0" for name, was in figures.items() if was]
+    before, now = (_without_figures(plan, stored.provenance.profile).splitlines() for plan in (stored, made))
+    return [*found, *unified_diff(before, now, "stored", "made now", lineterm="", n=1)]
+
+
+def _figures(stage: Stage) -> dict[str, float]:
+    said = stage.predicted.model_dump()
+    memory = {f"{kind} ({moment})": size for moment, kinds in said.pop("memory").items() for kind, size in kinds.items()}
+    return {name: value for name, value in {**said, **memory}.items() if value is not None}
+
+
+def _in_percent(before: float, value: float) -> str:
+    return f" ({100 * (value / before - 1):+.3g} %)" if before else ""
+
+
+def _without_figures(plan: Plan, profile: str | None) -> str:
+    stages = tuple(stage.model_copy(update={"predicted": Predicted()}) for stage in plan.stages)
+    provenance = plan.provenance.model_copy(update={"profile": profile})
+    return dump_plan(plan.model_copy(update={"stages": stages, "provenance": provenance}))
+
+
+def main(look: bool) -> None:
+    for path, job, note in jobs():
+        made = plan_of(job, note)
+        found = differences(load_plan(path), made) if path.exists() else ["new"]
+        print("\n  ".join([f"{path.relative_to(ROOT)}: {'differs' if found else 'as stored'}", *found]))
+        if not look:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, dump_plan(made))
 
 
 if __name__ == "__main__":
-    for path, job, note in jobs():
-        path.parent.mkdir(exist_ok=True)
-        write_whole(path, plan_text(job, note))
-        print(f"wrote {path}")
+    main(look="--look" in sys.argv[1:])

@@ -36,7 +36,7 @@ class Waits:
     ids=["one too many", "one too few"],
 )
 def test_a_stand_in_with_other_arguments_is_refused(stand_in):
-    """A story: `_window` lost an argument, and the stand-ins of two faults failed for that reason instead of showing the fault."""
+    """A story: `_window` lost an argument, and the stand-ins of two faults failed for that reason and showed no fault."""
     with ExitStack() as undo, pytest.raises(TypeError, match="argument"):
         faults.replace_function(undo, Waits, "window", stand_in)
     with ExitStack() as undo:
