@@ -1,7 +1,8 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every property once, as continuous integration runs it (about 20 minutes on two cores)
-# make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
+# make test    every property once (12 to 13 minutes on two cores)
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
+# make ci      both in one session of pytest, as continuous integration runs them
+# make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
@@ -28,7 +29,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test long streams bridge faults releases quick check clean
+.PHONY: demo test ci long streams bridge faults releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -39,11 +40,14 @@ demo: $(VENV)/installed
 test: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(SIDE_BY_SIDE)
 
+ci: releases
+	$(FOLDERS) $(BIN)/python -m pytest -m "not long" $(SIDE_BY_SIDE)
+
 long: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" --hypothesis-profile drawn $(SIDE_BY_SIDE)
+	$(FOLDERS) $(BIN)/python -m pytest -m long --hypothesis-profile drawn $(SIDE_BY_SIDE)
 
 streams: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m streams
+	$(FOLDERS) $(BIN)/python -m pytest -m "streams and not long" $(SIDE_BY_SIDE)
 
 bridge: releases build/bridge/installed $(BRIDGES:%=build/megatron-bridge-%/downloaded)
 	$(FOLDERS) BRIDGE_PYTHON=$(CURDIR)/build/bridge/bin/python $(foreach release,$(BRIDGES),\

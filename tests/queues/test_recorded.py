@@ -106,6 +106,7 @@ CASES = [
     case("interleaved, p=2, t=2, gathered ahead", {**LAYERS_IN_TURNS, "tensor": 2, "sequence_parallel": True}, gathered_ahead),
     case("e=2, p=2, begun ahead", {**SPREAD, "experts": EXPERTS, "bias": False}, begun_ahead),
     case("t=2, gone on", {"tensor": 2, "sequence_parallel": True, "hidden_dropout": 0.0}, gone_on),
+    case("t=2, gone on, gradients gathered for nothing", {"tensor": 2, "sequence_parallel": True}, gone_on),
     case(
         "e=2, p=2, gone on",
         {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False, "hidden_dropout": 0.0},
