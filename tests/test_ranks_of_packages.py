@@ -35,6 +35,7 @@ FOUNDATION = {
     "nest",
     "pace",
     "silence",
+    "tables",
     "torch_release",
     "two_versions",
     "validation",

@@ -5,18 +5,16 @@ can be written is checked before anything takes long.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lynx.cli.terminal import say, show
+from megatron_lynx.cli.terminal import say, show, show_lines
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config.host_time import HostAdam
     from megatron_lynx.doctor import Finding
@@ -121,77 +119,67 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
     """Of a launch first what it takes; then stages down, parts across, in GiB; parts that no stage has are left out."""
     from dataclasses import asdict
 
-    from rich.table import Table
-
+    from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import GIB, format_bytes, format_seconds
 
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
-    table = Table(header_style="bold", title="GiB of each device at its fullest moment")
-    for column in ("stage", "moment", *parts):
-        table.add_column(column, justify="left" if column == "moment" else "right", overflow="fold")
+    columns = ("stage", "moment", *(part.replace("_", " ") for part in parts))
+    table = WrappedTable(columns, words=("moment",), keys=2, title="GiB of each device at its fullest moment")
     for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
-        moment = memory.moment.replace("_", " ")
-        table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
+        table.add(str(stage), memory.moment.replace("_", " "), *(f"{sizes[part] / GIB:.2f}" for part in parts))
     if launch is not None:
-        say(launch.in_words)
+        show_lines(launch.in_words)
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
-    say(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    show_lines(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if reserve := answer.job.device_reserve.in_words:
         stated = answer.job.budget.memory_gib
-        say(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
+        show_lines(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
     if answer.between is not None:
-        say(answer.between.in_words)
+        show_lines(answer.between.in_words)
     if answer.on_host is not None:
-        say(answer.on_host.in_words)
+        show_lines(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
-        say(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        show_lines(f"step {format_seconds(answer.step.total_s)}: {spent}")
         if answer.step_at_best is not None:
             overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
-            say(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+            show_lines(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         if answer.against_windows is not None:
-            say(answer.against_windows.in_words)
+            show_lines(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
-        say(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
+        show_lines(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:
-        say("\n".join(answer.host.lines))
+        show_lines(*answer.host.lines)
     if answer.job.schedule == "double_buffered":
-        say("without flushes: gradients are one update old, which changes what is learnt from step to step")
-
-
-def _table(columns: Sequence[str], *, words: Collection[str], title: str | None = None) -> Table:
-    """An empty one. `words`: the columns that are text, and not figures."""
-    from rich.table import Table
-
-    table = Table(header_style="bold", title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    return table
+        show_lines("without flushes: gradients are one update old, which changes what is learnt from step to step")
 
 
 def show_published(rows: list[Row]) -> None:
+    from megatron_lynx.tables import WrappedTable
+
     columns = ("source", "row", "published", "computed", "error", "bound", "calibrates")
-    table = _table(columns, words=("source", "row", "calibrates"))
+    table = WrappedTable(columns, words=("source", "row", "calibrates"), keys=2)
     for row in rows:
         unit = "%" if row.error_in == "percent" else ""
         bound = "" if row.bound is None else f"{row.bound:g}{unit}"
         figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound, row.calibrates or "")
-        table.add_row(row.source, row.what, *figures, style="bold red" if row.within is False else "")
+        table.add(row.source, row.what, *figures, style="bold red" if row.within is False else "")
     show(table)
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
     """A table of settings with and without flushes, and how old the gradients of each are."""
+    from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes, format_seconds
 
     columns = ("setting", "predicted", "measured", "ratio to none", "fullest device", "gradients")
-    table = _table(columns, words=("setting", "gradients"), title="one batch, its update included")
+    table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included")
     for row in rows:
         measured = "-" if row.measured_s is None else format_seconds(row.measured_s)
         figures = (format_seconds(row.predicted_s), measured, f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes))
-        table.add_row(row.setting, *figures, row.gradients, style="bold red" if row.equals_version_rule is False else "")
+        table.add(row.setting, *figures, row.gradients, style="bold red" if row.equals_version_rule is False else "")
     show(table)
     if any(row.without_flushes for row in rows):
         say("a batch without flushes teaches something else than one with: compare losses, not only seconds")
@@ -199,34 +187,44 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
     """A table of a plan and of stock's settings, simulated, with the flags of each."""
+    from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes, format_seconds
 
     columns = ("setting", "step", "ratio to none", "fullest device", "on the host")
-    table = _table(columns, words=("setting",), title="one step, without its update, simulated")
+    table = WrappedTable(columns, words=("setting",), title="one step, without its update, simulated")
     for row in rows:
         host = format_bytes(row.host_bytes) if row.host_bytes else "-"
         figures = (format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)
-        table.add_row(row.setting, *figures, style="bold" if row.ours else "")
+        table.add(row.setting, *figures, style="bold" if row.ours else "")
     show(table)
 
 
 def show_held(held: list[Held], summary: str) -> None:
+    from megatron_lynx.tables import WrappedTable
+
     columns = ("hook", "site", "release", "as recorded")
-    table = _table(columns, words=columns)
+    table = WrappedTable(columns, words=columns)
     for each in held:
         style = "" if each.as_recorded else "bold red"
-        table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
+        table.add(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
     show(table)
     say(summary)
 
 
 def show_findings(found: list[Finding]) -> None:
-    columns = ("", "what", "found", "costs", "to do")
-    table = _table(columns, words=columns)
+    """What was found, with its cost and what to do below."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from megatron_lynx.tables import READABLE
+
     styles = {"defeats": "bold red", "slows": "yellow"}
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(max_width=READABLE)
     for finding in found:
-        row = (finding.level, finding.topic, finding.found, finding.costs, finding.todo)
-        table.add_row(*row, style=styles.get(finding.level, ""))
+        told = [f"{finding.topic}: {finding.found}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
+        table.add_row(finding.level, Text("\n".join(filter(None, told))), style=styles.get(finding.level, ""))
     show(table)
 
 

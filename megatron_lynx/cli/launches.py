@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lynx.cli.terminal import say, show
+from megatron_lynx.cli.terminal import say, show, show_lines
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -129,7 +129,7 @@ def show_understood(reading: Reading) -> None:
     from megatron_lynx.launch_arguments.table import remarks, understood
 
     show(understood(reading))
-    say("\n".join(remarks(reading)))
+    show_lines(*remarks(reading))
 
 
 def priceable(reading: Reading) -> Today:

@@ -36,7 +36,7 @@ from megatron_lynx.cli.options import (
     budget_changes,
     finite,
 )
-from megatron_lynx.cli.terminal import awaited, say, show, show_json
+from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_lines
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
@@ -220,6 +220,6 @@ def simulate(
         show_json(figures.as_json(simulation))
     else:
         show(figures.table(simulation))
-        say("\n".join(HostReport.of(costs, simulation.host_bound).lines))
+        show_lines(*HostReport.of(costs, simulation.host_bound).lines)
         for path in written:
             say(f"wrote {path}")

@@ -22,7 +22,7 @@ from megatron_lynx.cli.options import (
     StrictOption,
     budget_changes,
 )
-from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json
+from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _compare_simulated(
         show_json({"rows": [row.as_json for row in rows]})
     else:
         show_simulated(rows)
-        say(verdict(rows, budget_bytes))
+        show_lines(verdict(rows, budget_bytes))
 
 
 def _compare_schedules(

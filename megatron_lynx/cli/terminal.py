@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ WIDTH_OF_FILES = 180
 
 
 SCREEN = 80
-"""Columns of a first screen that goes to a file or a pipe."""
+"""Columns of a first screen, wherever it goes."""
 
 MOST_PROBLEMS = 100
 """Problems of one request that are printed; of more, only their number."""
@@ -58,20 +59,42 @@ def show(answer: RenderableType) -> None:
     page().print(answer)
 
 
+def show_lines(*lines: str) -> None:
+    """Prose, folded at blanks where the terminal's width is known."""
+    if width_of_terminal() is None:
+        say("\n".join(lines))
+    else:
+        from rich.text import Text
+
+        show(Text("\n".join(lines)))
+
+
 def show_screen(answer: RenderableType) -> None:
-    """An answer that is made for `SCREEN` columns: in files and pipes as on a terminal."""
-    page(SCREEN).print(answer)
+    """An answer that is made for `SCREEN` columns: wherever it goes, it is no wider."""
+    page().print(answer, width=min(width_of_terminal() or SCREEN, SCREEN))
 
 
-def page(width_of_files: int = WIDTH_OF_FILES) -> Console:
-    from rich.console import Console
+def page() -> Console:
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
 
     class Page(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # Rich ends the command with 1, which is the answer no
 
-    page = sys.stdout or StringIO()  # none where the shell has closed it
-    return Page(file=page, width=None if page.isatty() else width_of_files)
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    return Page(file=sys.stdout or StringIO(), width=width_of_terminal() or WIDTH_OF_FILES)  # no stdout: the shell has closed it
+
+
+def width_of_terminal() -> int | None:
+    """Its columns; what COLUMNS says for an answer that goes to a file or a pipe, and None where it says nothing."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    said = os.environ.get("COLUMNS", "")
+    return int(said) if said.isdecimal() and int(said) else None
 
 
 def show_error(error: LynxError) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_lynx.compare.table import as_json, verdict
 from megatron_lynx.measure.measurement import Measurement, Setting, save_measurement
+from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
 from megatron_lynx.whole_file import write_whole
 
@@ -35,11 +35,9 @@ HOW_BYTES = {
 
 def print_report(measurement: Measurement, console: Console) -> None:
     """The table, the verdict and the notes, on a terminal."""
-    table = Table(title=measurement.subject, title_justify="left", header_style="bold")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    table = WrappedTable(COLUMNS, words=COLUMNS[:1], title=measurement.subject)
     for setting in measurement.settings:
-        table.add_row(*_cells(measurement, setting), style="bold green" if setting.ours else "")
+        table.add(*_cells(measurement, setting), style="bold green" if setting.ours else "")
     console.print(table)
     for sentence in verdicts(measurement):
         console.print(sentence, style="bold", highlight=False)

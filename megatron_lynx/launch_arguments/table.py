@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.table import Table
-
 from megatron_lynx.launch_arguments.given import mistyped
 from megatron_lynx.launch_arguments.reading import Reading
+from megatron_lynx.tables import WrappedTable
 
 
-def understood(reading: Reading) -> Table:
+def understood(reading: Reading) -> WrappedTable:
     """A row for each fact of the job."""
-    table = Table(header_style="bold")
-    for column in ("job", "value", "from"):
-        table.add_column(column, overflow="fold")
+    columns = ("job", "value", "from")
+    table = WrappedTable(columns, words=columns)
     for fact in reading.facts:
         value = ("yes" if fact.value else "no") if isinstance(fact.value, bool) else str(fact.value)
-        table.add_row(fact.place, value, fact.origin, style="dim" if fact.origin == "Megatron's default" else "")
+        table.add(fact.place, value, fact.origin, style="dim" if fact.origin == "Megatron's default" else "")
     return table
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.anatomy import HALVES, Half, names_in
@@ -16,6 +15,7 @@ from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Predicted, Stage
+from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
 
 NEW_LINE = "\n"
@@ -113,15 +113,14 @@ def _load(plan: Plan) -> Iterator[Text]:
         yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 
-def _table(plan: Plan, alike: Sequence[Stage]) -> Table:
+def _table(plan: Plan, alike: Sequence[Stage]) -> WrappedTable:
     stage, last, chunked = alike[0], alike[-1], plan.parallel.chunks > 1
     chunks = f"chunk {stage.chunk}" if len(alike) == 1 else f"chunks {stage.chunk}-{last.chunk}, each"
     place = f"stage {stage.stage}, {chunks}" if chunked else f"stage {stage.stage}"
     layers = ", ".join(str(each.layers) for each in alike)
     title = f"{place}: layers {layers}, ahead depth {stage.ahead_depth} (layer halves)"
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    for column in ("layers", "half", "kept", "replayed", "window", *(["weight gradients"] if stage.defers else [])):
-        table.add_column(column)
+    columns = ("layers", "half", "kept", "replayed", "window", *(["weight gradients"] if stage.defers else []))
+    table = WrappedTable(columns, words=columns, keys=2, title=title, lines=True)
     for rule in stage.rules:
         for half in HALVES:
             kept = [item for item in names_in(half) if item in rule.keep]
@@ -129,7 +128,7 @@ def _table(plan: Plan, alike: Sequence[Stage]) -> Table:
             again = rule.replays(half)
             if rule.checkpoints(half):
                 kept, again = [plan.kept_input(stage, rule, half)], (CHECKPOINTED,)
-            table.add_row(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
+            table.add(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
     return table
 
 

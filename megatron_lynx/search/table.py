@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.search.candidate import OLD_GRADIENTS, Candidate, in_words, schedule_of
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.search import Ranking
+from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
 
-COLUMNS = ("t", "c", "p", "d", "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
+SIZES = ("t", "c", "p", "d")
+COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
 EXPERTS = ("e",)
 """Ranks among which experts are shared out, where there are any."""
 
@@ -23,16 +24,16 @@ FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory")
 def table(ranking: Ranking) -> Group:
     """A row for each candidate, the fastest first, then one for each family of losers with its best example."""
     budget = format_bytes(ranking.job.memory_budget_bytes)
-    best = Table(header_style="bold", title=f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each")
+    title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each"
     experts = EXPERTS if ranking.job.model.experts is not None else ()
-    for column in (*experts, *COLUMNS, *FIGURES):
-        best.add_column(column, justify="left" if column in ("policy", "schedule") else "right")
+    columns = (*experts, *COLUMNS, *FIGURES)
+    best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
     for candidate in ranking.candidates:
-        best.add_row(*_layout(candidate), *_figures(candidate))
+        best.add(*_layout(candidate), *_figures(candidate))
     parts: list[RenderableType] = [best]
     if ranking.best_of:
         parts += [Text(line) for line in _schedules(ranking.best_of)]
-    return Group(*parts, _others(ranking.losers)) if ranking.losers else Group(*parts)
+    return Group(*parts, Text(""), _others(ranking.losers)) if ranking.losers else Group(*parts)
 
 
 def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
@@ -65,10 +66,10 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _others(losers: tuple[Lost, ...]) -> Table:
-    others = Table(header_style="bold", title="Why the others lost, and the best of each kind")
-    for column in ("lost by", "how many", "best of them", "its figure and the limit"):
-        others.add_column(column, justify="right" if column == "how many" else "left", overflow="fold")
+def _others(losers: tuple[Lost, ...]) -> WrappedTable:
+    words = ("lost by", "best of them", "its figure and the limit")
+    columns = ("lost by", "how many", "best of them", "its figure and the limit")
+    others = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")
     for lost in losers:
-        others.add_row(lost.reason, str(lost.count), lost.example, lost.numbers)
+        others.add(lost.reason, str(lost.count), lost.example, lost.numbers)
     return others

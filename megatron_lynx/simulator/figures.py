@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
 
 
@@ -20,13 +19,12 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     return {"step_s": simulation.step_s, **_of_a_run(simulation), "stages": stages}
 
 
-def table(simulation: Simulation) -> Table:
+def table(simulation: Simulation) -> WrappedTable:
     """The figures as a table with a row for each stage."""
-    result = Table(title=headline(simulation), title_justify="left", title_style="bold")
     replays = ("replay hidden", "replay exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
-    for column in ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most"):
-        result.add_column(column, justify="right")
+    columns = ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most")
+    result = WrappedTable(columns, title=headline(simulation))
     for row in as_json(simulation)["stages"]:
         seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
@@ -34,7 +32,7 @@ def table(simulation: Simulation) -> Table:
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
         late = [format_seconds(row[key]) for key in DEFERRED if deferred]
         peak = format_bytes(row["peak_activation_bytes"])
-        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, *late, *copies, peak)
+        result.add(str(row["stage"]), busy, bubble, hidden, exposed, *late, *copies, peak)
     return result
 
 
