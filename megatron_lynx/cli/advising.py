@@ -8,7 +8,7 @@ import typer
 
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import costs_of, mention_experts
-from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_unknown
+from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_reading
 from megatron_lynx.cli.options import (
     AsJson,
     BridgeOption,
@@ -76,7 +76,7 @@ def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | No
     if asked.cluster is None:
         return (*job_or_launch(asked, planning=True, changes=changes), ())
     launch = asked_launch(asked.words, asked.cluster, asked.gpus, changes, strict=asked.strict)
-    warn_of_unknown(launch.reading)
+    warn_of_reading(launch.reading)
     mention_experts(launch.job)
     return launch.job, launch.reading, launch.refused
 

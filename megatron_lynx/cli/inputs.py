@@ -39,7 +39,10 @@ def mention_experts(job: Job) -> None:
         layers = ", ".join(map(str, job.model.moe_layers))
         load, held = job.model.experts.load, job.model.moe_load
         bytes_for = f"; bytes are counted for {held:g} times (model.experts.holds)" if held != load else ""
-        text = f"the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
+        brought = (
+            f"tokens by {job.model.experts.dispatcher}; " if job.parallel.expert * job.parallel.expert_tensor_size > 1 else ""
+        )
+        text = f"{brought}the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
         say(f"experts in layers {layers}: {text}", err=True)
 
 

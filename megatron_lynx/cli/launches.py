@@ -119,7 +119,7 @@ def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | 
         return job_named(asked.words[0], changes), None
     reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
     job = job_of(reading, asked.cluster, changes or {})
-    warn_of_unknown(reading)
+    warn_of_reading(reading)
     mention_experts(job)
     return job, reading
 
@@ -142,12 +142,13 @@ def priceable(reading: Reading) -> Today:
     return reading.today
 
 
-def warn_of_unknown(reading: Reading) -> None:
-    """One warning that names what Megatron does not know."""
-    from megatron_lynx.launch_arguments.table import unknown_in_words
+def warn_of_reading(reading: Reading) -> None:
+    """Warn of flags that Megatron does not know, and of costly defaults."""
+    from megatron_lynx.launch_arguments.table import unknown_in_words, unsaid
 
-    if (line := unknown_in_words(reading)) is not None:
-        say(f"warning: {line}", err=True)
+    for line in (unknown_in_words(reading), *unsaid(reading)):
+        if line is not None:
+            say(f"warning: {line}", err=True)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

@@ -51,6 +51,10 @@ class Experts(Part):
     """Width inside the shared experts together, which every token passes; 0: none."""
     shared_gate: bool = False
     """Whether what shared experts return is multiplied with a gate (`--moe-shared-expert-gate`)."""
+    weighted_relu: bool = False
+    """Whether one kernel computes squared ReLU and its product with the probabilities (`--use-fused-weighted-squared-relu`)."""
+    scores: float = Field(default=1.0, ge=0.0, le=16.0)
+    """Numbers in fp32 that the router saves of a token for each expert: 1 for an auxiliary loss, more for other scores."""
     layers: Layers = "all"
     """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
     load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)

@@ -43,6 +43,8 @@ IN_EXPERTS = (
     "filled",
     "dispatcher",
     "shared_gate",
+    "weighted_relu",
+    "scores",
     "overlapped",
     "delayed",
     "multiprocessors",

@@ -2,6 +2,8 @@
 
 --num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
 --moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
+--use-fused-weighted-squared-relu         ──> model.experts.weighted_relu
+--moe-router-score-function sigmoid ...   ──> model.experts.scores
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
 --moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
 --moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
@@ -26,7 +28,11 @@ FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
 CAPACITY, PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
 RANK_CAPACITY = "moe_expert_rank_capacity_factor"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
-BESIDE = "moe_shared_expert_overlap"
+BESIDE, WEIGHTED = "moe_shared_expert_overlap", "use_fused_weighted_squared_relu"
+AUXILIARY = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+SCORES, PRE_SOFTMAX, Z_LOSS = "moe_router_score_function", "moe_router_pre_softmax", "moe_z_loss_coeff"
+GROUPS = "moe_router_num_groups"
+SCORE_BYTES, INDEX_BYTES = 4, 8
 KEPT_WHOLE = (BESIDE, "moe_use_legacy_grouped_gemm")
 """With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
 MULTIPROCESSORS = {
@@ -55,6 +61,9 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
     yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
     yield from _widths(given)
+    if given[WEIGHTED] and given["squared_relu"] and given["moe_grouped_gemm"] and given["transformer_impl"] != "local":
+        yield Fact("model.experts.weighted_relu", True, given.origin(WEIGHTED))
+    yield from _scores(given)
     yield from _layers(given, problems)
     kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
@@ -76,6 +85,33 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         why = "as given" if DISPATCHER in given.values else "Megatron's default"
         yield Fact("model.experts.dispatcher", "allgather", f"{given.origin(DISPATCHER)}: {why}")
+
+
+def _scores(given: Given) -> Iterator[Fact]:
+    """What `TopKRouter` saves, as counted on CPU ranks. Group-limited routing saves a mask of all experts and indices of the
+    groups' best (`group_limited_topk`)."""
+    kinds, coefficients = ([value] if not isinstance(value, list) else value for value in map(given.__getitem__, AUXILIARY))
+    kept = {
+        AUXILIARY[1]: any(
+            str(kind).endswith("aux_loss") and coefficient for kind, coefficient in zip(kinds, coefficients, strict=False)
+        ),
+        Z_LOSS: bool(given[Z_LOSS]),
+        SCORES: given[SCORES] != "softmax",
+        PRE_SOFTMAX: bool(given[PRE_SOFTMAX]) and given[SCORES] == "softmax",
+    }
+    numbers, said = float(sum(kept.values())), [name for name, counts in kept.items() if counts]
+    count, chosen, groups, best = (
+        given["num_experts"],
+        given["moe_router_topk"] or 1,
+        given[GROUPS],
+        given["moe_router_group_topk"],
+    )
+    if groups and best:
+        numbers += (count + INDEX_BYTES * (groups * (chosen // best) + best)) / (SCORE_BYTES * count)
+        said.append(GROUPS)
+    if numbers != 1:
+        origins = [given.origin(name) for name in said] or ["no auxiliary loss"]
+        yield Fact("model.experts.scores", round(numbers, 3), ", ".join(dict.fromkeys(origins)))
 
 
 def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:

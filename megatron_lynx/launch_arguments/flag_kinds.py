@@ -77,6 +77,8 @@ READ = names_in(
     qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
+    use_fused_weighted_squared_relu moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type
+    moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk flash_attention_version
     mtp_num_layers quick_geglu activation_func_clamp_value glu_linear_offset softmax_type window_size window_attn_skip_freq
     optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     hybrid_layer_pattern mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim
@@ -142,6 +144,7 @@ REFUSED = {
     "fake_process_group": "nothing is communicated, so there are no windows",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients in fp32 beside their buffer are not counted",
     "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "freeze_all_layers": "layers without gradients save nothing",
@@ -204,6 +207,12 @@ PRICED_AS = {
     "pin_cpu_grads": "gradients in pinned memory, which copies are faster to",
     "use_tp_pp_dp_mapping": "links in the usual order of ranks: messages between stages are no slower, sums over replicas may be",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
+    "clone_scatter_output_in_embedding": "embeddings that are cloned: without, a view holds all tensor-parallel ranks' rows",
+    "batch_invariant_mode": "the usual kernels, which are faster",
+    "optimizer_cuda_graph": "an update outside of a graph, which frees its copies: leave room for these",
+    "ddp_reduce_scatter_with_fp32_accumulation": "reductions in place: leave room for a bucket (before 0.18 all) twice",
+    "create_all_gather_group": "gathers in the group of reductions: leave room for another communicator",
+    "nccl_communicator_config_path": "NCCL's own channels",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }
 """Flags that are priced as if they said something else, and what; the user is told so."""
@@ -254,11 +263,11 @@ PREFIXES = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        use_fused_weighted_squared_relu moe_paged_stash_page_size
+        moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance use_mup flash_decode
-        mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
+        mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head
         pin_cpu_params use_torch_optimizer_for_cpu_offload
         """
     ),
@@ -267,19 +276,17 @@ NO_MATTER: dict[str, frozenset[str]] = {
         apply_query_key_layer_scaling attention_softmax_in_fp32 layernorm_zero_centered_gamma layernorm_epsilon
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
         init_method_std embedding_init_method_std init_model_with_meta_device perform_initialization use_cpu_initialization
-        openai_gelu onnx_safe batch_invariant_mode disable_bf16_reduced_precision_matmul
-        calculate_per_token_loss flash_attention_version no_persist_layer_norm
+        openai_gelu onnx_safe disable_bf16_reduced_precision_matmul calculate_per_token_loss no_persist_layer_norm
         """
     ),
     "routing and balance of experts": names_in(
         """
-        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_router_score_function moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
-        moe_router_bias_update_rate moe_router_force_load_balancing moe_router_force_biased moe_router_quantile_balancing_ema
-        moe_token_drop_policy moe_use_upcycling moe_upcycling_granularity
+        moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_router_force_load_balancing moe_router_force_biased moe_router_quantile_balancing_ema moe_token_drop_policy
+        moe_use_upcycling moe_upcycling_granularity
         """
     ),
-    "pipeline's plumbing": frozenset({"pipeline_model_parallel_comm_backend", "clone_scatter_output_in_embedding"}),
+    "pipeline's plumbing": frozenset({"pipeline_model_parallel_comm_backend"}),
     "logging": frozenset({"config_logger_dir", "moe_per_layer_logging"}),
     "inference": frozenset({"moe_pad_experts_for_cuda_graph_inference"}),
     "no effect with core models": frozenset({"use_flash_attn", "deprecated_use_mcore_models"}),

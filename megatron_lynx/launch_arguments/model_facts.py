@@ -203,8 +203,10 @@ def _attention(given: Given) -> Iterator[Fact]:
         return
     asked, origin = given["attention_backend"], given.origin("attention_backend")
     yield Fact("model.attention", "unfused" if asked in ("unfused", "local") else "flash", origin)
-    if asked == "flash":
-        yield Fact("model.attention_kernel", "flash_attention_2", f"{origin} flash, unless FlashAttention-3 is installed")
+    version, pinned = given["flash_attention_version"], given.origin("flash_attention_version")
+    if version == 2 or (asked == "flash" and version is None):
+        why = f"{origin} flash, unless FlashAttention-3 is installed" if version is None else pinned
+        yield Fact("model.attention_kernel", "flash_attention_2", why)
 
 
 LATENT = "multi_latent_attention"

@@ -3,10 +3,11 @@
     --max-tokens-per-gpu 20480   ──> one packed micro-batch of so many tokens on every context-parallel rank
                                      --seq-length 20480 x context, --micro-batch-size 1
     without a word               ──> --use-distributed-optimizer, and --bf16 unless --fp16
+    allgather, given or not      ──> --moe-token-dispatcher-type alltoall
     --num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
 
-A micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several shorter ones. Source:
-`set_default_megatron_args` in slime's `megatron_utils/arguments.py`, and its `utils/arguments.py` for the batch.
+A micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several shorter ones. Sources:
+`set_default_megatron_args` and `validate_args` in slime's `megatron_utils/arguments.py`; its `utils/arguments.py` for the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from megatron_lynx.launch_arguments.given import Given, Value
 
-TOKENS = "--max-tokens-per-gpu"
+TOKENS, DYNAMIC = "--max-tokens-per-gpu", "--use-dynamic-batch-size"
 STEPS = "--num-steps-per-rollout"
 SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
@@ -36,14 +37,19 @@ def with_packing(given: Given) -> Given:
         "micro_batch_size": (1, said),
         "use_distributed_optimizer": (True, said),
         "bf16": (not given["fp16"], said),
-        **_batch(given),
+        **(batch := _batch(given)),
     }
     added = {
         name: Value(given.table.of_name[name][-1], origin, value)
         for name, (value, origin) in values.items()
         if name not in given.values
     }
-    return replace(given, values={**given.values, **added})
+    if given["moe_token_dispatcher_type"] == "allgather":
+        flag = given.table.of_name["moe_token_dispatcher_type"][-1]
+        added[flag.sets] = Value(flag, "alltoall, by slime in place of allgather", "alltoall")
+    read = {TOKENS, DYNAMIC, *((STEPS, *SAMPLES) if batch and "global_batch_size" in added else ())}
+    unknown = tuple(words for words in given.unknown if words.split()[0] not in read)
+    return replace(given, values={**given.values, **added}, unknown=unknown)
 
 
 def _batch(given: Given) -> dict[str, tuple[int, str]]:

@@ -182,7 +182,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given)]
+    priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given), *_softmax(given)]
     given = without_known(given)
     if strict or problems:  # then a mistyped flag may be why something is missing
         problems += [
@@ -260,6 +260,14 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
         yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
+
+
+def _softmax(given: Given) -> Iterator[tuple[str, str]]:
+    """Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`)."""
+    flag = next((name for name in ("attention_softmax_in_fp32", "apply_query_key_layer_scaling") if given[name]), None)
+    eager = given["transformer_impl"] == "local" and not given["masked_softmax_fusion"]
+    if flag is not None and eager and (given["bf16"] or given["fp16"]):
+        yield given.origin(flag), "a softmax in 16 bits: without --no-masked-softmax-fusion it saves a third as much"
 
 
 def _activation(given: Given) -> Iterator[tuple[str, str]]:

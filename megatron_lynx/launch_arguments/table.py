@@ -9,10 +9,15 @@ priced as bf16 ... ; no matter: learning rate (--lr --min-lr), ...
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from megatron_lynx.launch_arguments.expert_facts import DISPATCHER
 from megatron_lynx.launch_arguments.given import mistyped
 from megatron_lynx.launch_arguments.reading import Reading
 from megatron_lynx.tables import WrappedTable
+from megatron_lynx.units import format_bytes
+
+MASK = "create_attention_mask_in_dataloader"
 
 
 def understood(reading: Reading) -> WrappedTable:
@@ -54,12 +59,38 @@ def unknown_in_words(reading: Reading) -> str | None:
     )
 
 
+LARGE_MASK_BYTES = 2**28
+
+
+def unsaid(reading: Reading) -> Iterator[str]:
+    """A line for each of Megatron's defaults that costs much in this launch and that a flag changes."""
+    given, data = reading.given, reading.job_data
+    model, batch = data.get("model", {}), data.get("batch", {})
+    if model.get("dtype") == "fp32":
+        yield f"{reading.said(['--bf16'])} is not given: weights, activations and GEMMs are in fp32"
+    if DISPATCHER not in given.values and model.get("experts", {}).get("dispatcher") == "allgather":
+        default = "Megatron's default, allgather, brings every token to all ranks of the group"
+        yield f"--{DISPATCHER.replace('_', '-')} is not given: {default}; alltoall, to those of its experts"
+    rows = model.get("seq", 0) // data.get("parallel", {}).get("context", 1)
+    mask_bytes = batch.get("micro", 0) * rows * model.get("seq", 0)
+    if _masks(reading) and not batch.get("packed") and mask_bytes >= LARGE_MASK_BYTES:
+        where = "of a micro-batch on the first and the last stage, which is not counted"
+        yield f"--no-{MASK.replace('_', '-')} is not given: a mask of {format_bytes(mask_bytes)} {where}"
+
+
+def _masks(reading: Reading) -> bool:
+    """Whether Megatron's own data loader makes masks of all tokens."""
+    script = reading.command.script or ""
+    return Path(script).name.startswith("pretrain_") and bool(reading.given[MASK])
+
+
 def as_json(reading: Reading) -> dict[str, object]:
     """What was understood, as JSON for programs."""
     return {
         "facts": [{"place": fact.place, "value": fact.value, "from": fact.origin} for fact in reading.facts],
         "today": {"setting": reading.today.name, "flags": list(reading.today.flags)},
         "unknown": list(reading.given.unknown),
+        "unsaid": list(unsaid(reading)),
         "priced_as": dict(reading.priced_as),
         "no_matter": {subject: list(flags) for subject, flags in reading.no_matter.items()},
         "releases": list(reading.given.releases),

@@ -71,8 +71,9 @@ def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
 
 
 def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
-    """Of experts' activation, whose result is multiplied with each row's probability: by the same kernel for SwiGLU alone."""
-    if model.fuses_activation and model.gated:
+    """Of experts' activation, whose result is multiplied with each row's probability: by the same kernel for SwiGLU, and where
+    a launch says so for squared ReLU."""
+    if model.fuses_activation and (model.gated or (model.experts is not None and model.experts.weighted_relu)):
         return activation_kernels(model, rows, width)
     made, probabilities = model.element_bytes * rows * width, model.element_bytes * rows
     alone = model.model_copy(update={"fusions": ()}) if model.activation == "gelu" else model

@@ -10,14 +10,15 @@ rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are 
 Bytes are counted for `experts.holds` times as many, where that is said.
 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
-    router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
-                 the loss in fp32
+    router       `TopKRouter`: chosen experts (int64, twice), their scores in fp32; of all experts `experts.scores` numbers in
+                 fp32, one of them for an auxiliary loss
     dispatch     the router's map (a byte each) and probabilities of all experts; `permute` keeps where each row came from
                  (int64), which `combine` reads as well. It hands on R rows, and the probability of each
     experts      what comes out of the first GEMM, and what goes into the second one:
                  fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
                            fused: f + f + f
                  eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
+                 squared   ReLU f + f + f; f + f in one kernel with the probabilities (`WeightedSquaredReLUFunction`)
     shared       an MLP's, without norm and dropout
 In FP8 each expert's rows are filled up to a multiple of 16, or 32 (mxfp8): by `Fp8Padding` before its GEMMs, or, as the launch
 may say, by the router, whose rows then travel, too. Its linears keep bytes and scales of what they were given, each expert its
@@ -88,7 +89,7 @@ def _router(shape: LayerShape) -> Iterator[SavedTensor]:
     experts, own = experts_of(shape), {"made_by": ROUTER, "saved_by": (ROUTER,)}
     choices = shape.own_tokens * experts.per_token
     yield SavedTensor(bytes=choices * (2 * INDEX_BYTES + FP32_BYTES), **own)
-    yield SavedTensor(bytes=shape.own_tokens * experts.count * FP32_BYTES, **own)
+    yield SavedTensor(bytes=ceil(experts.scores * shape.own_tokens * experts.count * FP32_BYTES), **own)
 
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -137,7 +138,7 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
-    inside = shape.gates_apart + shape.activation_apart if gated else 1
+    inside = shape.gates_apart + shape.activation_apart if gated else not experts_of(shape).weighted_relu
     yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
     if apart:
         yield SavedTensor(bytes=made, **own)
