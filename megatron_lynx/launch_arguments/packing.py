@@ -6,7 +6,7 @@
     allgather, given or not      ──> --moe-token-dispatcher-type alltoall
     --num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
 
-A micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several shorter ones. Sources:
+A micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several shorter ones. From
 `set_default_megatron_args` and `validate_args` in slime's `megatron_utils/arguments.py`; its `utils/arguments.py` for the batch.
 """
 
