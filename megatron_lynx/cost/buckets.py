@@ -57,10 +57,11 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
 
 
 def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
-    """Parameters, and the ranks that share them: experts that are shared out among ranks have buffers of their own, and so have
-    weights that are held in FP8."""
+    """Parameters, and the ranks that share them: experts that other ranks share than the rest have buffers of their own
+    (`use_expert_pgs` of 0.19; before, those that are shared out), and so have weights that are held in FP8."""
     sharers, (linears, experts) = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
-    if not parameters.experts or job.parallel.expert == 1:
+    layout = job.parallel
+    if not parameters.experts or (layout.expert, layout.expert_tensor_size) == (1, layout.tensor):
         in_fp8 = linears + experts
         return [*([(in_fp8, sharers)] if in_fp8 else []), (parameters.total - in_fp8, sharers)]
     held = [(linears, sharers)] if linears else []

@@ -69,3 +69,17 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     if installation is not None:
         installation.remove()
     return Counted(counter.get_total_flops(), resident, counts.replayed, counts.hidden, torch.get_rng_state().nbytes)
+
+
+def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:
+    """Numbers of all parameters of this rank, of its experts, and those that its distributed optimizer steps."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    training = Training(job, build_model(job), ddp=True, optimizer="megatron")
+    sizes = {name: parameter.numel() for name, parameter in training.parameters().items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    groups = [group for optimizer in training.optimizer.chained_optimizers for group in optimizer.param_groups]
+    return sum(sizes.values()), experts, sum(each.numel() for group in groups for each in group["params"])

@@ -585,6 +585,14 @@ def test_flags_of_slimes_that_were_read_are_not_called_uncounted() -> None:
     assert read(f"{flags} --seq-length 512 --micro-batch-size 1").given.unknown == ("--max-tokens-per-gpu 4096",)
 
 
+def test_a_batch_that_no_flag_states_is_a_micro_batch_of_each_replica() -> None:
+    """Ranks that share a sequence were counted as replicas: a step then had twice the micro-batches."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    for context, replicas in ((1, 4), (2, 2), (4, 1)):
+        reading = read(f"{SMALL} {layout} --context-parallel-size {context}", gpus=16)
+        assert reading.job_data["batch"] == {"micro": 2, "global": 2 * replicas}
+
+
 def test_a_schedule_of_batches_that_lost_its_quotes() -> None:
     """As in Megatron's example for GPT-3 175B: the launch under a plan has them, and no size beside it that Megatron refuses."""
     words = shlex.split(f"{SMALL} --step-batch-size-schedule 0:8 2.4B:16 12B:32 --global-batch-size 32 --seed 1")
