@@ -82,6 +82,13 @@ class Estimate:
         return not self.shortages
 
     @property
+    def verdict(self) -> str:
+        """Before what a device has: its own answer, and whether the host is what is short."""
+        if max(memory.total for memory in self.stages) > self.budget_bytes:
+            return "does not fit"
+        return "fits" if self.fits else "host memory is short, the device fits"
+
+    @property
     def as_json(self) -> dict[str, Any]:
         stages = [
             {"stage": stage, "memory_bytes": memory.named, "moment": memory.moment, "moments_bytes": dict(memory.totals)}
@@ -125,9 +132,8 @@ class LaunchEstimate:
     def in_words(self) -> str:
         answer = self.estimate
         step = "" if answer.step is None else f"{format_seconds(answer.step.total_s)} a step, "
-        fits = "fits" if answer.fits else "does not fit"
         held, budget = format_bytes(self.memory_bytes), format_bytes(answer.budget_bytes)
-        return f"today ({self.setting}): {step}{held} on the fullest device: {fits} in {budget}"
+        return f"today ({self.setting}): {step}{held} on the fullest device: {answer.verdict} in {budget}"
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -184,6 +190,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         step=_of_price(job, costs, price),
         host=host_report(job, costs),
         step_at_best=_of_price(job, costs, priced(job, hiding, setting)) if ranged else None,
+        on_host=_on_host(job, costs),
     )
 
 

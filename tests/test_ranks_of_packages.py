@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "kinds": set(),
     **{face: {"config", "profiler", *KINDS_PLANNING} for face in KINDS_PLANNING},
     **{face: {"plan", "runtime", "apply", *KINDS_RUNNING} for face in KINDS_RUNNING},
-    "cost": {"config", "profiler"},
+    "cost": {"config", "profiler", "schedule.one_stage"},
     "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},

@@ -14,6 +14,7 @@ from rich.text import Text
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.today import Row
 from megatron_lynx.advise.verdict import verdict
+from megatron_lynx.cost.budget import if_it_runs
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
@@ -99,6 +100,8 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield from (f"{number}. {each}" for number, each in enumerate(answer.would_fit, start=1))
     if launch.unknown:
         yield f"today: {launch.unknown}"
+    if launch.written and launch.row is not None and launch.row.memory_bytes > answer.job.memory_budget_bytes:
+        yield if_it_runs(launch.row.memory_bytes)
     if launch.at_best_s is not None:
         yield f"today's seconds: {launch.range_why}"
     if launch.graphs:

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import costs_of, mention_experts
+from megatron_lynx.cli.inputs import costs_of
 from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_reading
 from megatron_lynx.cli.options import (
     AsJson,
     BridgeOption,
     ClusterOption,
     GpusOption,
+    HoldOption,
+    HostMemoryOption,
     JobOrLaunch,
     LaunchFileOption,
     LayersOption,
+    LoadOption,
     MemoryOption,
     OffloadOption,
     ShareOption,
     StrictOption,
     VerboseOption,
     budget_changes,
+    expert_changes,
 )
 from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_screen
 
@@ -44,7 +48,10 @@ def advise(
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
+    host_memory_gib: HostMemoryOption = None,
     offload_ratio: OffloadOption = None,
+    load: LoadOption = None,
+    hold: HoldOption = None,
     profile_file: LayersOption = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
@@ -53,7 +60,7 @@ def advise(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
 
-    changes = budget_changes(memory_gib, share, offload_ratio)
+    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)
@@ -76,8 +83,7 @@ def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | No
     if asked.cluster is None:
         return (*job_or_launch(asked, planning=True, changes=changes), ())
     launch = asked_launch(asked.words, asked.cluster, asked.gpus, changes, strict=asked.strict)
-    warn_of_reading(launch.reading)
-    mention_experts(launch.job)
+    warn_of_reading(launch.reading, launch.job)
     return launch.job, launch.reading, launch.refused
 
 

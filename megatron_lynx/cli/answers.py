@@ -131,8 +131,7 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
     if launch is not None:
         show_lines(launch.in_words)
     show(table)
-    verdict = "fits" if answer.fits else "does not fit"
-    show_lines(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    show_lines(f"{answer.verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if reserve := answer.job.device_reserve.in_words:
         stated = answer.job.budget.memory_gib
         show_lines(reserve if stated is None else f"{reserve}; stated {stated:.2f}")

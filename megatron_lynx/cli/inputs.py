@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_lynx.config.host_time import HostTime
     from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.from_run import Lesson
+    from megatron_lynx.launch_arguments.given import Given
     from megatron_lynx.measure.run_outcome import RunOutcome
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
@@ -27,23 +28,36 @@ if TYPE_CHECKING:
 
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.config import load_job
+    from megatron_lynx.errors import ConfigError
+    from megatron_lynx.launch_arguments.expert_facts import EXPERTS, without_experts
 
-    job = load_job(name, changes)
+    asked = changes or {}
+    others = {place: value for place, value in asked.items() if not place.startswith(EXPERTS)}
+    job = load_job(name, others)
+    if others != asked:
+        if job.model.experts is None:
+            raise ConfigError(f"{name} has no experts", [*without_experts(asked, "a job with model.experts")])
+        job = load_job(name, changes)
     mention_experts(job)
     return job
 
 
-def mention_experts(job: Job) -> None:
-    """Tell, for a job with experts, what every answer assumes about them."""
-    if job.model.experts is not None:
-        layers = ", ".join(map(str, job.model.moe_layers))
-        load, held = job.model.experts.load, job.model.moe_load
-        bytes_for = f"; bytes are counted for {held:g} times (model.experts.holds)" if held != load else ""
-        brought = (
-            f"tokens by {job.model.experts.dispatcher}; " if job.parallel.expert * job.parallel.expert_tensor_size > 1 else ""
-        )
-        text = f"{brought}the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
-        say(f"experts in layers {layers}: {text}", err=True)
+def mention_experts(job: Job, given: Given | None = None) -> None:
+    """Print, for a job with experts, what every answer assumes about their load. `given`: of a launch, whose router may leave
+    it open."""
+    from megatron_lynx.launch_arguments.expert_facts import natural_routing, routes_naturally
+
+    experts = job.model.experts
+    if experts is None:
+        return
+    layers = ", ".join(map(str, job.model.moe_layers))
+    load, held = experts.load, job.model.moe_load
+    bytes_for = f"; bytes are counted for {held:g} times (model.experts.holds)" if held != load else ""
+    brought = f"tokens by {experts.dispatcher}; " if job.parallel.expert * job.parallel.expert_tensor_size > 1 else ""
+    text = f"{brought}the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
+    say(f"experts in layers {layers}: {text}", err=True)
+    if given is not None and routes_naturally(given):
+        say("\n".join(natural_routing(experts)), err=True)
 
 
 def job_path(name: str) -> Path:

@@ -112,15 +112,14 @@ def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
 
 def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
     """The job that was asked about; for a launch also what was understood of it. Warns of what Megatron does not know."""
-    from megatron_lynx.cli.inputs import job_named, mention_experts
+    from megatron_lynx.cli.inputs import job_named
     from megatron_lynx.launch_arguments import job_of, read_launch
 
     if asked.cluster is None:
         return job_named(asked.words[0], changes), None
     reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
     job = job_of(reading, asked.cluster, changes or {})
-    warn_of_reading(reading)
-    mention_experts(job)
+    warn_of_reading(reading, job)
     return job, reading
 
 
@@ -142,13 +141,25 @@ def priceable(reading: Reading) -> Today:
     return reading.today
 
 
-def warn_of_reading(reading: Reading) -> None:
-    """Warn of flags that Megatron does not know, and of costly defaults."""
+def warn_of_reading(reading: Reading, job: Job) -> None:
+    """Say what of a launch is not counted, or only assumed: flags that Megatron does not know, costly defaults, loads of experts,
+    the loss of reinforcement learning."""
+    from megatron_lynx.cli.inputs import mention_experts
+    from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
+    from megatron_lynx.launch_arguments.packing import learns_from_rollouts
     from megatron_lynx.launch_arguments.table import unknown_in_words, unsaid
+    from megatron_lynx.profiler.shape import LayerShape
+    from megatron_lynx.units import format_bytes
 
     for line in (unknown_in_words(reading), *unsaid(reading)):
         if line is not None:
             say(f"warning: {line}", err=True)
+    mention_experts(job, reading.given)
+    if learns_from_rollouts(reading.given):
+        shape = LayerShape.of(job)
+        found, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
+        say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)
+        say(f"  may hold {found} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

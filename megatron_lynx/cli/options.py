@@ -137,6 +137,10 @@ MemoryOption = Annotated[
     float | None,
     typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
 ]
+HostMemoryOption = Annotated[
+    float | None,
+    typer.Option("--host-memory-gib", callback=finite, metavar="GIB", help="Of each node's host. Without: the cluster's."),
+]
 OffloadOption = Annotated[
     str | None,
     typer.Option(
@@ -159,18 +163,40 @@ HoldOption = Annotated[
     float | None,
     typer.Option(
         "--experts-hold",
-        min=1.0,
         callback=finite,
         metavar="LOAD",
         help="The bytes hold where one rank's experts get so many times a balanced share of the tokens.",
     ),
 ]
+LoadOption = Annotated[
+    float | None,
+    typer.Option(
+        "--experts-load",
+        callback=finite,
+        metavar="LOAD",
+        help="The fullest rank's experts get so many times a balanced share of the tokens: seconds and bytes. Below 1 where "
+        "tokens are dropped.",
+    ),
+]
 
 
-def budget_changes(memory_gib: float | None, share: float | None, offload_ratio: str | None = None) -> dict[str, object]:
+def expert_changes(load: float | None, hold: float | None) -> dict[str, object]:
+    """Values of a job's experts that these options say, by their place in it. A load replaces what a launch holds bytes for."""
+    said: dict[str, object] = {} if hold is None else {"model.experts.holds": hold}
+    return said if load is None else {"model.experts.load": load, "model.experts.holds": hold}
+
+
+def budget_changes(
+    memory_gib: float | None, share: float | None, offload_ratio: str | None = None, host_memory_gib: float | None = None
+) -> dict[str, object]:
     """Values of a job that these options say, by their place in it."""
     if memory_gib is not None and share is not None:
         raise typer.BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
     ratio = None if offload_ratio is None else number_or_word(offload_ratio)
-    said = {"budget.memory_gib": memory_gib, "budget.share": share, "offload_ratio": ratio}
+    said = {
+        "budget.memory_gib": memory_gib,
+        "budget.share": share,
+        "offload_ratio": ratio,
+        "cluster.node.host_memory_gib": host_memory_gib,
+    }
     return {place: value for place, value in said.items() if value is not None}

@@ -20,12 +20,14 @@ from megatron_lynx.cli.options import (
     FromRunOption,
     GpusOption,
     HoldOption,
+    HostMemoryOption,
     InexactOption,
     JobName,
     JobOrLaunch,
     LaunchFileOption,
     LayersOption,
     LengthsOption,
+    LoadOption,
     MemoryOption,
     OffloadOption,
     OptimizerOption,
@@ -34,6 +36,7 @@ from megatron_lynx.cli.options import (
     StrictOption,
     VerboseOption,
     budget_changes,
+    expert_changes,
     finite,
 )
 from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_lines
@@ -76,8 +79,10 @@ def plan(
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
+    host_memory_gib: HostMemoryOption = None,
     offload_ratio: OffloadOption = None,
     optimizer_offload: OptimizerOption = None,
+    load: LoadOption = None,
     hold: HoldOption = None,
     lengths: LengthsOption = None,
     inexact: InexactOption = None,
@@ -94,9 +99,9 @@ def plan(
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
 
-    changes = budget_changes(memory_gib, share, offload_ratio)
+    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
-    changes |= {} if hold is None else {"model.experts.holds": hold}
+    changes |= expert_changes(load, hold)
     changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
@@ -116,6 +121,9 @@ def plan(
         "--profile": profile_file,
         "--offload-ratio": offload_ratio,
         "--optimizer-offload": optimizer_offload,
+        "--experts-load": load,
+        "--experts-hold": hold,
+        "--host-memory-gib": host_memory_gib,
         "--inexact": head,
         "--from-run": run_file,
     }

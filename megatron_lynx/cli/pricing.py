@@ -17,14 +17,18 @@ from megatron_lynx.cli.options import (
     BridgeOption,
     ClusterOption,
     GpusOption,
+    HoldOption,
+    HostMemoryOption,
     JobOrLaunch,
     LaunchFileOption,
+    LoadOption,
     MemoryOption,
     OffloadOption,
     ShareOption,
     StrictOption,
     VerboseOption,
     budget_changes,
+    expert_changes,
 )
 from megatron_lynx.cli.terminal import counted, say, show, show_json
 
@@ -39,6 +43,9 @@ def estimate(
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
+    host_memory_gib: HostMemoryOption = None,
+    load: LoadOption = None,
+    hold: HoldOption = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
@@ -47,11 +54,12 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Memory and time of a job, or of a Megatron launch, as it is stated: its recomputation, its offloading. Measures nothing."""
+    from megatron_lynx.cost.budget import if_it_runs
     from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
-    changes = budget_changes(memory_gib, share, offload_ratio)
+    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
@@ -66,6 +74,8 @@ def estimate(
         show_estimate(answer, launch)
     if not answer.fits:
         say("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
+        if launch is not None and launch.memory_bytes > answer.budget_bytes:
+            say(if_it_runs(launch.memory_bytes), err=True)
         raise typer.Exit(1)
 
 
@@ -77,6 +87,8 @@ def search(
     bridge: BridgeOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
+    load: LoadOption = None,
+    hold: HoldOption = None,
     top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show; each is simulated.")] = 10,
     policies: Annotated[
         str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
@@ -116,7 +128,7 @@ def search(
     sizes = None if context is None else whole_numbers_in(context, "--context")
     asked = asked_about(words, cluster, None, launch_file, strict=strict, bridge=bridge)
     own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else None
-    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False)
+    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False, changes=expert_changes(load, hold))
     with counted("layouts ranked") as watch:
         ranking = searched(
             job,

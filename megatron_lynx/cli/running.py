@@ -14,13 +14,16 @@ from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
+    HoldOption,
     JobOrLaunch,
     LaunchFileOption,
+    LoadOption,
     MemoryOption,
     ProfileOption,
     ShareOption,
     StrictOption,
     budget_changes,
+    expert_changes,
 )
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
@@ -43,6 +46,8 @@ def compare(
     cluster: ClusterOption = None,
     memory_gib: MemoryOption = None,
     share: ShareOption = None,
+    load: LoadOption = None,
+    hold: HoldOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     simulate: Annotated[
@@ -61,7 +66,7 @@ def compare(
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
-    changes = budget_changes(memory_gib, share)
+    changes = budget_changes(memory_gib, share) | expert_changes(load, hold)
     asked = asked_about(words, cluster, None, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)
     if asked.cluster is not None and not simulate:

@@ -57,10 +57,12 @@ class Experts(Part):
     """Numbers in fp32 that the router saves of a token for each expert: 1 for an auxiliary loss, more for other scores."""
     layers: Layers = "all"
     """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
-    load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)
+    load: float = Field(default=BALANCED, gt=0.0, le=1_000.0)
     """How many times as many rows the fullest rank's experts get as they would if all ranks got as many; 1: a balanced load. What
     they keep, and how long they take, grows with it."""
-    holds: float | None = Field(default=None, ge=1.0, le=1_000.0)
+    drops: bool = False
+    """Whether tokens beyond a capacity are dropped (`--moe-expert-capacity-factor`). Then a load may be below 1."""
+    holds: float | None = Field(default=None, gt=0.0, le=1_000.0)
     """The load for which bytes are counted, while seconds are those of `load`: a plan then fits up to it, whatever the router
     does. None: that of `load`."""
     whole: bool = False
@@ -98,6 +100,8 @@ class Experts(Part):
             problems.append(f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}")
         if self.dispatcher == "allgather" and (beside := [name for name in BESIDE_EXCHANGES if getattr(self, name)]):
             problems.append(f"{' and '.join(beside)} true needs dispatcher alltoall, deepep or hybridep, found allgather")
+        if self.load < BALANCED and not self.drops:
+            problems.append(f"load ({self.load:g}) must be at least 1 where no token is dropped (drops false)")
         if self.holds is not None and self.holds < self.load:
             problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
         if isinstance(self.layers, tuple):

@@ -38,6 +38,7 @@ LATER: dict[str, tuple[str, ...]] = {
 IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16", "copies_kept")
 IN_EXPERTS = (
     "load",
+    "drops",
     "holds",
     "whole",
     "filled",

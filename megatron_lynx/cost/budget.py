@@ -16,12 +16,14 @@ A solver is given the first of these bounds, and by how much the second one is s
 
 from __future__ import annotations
 
+from math import ceil
+
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import fullest_half_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.units import MIB
+from megatron_lynx.units import GIB, MIB
 
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
@@ -36,6 +38,11 @@ def loss_bytes(job: Job, stage: int) -> int:
     parts = beside_layers(job, stage)
     at_loss = max(parts.at(moment).total for moment in parts.moments if moment in ("forward", "loss", "head_backward"))
     return max(0, _budget_bytes(job, stage, parts) - (job.memory_budget_bytes - at_loss))
+
+
+def if_it_runs(held_bytes: int) -> str:
+    """What to state where a launch holds more than its devices are taken to have, and runs."""
+    return f"If it runs, it holds less than counted, or has more: state that by --memory-gib {ceil(held_bytes / GIB)}."
 
 
 def bounded_by_device(job: Job) -> bool:

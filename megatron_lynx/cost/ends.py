@@ -28,6 +28,10 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 NATIVE_GRADIENT_BYTES = 2
 """Megatron's own fused loss makes its gradient in bf16, whatever the logits are."""
 
+LOG_PROBABILITIES_BYTES = 20
+"""Of one logit, in fp32: the model's output, the same over the temperature, the softmax of log-probabilities, a copy for the
+entropy, and its softmax (slime's `get_responses`, `calculate_log_probs_and_entropy`; verl's `vocab_parallel_entropy`)."""
+
 
 def embedding_gradient_bytes(shape: LayerShape) -> int:
     """The gradient of the word embeddings, a block as large as they are, before it is added to Megatron's buffer."""
@@ -53,6 +57,11 @@ def _loss_bytes(shape: LayerShape) -> int:
 def loss_kept_bytes(shape: LayerShape) -> int:
     """What a loss keeps of its logits from its forward to its backward."""
     return _logits(shape) * (shape.model.element_bytes if shape.model.cross_entropy == "te" else FP32_BYTES)
+
+
+def log_probabilities_bytes(shape: LayerShape) -> int:
+    """Copies of the logits where reinforcement learning asks for log-probabilities and entropy, of all tokens."""
+    return _logits(shape) * LOG_PROBABILITIES_BYTES
 
 
 def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:

@@ -147,13 +147,26 @@ def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
         return None
     if (needed := devices * rank_bytes) <= (left := least_left_bytes(job)):
         return None
-    found = f"{format_bytes(needed)} for {devices} devices"
-    return Problem("host memory of a node", found, in_words(job, left), "offload less: lower the batch")
+    optimizers = node.host_memory_gib * GIB - left
+    parts = {"the optimizer's state and its copies": optimizers, "activations": needed}
+    found = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    return Problem(
+        "host memory of a node",
+        f"{found} ({devices} devices)",
+        f"at most {node.host_memory_gib:g} GiB, {assumed(job)}",
+        "state what the nodes have, or send less to the host",
+    )
+
+
+def assumed(job: Job) -> str:
+    """Where the size of a node's host comes from, and what states another."""
+    return f"which {job.cluster.name} is taken to have (node.host_memory_gib, --host-memory-gib)"
 
 
 def in_words(job: Job, left_bytes: float) -> str:
     """What of host memory may be used, and why it is less than the node has."""
     assert job.cluster.node is not None, "there is a limit"
+    host = f"{job.cluster.node.host_memory_gib:g} GiB, {assumed(job)}"
     if not job.optimizer.offloaded:
-        return f"at most {job.cluster.node.host_memory_gib:g} GiB"
-    return f"at most {format_bytes(max(0.0, left_bytes))} beside the optimizer, of {job.cluster.node.host_memory_gib:g} GiB"
+        return f"at most {host}"
+    return f"at most {format_bytes(max(0.0, left_bytes))} beside the optimizer, of {host}"

@@ -5,7 +5,7 @@
 --use-fused-weighted-squared-relu         ──> model.experts.weighted_relu
 --moe-router-score-function sigmoid ...   ──> model.experts.scores
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
---moe-expert-capacity-factor 1.5          ──> model.experts.holds       no expert gets more: tokens are dropped (`get_capacity`)
+--moe-expert-capacity-factor 1.5          ──> model.experts.holds, drops  no expert gets more: tokens are dropped (`get_capacity`)
 --moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
 --moe-shared-expert-overlap               ──> model.experts.shared_beside, whole
 --moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: rows of a rank lie in a block of so many
@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from megatron_lynx.config.experts import as_spans
+from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS
 from megatron_lynx.launch_arguments.given import Fact, Given
@@ -44,8 +45,35 @@ FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 """Two names for one thing, of which 0.15 and before know the second."""
 
 
+EXPERTS = "model.experts."
+"""Where a job says something of them."""
+
+
 def has_experts(given: Given) -> bool:
     return bool(given["num_experts"])
+
+
+def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem]:
+    """The problems of loads that are asked for where there are no experts. `changes`: values of a job by their place in it."""
+    options = {f"{EXPERTS}load": "--experts-load", f"{EXPERTS}holds": "--experts-hold"}
+    for place, option in options.items():
+        if changes.get(place) is not None:
+            yield Problem(option, f"{changes[place]:g}, and no experts", needed, "leave it out")
+
+
+def routes_naturally(given: Given) -> bool:
+    """Whether the router decides how many tokens a rank gets: nothing forces a balance, or fills experts up to a capacity."""
+    return not (given["moe_router_force_load_balancing"] or given[PADDED])
+
+
+def natural_routing(experts: Experts) -> Iterator[str]:
+    """Lines that say what is assumed where the router decides, and which option states another load."""
+    if experts.drops and experts.holds is not None:
+        yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
+        yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
+    elif experts.load == experts.held_load == BALANCED:
+        yield "warning: no --moe-router-force-load-balancing: a rank may get more tokens than a balanced share."
+        yield "  --experts-load 1.5 prices that, --experts-hold 1.5 its bytes alone."
 
 
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
@@ -126,8 +154,9 @@ def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """What a capacity factor bounds: the rows that an expert gets of each rank, over a balanced share. Below 1 it is priced as 1;
-    no rank can get more than the tokens of all."""
+    """What a capacity factor bounds: the rows that an expert gets of each rank, over a balanced share
+    (`apply_router_token_dropping`). Padded, every expert gets as many; otherwise none gets more, and a balanced router drops what
+    is beyond a factor below 1. No rank can get more than the tokens of all."""
     factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
     padded = given[PADDED]
     if factor is None or factor < 0:
@@ -137,11 +166,14 @@ def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
             )
         return
     most = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
-    bound, origin = max(1.0, min(factor, most)), given.origin(CAPACITY)
+    bound, origin = min(factor, most), given.origin(CAPACITY)
+    yield Fact("model.experts.drops", True, f"{origin}: tokens beyond are dropped")
     if padded:
         yield Fact("model.experts.load", bound, f"{origin}, {given.origin(PADDED)}: as many rows for every expert")
-    else:
-        yield Fact("model.experts.holds", bound, f"{origin}: tokens beyond are dropped")
+        return
+    yield Fact("model.experts.holds", bound, f"{origin}: tokens beyond are dropped")
+    if bound < BALANCED:
+        yield Fact("model.experts.load", bound, f"{origin}: a balanced router drops the rest")
 
 
 def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:

@@ -21,6 +21,12 @@ STEPS = "--num-steps-per-rollout"
 SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
 
+def learns_from_rollouts(given: Given) -> bool:
+    """Whether it is reinforcement learning: slime's flags, or Megatron's own."""
+    said = {words.split()[0] for words in given.unknown}
+    return bool(given["perform_rl_step"]) or not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
+
+
 def packs(given: Given) -> bool:
     """Whether it is that flag which says how many tokens a micro-batch has."""
     return "seq_length" in given.values and given.origin("seq_length").startswith(TOKENS)

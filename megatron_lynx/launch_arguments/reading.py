@@ -25,7 +25,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.container import Container, read_container
 from megatron_lynx.launch_arguments.container_facts import given_container
-from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
+from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_kinds import (
     ALLOWED,
@@ -309,12 +309,15 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     if any(place.startswith("head.") for place in changes or {}):
         problems += refused_in_pieces(reading.given)
     try:
-        machine = load_cluster(cluster, "--cluster").model_dump(mode="json")
+        machine = load_cluster(cluster, "--cluster").model_dump(mode="json", exclude_none=True)
     except ConfigError as error:
         raise ConfigError(HEADLINE, [*problems, *error.problems]) from None
+    if not has_experts(reading.given):
+        problems += without_experts(changes or {}, "a launch with --num-experts")
     try:
-        data = as_job_data([*reading.facts, *(Fact(place, value, "asked for") for place, value in (changes or {}).items())])
-        job = validated(Job, {**data, "cluster": machine}, "launch")
+        asked = (Fact(place, value, "asked for") for place, value in (changes or {}).items())
+        data = as_job_data([Fact("cluster", machine, "--cluster"), *reading.facts, *asked])
+        job = validated(Job, data, "launch")
     except ConfigError as error:
         # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
         problems += [] if problems else error.problems

@@ -62,7 +62,7 @@ class ModelFacts(Part):
     moe_delayed: bool = False
     """Whether gradients of weights are nodes of their own there (`--delay-wgrad-compute`). It decides seconds alone, so a run is
     not held to it."""
-    moe_load: float = Field(default=1.0, ge=1)
+    moe_load: float = Field(default=1.0, gt=0)
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
 

@@ -132,7 +132,7 @@ class Stage(Part):
     offload: Offload | None = None
     weight_gradients: WeightGradients | None = None
     """Given where a rule defers weight gradients."""
-    experts_hold: float | None = Field(default=None, ge=1, le=1_000)
+    experts_hold: float | None = Field(default=None, gt=0, le=1_000)
     """The load of experts (`model.moe_load`) that the stage's bytes hold for, on average over what it holds at once. A half with
     which a rank would hold more falls back, for this micro-batch: to a checkpoint, on all ranks that share out the experts, if
     all of them know of each other's rows (all-to-all); else each rank alone keeps its rows, and nothing that experts make of

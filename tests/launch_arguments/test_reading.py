@@ -246,14 +246,16 @@ def test_layers_of_experts(flags: str, layers: object) -> None:
     ("flags", "load", "holds"),
     [
         ("--moe-expert-capacity-factor 1.5", None, 1.5),
-        ("--moe-expert-capacity-factor 0.5", None, 1.0),
+        ("--moe-expert-capacity-factor 0.5", 0.5, 0.5),
         ("--moe-expert-capacity-factor 9", None, 2.0),
         ("--moe-expert-capacity-factor -1", None, None),
         ("--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity", 1.5, None),
+        ("--moe-expert-capacity-factor 0.5 --moe-pad-expert-input-to-capacity", 0.5, None),
     ],
 )
 def test_a_capacity_bounds_what_experts_get(flags: str, load: float | None, holds: float | None) -> None:
-    """Dropped tokens bound the bytes, padded ones the seconds, too; two ranks cannot get more than all tokens."""
+    """Dropped tokens bound the bytes, padded ones and those of a factor below 1 the seconds, too; two ranks cannot get more than
+    all tokens. Factors below 1 were priced as 1."""
     found = facts(f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 256 --expert-model-parallel-size 2 {flags}")
     assert (found.get("model.experts.load"), found.get("model.experts.holds")) == (load, holds)
 
