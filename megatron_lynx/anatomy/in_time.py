@@ -11,6 +11,8 @@ the half's own window 0           with sequence parallelism it gathers the gradi
 the half's later windows          too late
 
 The own window 0 of experts that are shared out over ranks is in time, too, but for the dropout mask.
+
+Not every replay may run in a window, nor may every checkpoint resume in one: `amax_reducing`, `resumes_in_wait`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy.address import window_name
+from megatron_lynx.fp8_recipes import Recipe, reduces_amaxes
 from megatron_lynx.kinds.section import Half, Section
 
 
@@ -44,3 +47,22 @@ def own_exchanges_in_time(section: Section, replay: Collection[str]) -> int:
 def own_window(half: Half) -> str:
     """What a plan calls the first window of a half's own backward."""
     return window_name("bwd", half, 0)
+
+
+def amax_reducing(
+    section: Section, replay: Collection[str], recipe: Recipe | None, *, sequence_parallel: bool
+) -> tuple[str, ...]:
+    """The replayed items that reduce an amax in every call, so that they run on demand and in no window (rule R2): with sequence
+    parallelism each rank has a part of what a linear gathers, and current scaling finds one scale for all parts."""
+    return section.cast_together(replay) if sequence_parallel and reduces_amaxes(recipe) else ()
+
+
+def resumes_in_wait(section: Section, recipe: Recipe | None, *, exchanges: bool, gathers: bool, userbuffers: bool) -> bool:
+    """Whether a checkpoint's rest may run in the first wait of its own backward.
+
+    `exchanges`: whether tokens of the section are exchanged in windows. `gathers`: whether tensor-parallel ranks gather its
+    gradient; in FP8 that is not what backward begins with. With userbuffers no half has windows of its own.
+    """
+    if userbuffers or section.exchanges:
+        return exchanges and not userbuffers
+    return section.last_communicating is not None and gathers and recipe is None

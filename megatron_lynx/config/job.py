@@ -28,7 +28,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
@@ -269,12 +269,6 @@ class Job(Part):
     def microbatch_group(self) -> int:
         """Micro-batches that pass one chunk before the next one has its turn (g)."""
         return self.parallel.microbatch_group or self.parallel.pipeline
-
-    @property
-    def reduces_amaxes(self) -> bool:
-        """Whether casting what linears gather communicates in every call: each rank has a part of it, and one scale, found anew,
-        is for all."""
-        return reduces_amaxes(self.model.fp8_recipe) and self.parallel.sequence_parallel
 
     @property
     def keeps_gathered(self) -> bool:

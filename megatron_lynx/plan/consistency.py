@@ -14,7 +14,8 @@ from itertools import chain
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.fp8_recipes import gathers_once, reduces_amaxes
+from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
+from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import (
     captured,
     double_buffered,
@@ -36,9 +37,7 @@ from megatron_lynx.timetable import Layout
 
 def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
-    found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
-    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan), *_uneven_pieces(plan)]
-    found += [*overlapped.misplaced(plan), *opaque.misplaced(plan), *captured.misplaced(plan)]
+    found = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = [*latent.problems(plan, rule), *opaque.problems(plan, rule)]
@@ -56,6 +55,13 @@ def problems(plan: PlanContents) -> list[str]:
             deferring = weight_gradients.problems(plan, stage, rule, timetable)
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
     return found
+
+
+def of_launch(plan: PlanContents) -> list[str]:
+    """Facts of its launch that do not go together, also where a plan has no stages yet."""
+    found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *experts.misplaced(plan), *userbuffers.misplaced(plan)]
+    found += [*latent.misplaced(plan), *_uneven_pieces(plan), *overlapped.misplaced(plan), *opaque.misplaced(plan)]
+    return [*found, *captured.misplaced(plan)]
 
 
 def _impossible_chunks(plan: PlanContents) -> list[str]:
@@ -136,10 +142,9 @@ def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str
 
 
 def _may_go_on(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
-    if section.exchanges:
-        return layout.waits("bwd", layer, section) > 0
-    gathers = section.last_communicating is not None and layout.sequence_parallel and layout.collectives
-    return gathers and plan.model.fp8 is None and not plan.parallel.userbuffers
+    exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
+    userbuffers = plan.parallel.userbuffers
+    return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
 
 
 def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
@@ -190,11 +195,10 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """With sequence parallelism each rank has a part of what a linear gathers, and current scaling finds one scale for all: the
-    amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
-    if not reduces_amaxes(plan.model.fp8) or not plan.parallel.sequence_parallel:
-        return
-    reducing = [item for section in _sections(plan, rule, half) for item in section.cast_together(rule.replay)]
+    """A replay in a window that would reduce an amax there."""
+    facts = rule.replay, plan.model.fp8
+    sliced = plan.parallel.sequence_parallel
+    reducing = [item for each in _sections(plan, rule, half) for item in amax_reducing(each, *facts, sequence_parallel=sliced)]
     if not reducing:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}

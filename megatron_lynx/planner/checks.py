@@ -9,6 +9,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.plan.consistency import of_launch
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.planner.writing import contents_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
 
@@ -30,6 +33,9 @@ def check_plannable(job: Job) -> None:
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
         problems.append(lacks)
+    if not problems:  # whatever else a plan file refuses
+        contents = PlanContents.model_construct(**contents_of(job), stages=())
+        problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

@@ -195,16 +195,15 @@ class _Filling:
         return sum(self.rooms.cost(linear).bytes for linear, wait in packed.waits.items() if is_forward(wait)) or 1
 
     def _entry(self, receives: bool) -> Stage:
-        entry = self.rooms.entry
-        linears = {linear for packed in self.chosen.values() for linear in packed.waits}
-        if not linears:
-            return entry
-        rules = []
+        entry, rules = self.rooms.entry, []
         for rule in entry.rules:
             for layers in rule.parts:
                 waits = self._waits_of(layers)
                 deferred = {linear: _waits(wait, receives) for linear, wait in waits.items()}
                 rules.append(rule.model_copy(update={"layers": layers, "weight_gradients": deferred}))
+        linears = {linear for rule in rules for linear in rule.weight_gradients}
+        if not linears:
+            return entry
         size_bytes = self.slack.most_taken_bytes + max(self.rooms.cost(linear).bytes for linear in linears)
         bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_lynx.anatomy import Half, Section, all_items
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
-from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_window, own_windows_in_time
+from megatron_lynx.anatomy.in_time import amax_reducing, own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
@@ -72,7 +72,8 @@ def _uniform_rule(
         if not set(items) & set(section.names):
             continue
         gathers_once = job.parallel.sequence_parallel and section.gathered in items
-        hidden = ahead and not (job.reduces_amaxes and section.cast_together(items)) and not (before is None and gathers_once)
+        reducing = amax_reducing(section, items, job.model.fp8_recipe, sequence_parallel=job.parallel.sequence_parallel)
+        hidden = ahead and not reducing and not (before is None and gathers_once)
         windows[section.half] = _usual_window(job, where, (layer, section), items, before) if hidden else ON_DEMAND
         if gathers_once:
             gathers[section.half] = _window_before(layer, before, 0) if hidden and before else ON_DEMAND

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
@@ -168,18 +168,22 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
     """A plan of these entries for a job with its layers."""
     checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
     copies_kept = not (checkpoints and job.model.facts.copies_go)
-    return Plan(
-        version=1,
-        model=model_facts(job).model_copy(update={"fp8_copies_kept": copies_kept}),
-        parallel=parallel_facts(job),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        schedule=job.schedule,
-        defer_updates=job.defer_updates,
-        head=Head(pieces=job.head_pieces) if job.head_pieces > 1 else None,
-        stages=stages,
-        device=planned_device(job),
-        provenance=provenance,
-    )
+    contents = contents_of(job)
+    contents["model"] = contents["model"].model_copy(update={"fp8_copies_kept": copies_kept})
+    return Plan(**contents, stages=stages, device=planned_device(job), provenance=provenance)
+
+
+def contents_of(job: Job) -> dict[str, Any]:
+    """What a plan states of a job's launch, by key."""
+    return {
+        "version": 1,
+        "model": model_facts(job),
+        "parallel": parallel_facts(job),
+        "batch": BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        "schedule": job.schedule,
+        "defer_updates": job.defer_updates,
+        "head": Head(pieces=job.head_pieces) if job.head_pieces > 1 else None,
+    }
 
 
 def planned_device(job: Job) -> PlannedDevice | None:

@@ -281,7 +281,7 @@ def _in_turn(
 
 def _may_move(option: Option) -> bool:
     """A replay whose input has to be gathered cannot run before that, nor does one that communicates run in a wait."""
-    alone = option.checkpoint is None and option.seat.gather is None
+    alone = option.checkpoint is None and option.seat.gather is None and not option.seat.stays
     return bool(option.replay) and alone and not option.seat.cooldown.in_receive
 
 

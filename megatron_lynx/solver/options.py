@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, Half, Section
-from megatron_lynx.anatomy.in_time import own_window
+from megatron_lynx.anatomy.in_time import own_window, resumes_in_wait
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import HostSeconds, half_host_s
@@ -311,14 +311,12 @@ class StageProblems:
 
     def _going_on(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
         """What comes behind all that a checkpoint communicates runs again in its first wait, if it has one, and backward reads
-        nothing before that: no dropout mask. Experts that are cut exchange rows once more there, which no window may (rule R2);
-        in FP8 what is gathered is not the gradient that backward comes with."""
+        nothing before that: no dropout mask. Experts that are cut exchange rows once more there, as no window may (rule R2)."""
         layout, model = self.job.parallel, self.job.model
-        if section.exchanges:
-            waits = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1
-        else:
-            gathers = section.last_communicating is not None and layout.sequence_parallel and layout.tensor > 1
-            waits = gathers and model.fp8 is None and not self.job.userbuffers
+        exchanges = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1
+        gathers = layout.sequence_parallel and layout.tensor > 1
+        userbuffers = self.job.userbuffers
+        waits = resumes_in_wait(section, model.fp8_recipe, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
         may = self.ahead and waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 

@@ -102,6 +102,8 @@ class Seat:
     """Seconds of that gather which nothing hides."""
     spared_s: float = 0.0
     """Seconds by which the half's backward waits shorter for its input, because it was gathered before."""
+    stays: bool = False
+    """Whether the replay communicates, so that no other wait may have it."""
 
     @property
     def begins_early(self) -> bool:

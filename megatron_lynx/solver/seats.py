@@ -31,7 +31,7 @@ from itertools import combinations, product
 
 from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
-from megatron_lynx.anatomy.in_time import half_before, own_exchanges_in_time, own_windows_in_time
+from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.section import PricedSection, Stop
@@ -80,12 +80,14 @@ class Seats:
         """Those that every stage has, beginning with the one on demand. `backward`: what `backward()` says of this half."""
         if not replay:
             return (ON_DEMAND_SEAT,)
-        communicates = self.communicates(kind, replay)
-        placements = [NOWHERE, *(() if communicates else backward)]
-        if not self.gathers(kind, replay):
-            return tuple(Seat(placement, placement) for placement in placements)
-        if communicates or not self._collectives_hide or not kind.windows_before:
+        communicates, gathers = self.communicates(kind, replay), self.gathers(kind, replay)
+        if gathers and (communicates or not self._collectives_hide or not kind.windows_before):
             return (Seat(NOWHERE, NOWHERE, 1.0, ON_DEMAND, *self._gather_s(kind.half, None)),)
+        if communicates:
+            return (Seat(stays=True),)
+        placements = [NOWHERE, *backward]
+        if not gathers:
+            return tuple(Seat(placement, placement) for placement in placements)
         return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
@@ -94,7 +96,8 @@ class Seats:
 
     def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay casts something anew whose amax is reduced."""
-        return self.job.reduces_amaxes and bool(kind.section.cast_together(replay))
+        sliced = self.job.parallel.sequence_parallel
+        return bool(amax_reducing(kind.section, replay, self.job.model.fp8_recipe, sequence_parallel=sliced))
 
     def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
         """Placements in windows of the stage's backward that come before anything of the half is needed, the best first."""
