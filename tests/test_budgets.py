@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -81,11 +82,12 @@ def test_more_memory_once_made_a_step_longer(less, more) -> None:
 def jobs_on_ranks(draw):
     """With 16 bits and pipelines, and with replicas that share an optimizer, since such once held more than was said."""
     pipeline, replicas = {"pipeline": 2, "microbatches": 3}, {"replicas": 2, "distributed_optimizer": True}
-    layouts = [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, pipeline, {**pipeline, "dtype": "bf16"}]
+    chunks = {"pipeline": 2, "layers_per_chunk": 2, "layers": 8, "microbatches": 4}
+    layouts = [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, pipeline, {**pipeline, "dtype": "bf16"}, chunks]
     layout = draw(st.sampled_from([*layouts, replicas, {**replicas, "dtype": "bf16"}]))
     size = {"layers": 4, "hidden": 64, "ffn": 256, "micro": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     size |= {"vocab": draw(st.sampled_from([64, 1024, 2048])), "seq": draw(st.sampled_from([64, 128]))}
-    return tiny_job(draw(st.sampled_from(["gpt", "llama"])), **size, **layout)
+    return tiny_job(draw(st.sampled_from(["gpt", "llama"])), **{**size, **layout})
 
 
 LINKS_S = st.sampled_from([1e-9, 1e-5, 1.0])
@@ -106,7 +108,8 @@ def test_many_jobs_never_hold_more_than_their_plans_say(pool_of, job, link_s, sh
 
 
 def hold_what_is_said(pool_of, job, link_s, share) -> None:
-    """At all moments, updates included. Budgets lie between the least that can be held and what keeping everything takes."""
+    """At all moments, updates included; nor does a plan say more by over what one half has in hand. Budgets lie between the least
+    that can be held and what keeping everything takes."""
     profile = made_up_profile(job, link_s)
     kept, lean = decide(job.model_copy(update={"policy": "none"}), profile), decide(job, profile)
     most, least = (max(memory.total for memory in decision.memory) for decision in (kept, lean))
@@ -123,6 +126,7 @@ def hold_what_is_said(pool_of, job, link_s, share) -> None:
         rank = stage * job.parallel.tensor * job.replicas
         held = max(size - copied_by_gloo(job, memory, moment) for moment, size in counted[rank].items())
         assert held <= memory.total + STATES_OF_A_HALF * frames + small + held_by_gloo
+        assert memory.total <= held + small + beside_layers(job, stage).in_hand
         assert memory.total <= (least + share * (most - least)) + 1
 
 

@@ -98,16 +98,16 @@ def _compare_simulated(
     job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool, today: StockSetting | None
 ) -> None:
     from megatron_lynx.planner import partitioned_as
+    from megatron_lynx.planner.held import fullest_bytes
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
-    from megatron_lynx.testbed.schedule_comparison import most_held
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
     if (learned := made.provenance.learned) is not None:
         job = job.model_copy(update={"learned": learned})
     parted = partitioned_as(job, made)
     simulation = rehearse(made, costs, reduced_in_backward=job.overlap.gradients, job=parted)
-    ours_bytes = max(most_held(parted, simulation))
+    ours_bytes = fullest_bytes(parted, simulation)
     budget_bytes = allowed_bytes(parted, ours_bytes)
     rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes, today=today)
     if as_json:

@@ -7,7 +7,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── all of it with less for the layers, where these lack memory ───┤
                                                        ├── all of it without what begins early, if that may be faster ────┤
                                                        └── with several chunks all of it without offloading, likewise ────┘
-    what is finished is counted once more, at every moment, against the budget (`budget_kept`)
+    what is finished is counted once more, at every moment, against the budget (`held`)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import needed_to_fall_back, replays_beside_forwards
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
-from megatron_lynx.planner.budget_kept import check_budget_kept
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
+from megatron_lynx.planner.held import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.left_open import best_share
 from megatron_lynx.planner.nearest import loads_alone, loads_that_fit, nearest_change
 from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
-from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
+from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.side_by_side import SideBySide
@@ -75,8 +75,7 @@ class Decision:
     @property
     def memory(self) -> tuple[StageMemory, ...]:
         """What a device of every stage holds, by name."""
-        defers = any(entry.defers for entry in self.plan.stages)
-        return tuple(memory_in(self.job, answer, self.simulation, defers=defers) for answer in self.stages)
+        return memory_of_plan(self.job, self.simulation)
 
 
 def make_plan(job: Job, profile: Profile) -> Plan:
@@ -249,7 +248,7 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
     """The decision whose plan says with which load of experts each stage still fits, where there are any; and beyond which its
     halves of experts fall back."""
     job, plan = decision.job, decision.plan
-    loads = loads_that_fit(job, decision.stages, plan, profile, decision.simulation)
+    loads = loads_that_fit(job, plan, profile, decision.simulation)
     looked_into = job.model.experts is not None and not job.model.experts.whole
 
     def stated(entry: Stage) -> Stage:
@@ -291,7 +290,7 @@ def fitting(stages: Stages) -> Decision:
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     """What every stage holds with everything replayed and offloaded that can be, whether it fits or not."""
     stages = Stages(job, profile)
-    return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
+    return tuple(least_memory_of(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
 def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
@@ -309,7 +308,7 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
         over = {
             (answer.stage, answer.asked)
             for answer in answers
-            if answer.offload_ratio and _over_budget(parted, answer, simulation)
+            if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
         }
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
@@ -353,7 +352,7 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
     simulation = rehearse(plan, profile, job=decision.job)
-    if not _faster(simulation, decision) or any(_over_budget(decision.job, answer, simulation) for answer in answers):
+    if not _faster(simulation, decision) or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
         return decision
     rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
     return Decision(decision.job, answers, rehearsed, simulation, host)
@@ -410,8 +409,7 @@ def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulat
     held_bytes = simulation.memory(answer.stage).peak_bytes
     too_much = held_bytes - max(_budget_bytes(decision, answer), decision.simulation.memory(answer.stage).peak_bytes)
     if bounded_by_device(decision.job):
-        memory = memory_in(decision.job, answer, simulation, defers=True)
-        too_much = max(too_much, memory.total - decision.job.memory_budget_bytes)
+        too_much = max(too_much, peak_bytes(decision.job, simulation, answer.stage) - decision.job.memory_budget_bytes)
     return max(0, too_much)
 
 
@@ -439,11 +437,11 @@ def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
     return tuple(answers)
 
 
-def _over_budget(job: Job, answer: StageAnswer, simulation: Simulation) -> bool:
+def _over_budget(job: Job, stage: int, simulation: Simulation) -> bool:
     """Whether layers hold more than they may in the rehearsal, or with them the device does at some other moment."""
-    budget_bytes, held_bytes = layers_budget_bytes(job, answer.stage), simulation.memory(answer.stage).peak_bytes
+    budget_bytes = layers_budget_bytes(job, stage)
     if budget_bytes is None:
         return False
-    if bounded_by_device(job) and memory_in(job, answer, simulation, defers=False).total > job.memory_budget_bytes:
+    if bounded_by_device(job) and peak_bytes(job, simulation, stage) > job.memory_budget_bytes:
         return True
-    return held_bytes > budget_bytes
+    return simulation.memory(stage).peak_bytes > budget_bytes

@@ -32,13 +32,11 @@ from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.section import priced
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.planner.budget_kept import most_held
-from megatron_lynx.planner.writing import memory_in
+from megatron_lynx.planner.held import peak_bytes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 
 NEVER_MORE_TENSOR_RANKS = 8
@@ -131,19 +129,18 @@ DIGITS = 100
 """A load is said in hundredths, rounded down."""
 
 
-def loads_that_fit(job: Job, answers: Sequence[StageAnswer], plan: Plan, profile: Profile, simulation: Simulation) -> list[float]:
+def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulation) -> list[float]:
     """The largest load of each stage's experts; 0 where it has none, nothing bounds it, or twice the load fits as well.
 
     `job`: with its layers. `simulation`: of the plan at the load it assumes.
     """
     if job.model.experts is None or not bounded_by_device(job) or job.cluster.matmul is None:
-        return [0.0] * len(answers)
+        return [0.0] * job.parallel.pipeline
     heavier = with_load(job, min(DOUBLED * job.model.moe_load, job.model.experts.most_load(job.parallel.expert)))
     if heavier.model.moe_load <= job.model.moe_load:
-        return [0.0] * len(answers)
-    later = rehearsed_with_load_of(heavier, plan, profile)
-    defers = any(entry.defers for entry in plan.stages)
-    held = [(_held_bytes(job, each, simulation, defers), _held_bytes(heavier, each, later, defers)) for each in answers]
+        return [0.0] * job.parallel.pipeline
+    later, stages = rehearsed_with_load_of(heavier, plan, profile), range(job.parallel.pipeline)
+    held = [(peak_bytes(job, simulation, stage), peak_bytes(heavier, later, stage)) for stage in stages]
     found = [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
     return _held_to(job, plan, profile, found)
 
@@ -158,7 +155,7 @@ def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> 
         loaded = {stage: _loaded(each, profile) for stage, each in jobs.items()}
         simulation = rehearse(plan, profile, job=job, loaded=loaded)
         for stage, each in jobs.items():
-            if max(held.device_bytes for held in most_held(each, simulation, stage)) > job.memory_budget_bytes:
+            if peak_bytes(each, simulation, stage) > job.memory_budget_bytes:
                 found[stage] = round(found[stage] - 1 / DIGITS, 2)
         asked = {stage for stage in asked if job.model.moe_load < found[stage] < jobs[stage].model.moe_load}
     return found
@@ -229,8 +226,3 @@ def with_load(job: Job, load: float) -> Job:
     assert job.model.experts is not None, "asked only of jobs with experts"
     experts = job.model.experts.model_copy(update={"load": load, "holds": None})
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
-
-
-def _held_bytes(job: Job, answer: StageAnswer, simulation: Simulation, defers: bool) -> int:
-    """`defers`: whether the plan puts weight gradients off, which then say when a stage is fullest."""
-    return memory_in(job, answer, simulation, defers=defers).total

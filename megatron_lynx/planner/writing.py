@@ -17,7 +17,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.moments import Moment, StageMemory
 from megatron_lynx.plan import order
 from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
@@ -38,6 +38,7 @@ from megatron_lynx.plan.plan import (
 from megatron_lynx.plan.rule import Ahead, CheckpointName, joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.plan.timetables import planned_halves
+from megatron_lynx.planner.held import held_by_moment
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
@@ -57,16 +58,15 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     """The plan with what a rehearsal predicts of its step, its copies and its memory."""
     loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
-    defers = any(entry.defers for entry in plan.stages)
-    parts_of = [parts_in(parted, answer, simulation, defers=defers) for answer in answers]
+    held_of = [held_by_moment(parted, simulation, answer.stage) for answer in answers]
     stages = []
     for entry in plan.stages:
-        parts = parts_of[entry.stage]
+        held = held_of[entry.stage]
         found: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "exposed_copy_s": waits_s[entry.stage],
-            "memory_bytes": parts.fullest.total,
-            "memory": _by_moment(parts) if entry.chunk == 0 else {},
+            "memory_bytes": max(memory.total for memory in held.values()),
+            "memory": _by_moment(held) if entry.chunk == 0 else {},
         }
         if (load := loads.get(entry.stage)) is not None:
             found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
@@ -81,64 +81,31 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def device_memory(job: Job, answer: StageAnswer) -> StageMemory:
-    """Everything that a device of a stage holds at its fullest, by name, as the solver counts it: nothing is rehearsed."""
-    return device_parts(job, answer).fullest
-
-
-def device_parts(
-    job: Job,
-    answer: StageAnswer,
-    held_bytes: int = 0,
-    at_loss_bytes: int | None = None,
-    behind_backward_bytes: int | None = None,
-    less_in_hand_bytes: int = 0,
-) -> Parts:
-    """Everything that a device of a stage ever holds, by name. `job`: with its layers.
-
-    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind, or where
-    weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
-    `behind_backward_bytes`: and when one is over; None: what the others keep. `less_in_hand_bytes`: `StageAnswer` has it; 0 where
-    entries of weight gradients make a stage fullest at another half.
-    """
+def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
+    """What a device of a stage holds at its fullest, by kind, as the solver bounds it: for answers without a plan, which are not
+    rehearsed. `job`: with its layers."""
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
-    lagging = max(0, held_bytes - answer.layers_peak_bytes)
-    at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.before_loss_bytes)
     beside = beside_layers(job, answer.stage)
-    return replace(
+    parts = replace(
         beside,
-        in_hand=beside.in_hand - less_in_hand_bytes,
-        activations=kept + lagging,
-        activations_at_loss=answer.before_loss_bytes + at_loss - staging,
+        in_hand=beside.in_hand - answer.less_in_hand_bytes,
+        activations=kept,
+        activations_at_loss=answer.before_loss_bytes - staging,
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
-        activations_behind_backward=None if behind_backward_bytes is None else behind_backward_bytes - staging,
     )
+    return parts.fullest
 
 
-def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
-    """Bytes by moment and kind, without kinds of which there are none."""
-    held = {ALWAYS: parts.states.kinds, **parts.beside_states}
-    return {moment: {kind: size for kind, size in kinds.items() if size} for moment, kinds in held.items()}
-
-
-def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> Parts:
-    """The same in a rehearsal. `defers`: whether weight gradients are deferred in it.
-
-    What is held before a backward is looked up where these, or copies that come back while it runs, make its peak a later one.
-    """
-    held_bytes = simulation.memory(answer.stage).peak_bytes
-    if not defers and answer.within is None:
-        return device_parts(job, answer, held_bytes, less_in_hand_bytes=answer.less_in_hand_bytes)
-    before, behind = simulation.before_backward_bytes, simulation.behind_backward_bytes
-    return device_parts(job, answer, held_bytes, before(answer.stage, job.chunks - 1), behind(answer.stage, 0))
-
-
-def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> StageMemory:
-    """What a device of a stage holds at its fullest in a rehearsal."""
-    return parts_in(job, answer, simulation, defers=defers).fullest
+def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:
+    """Bytes by moment and kind, without kinds of which there are none; what is the same at all moments is stated once."""
+    kinds = {moment: {kind: size for kind, size in memory.kinds.items() if size} for moment, memory in held.items()}
+    always = {name: size for name, size in kinds["update"].items() if all(each.get(name) == size for each in kinds.values())}
+    beside: dict[str, dict[str, int]] = {}
+    beside |= {moment: {name: size for name, size in each.items() if name not in always} for moment, each in kinds.items()}
+    return {ALWAYS: always, **beside}
 
 
 def model_facts(job: Job) -> ModelFacts:

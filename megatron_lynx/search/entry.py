@@ -30,7 +30,8 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import begun_early, fitting, least_memory
-from megatron_lynx.planner.writing import memory_in, written
+from megatron_lynx.planner.held import fullest_bytes
+from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
@@ -172,7 +173,7 @@ def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAn
 
     def rehearsed(microbatches: int) -> Simulation:
         simulation = rehearse(_shorter(plan, microbatches), profile, job=job)
-        held.extend(memory_in(job, answer, simulation, defers=False).total for answer in answers)
+        held.append(fullest_bytes(job, simulation))
         return simulation
 
     return _Rehearsed(answers, in_steady_state(job, rehearsed), max(held))

@@ -6,7 +6,6 @@ stage   ├─F─┤   wait   ├──B──┤        wait        ├──B
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,18 +143,6 @@ class Simulation:
         if stage not in self._curves:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
-
-    def before_backward_bytes(self, stage: int, chunk: int) -> int:
-        """The most that the stage's layers hold when a backward of one of its chunks is about to begin."""
-        curve = self.memory(stage)
-        starts_s = [each.start_s for each in self.holding(stage) if (each.action.kind, each.action.chunk) == ("B", chunk)]
-        return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
-
-    def behind_backward_bytes(self, stage: int, chunk: int) -> int:
-        """The most that the stage's layers hold when a backward of one of its chunks is over."""
-        curve = self.memory(stage)
-        ends_s = [each.end_s for each in self.holding(stage) if (each.action.kind, each.action.chunk) == ("B", chunk)]
-        return max((curve.bytes[bisect_right(curve.times_s, end_s) - 1] for end_s in ends_s), default=0)
 
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:

@@ -13,20 +13,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, partitioned_as
+from megatron_lynx.planner.held import fullest_bytes
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
-from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import FULL
 from megatron_lynx.testbed.comparison import Announce
 from megatron_lynx.testbed.hosts import Hosts
@@ -127,13 +126,7 @@ def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predict
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
     simulation = rehearse(way.plan, profile, job=job)
-    return _Predicted(way, simulation.step_s, update_s(job, profile), max(most_held(job, simulation)))
-
-
-def most_held(job: Job, simulation: Simulation) -> Iterator[int]:
-    """By stage, with all that the layers hold at their fullest taken to be there whenever micro-batches run."""
-    for stage in range(job.parallel.pipeline):
-        yield replace(beside_layers(job, stage), activations=simulation.memory(stage).peak_bytes).fullest.total
+    return _Predicted(way, simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
 
 
 def _row(

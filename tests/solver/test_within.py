@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, decide, uniform_plan
-from megatron_lynx.planner.writing import parts_in
+from megatron_lynx.planner.held import held_by_moment, most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import Share
@@ -57,14 +57,19 @@ def test_what_copies_hide_need_not_be_replayed(share: float) -> None:
     assert offloading.simulation.copies(0)
 
 
+def at_loss_bytes(decision: Decision) -> int:
+    """What the layers of the first stage hold then."""
+    (loss,) = (held for held in most_held(decision.job, decision.simulation, 0) if held.moment == "loss")
+    return loss.layers_bytes
+
+
 def test_what_comes_back_while_backward_runs_is_not_there_at_the_loss() -> None:
     """It was counted at the loss, too, where a last stage is often at its fullest: larger shares seemed not to fit."""
     decision = decided(job_of(0.4, tensor=4, sequence_parallel=True))
     (answer,), simulation = decision.stages, decision.simulation
-    at_loss, peak_bytes = simulation.before_backward_bytes(0, 0), simulation.memory(0).peak_bytes
+    at_loss, peak_bytes = at_loss_bytes(decision), simulation.memory(0).peak_bytes
     assert at_loss <= answer.layers_peak_bytes < peak_bytes
-    parts = parts_in(decision.job, answer, simulation, defers=False)
-    assert parts.beside_states["loss"]["activations"] == at_loss
+    assert held_by_moment(decision.job, simulation, 0)["loss"].activations == at_loss
 
 
 def test_nothing_leaves_where_all_fits_or_nobody_asks() -> None:
@@ -128,7 +133,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     (answer,) = decision.stages
     assert answer.within is not None
     assert 0 < answer.within.spared_bytes <= sum(answer.within.bytes)
-    assert answer.before_loss_bytes == decision.simulation.before_backward_bytes(0, 0)
+    assert answer.before_loss_bytes == at_loss_bytes(decision)
     kept, all_leave = (
         host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
         for offloads in (False, True)

@@ -1,7 +1,4 @@
-"""Checks that a finished plan keeps its budget: the last thing that the planner does, and it believes no solver in it.
-
-Several solvers, a filler of waits and a search for what leaves to the host each count bytes in a way of their own. One that
-counts wrongly makes a plan that runs out of memory after an hour. So the finished plan is counted once more, from its rehearsal:
+"""What each device holds under a plan, counted from the plan's rehearsal: the one count of bytes that every command prints.
 
     stage 1    ... ├──F3 of chunk 1──┤[1]  ├[2]─────B3 of chunk 1──────┤[4] ...  reduction, updates
                                             └───────[3]────────┘                        [5]
@@ -12,13 +9,16 @@ counts wrongly makes a plan that runs out of memory after an hour. So the finish
  [4] embedding's backward: what they hold when a backward of the model's first chunk is over
  [5] nothing of the layers is left; without flushes, what they hold when each update begins
 
-While a stage waits for neighbours, copies go on: what it holds then counts as after a forward. What a device holds
-beside the layers at each of these moments is known from the job alone (`cost.moments`).
+Between passes copies continue: what a stage holds then counts as after a forward. What a device holds beside the layers at each
+of these moments is known from the job alone (`cost.moments`). Solvers and the filler of waits bound bytes in ways of their own,
+so `check_budget_kept` compares this count of the finished plan with the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import beside_layers, bounded_by_device
-from megatron_lynx.cost.moments import Moment
+from megatron_lynx.cost.moments import MOMENTS, Moment, StageMemory
 from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
@@ -42,9 +42,22 @@ class Held(NamedTuple):
 
     stage: int
     chunk: int | None
-    moment: Moment
     layers_bytes: int
-    device_bytes: int
+    beside: StageMemory
+    """Everything else on the device at that moment."""
+
+    @property
+    def moment(self) -> Moment:
+        return self.beside.moment
+
+    @property
+    def device_bytes(self) -> int:
+        return self.layers_bytes + self.beside.total
+
+    @property
+    def where(self) -> str:
+        moment = "between passes" if (self.chunk, self.moment) == (None, "forward") else self.moment.replace("_", " ")
+        return f"stage {self.stage}{'' if self.chunk is None else f', chunk {self.chunk}'}, {moment}"
 
 
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
@@ -65,9 +78,35 @@ def check_budget_kept(job: Job, simulation: Simulation) -> None:
         raise PlannerFault("the planner made a plan that exceeds its budget; this is an error of megatron-lynx", problems)
 
 
+def memory_of_plan(job: Job, simulation: Simulation) -> tuple[StageMemory, ...]:
+    """What a device of each stage holds at its fullest, by kind. `job`: with the layers of every stage."""
+    return tuple(_fullest(held_by_moment(job, simulation, stage)) for stage in range(job.parallel.pipeline))
+
+
+def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
+    """What a device of one stage holds at most at each moment that the stage has, by kind."""
+    fullest: dict[Moment, Held] = {}
+    for held in most_held(job, simulation, stage):
+        if held.moment not in fullest or held.device_bytes > fullest[held.moment].device_bytes:
+            fullest[held.moment] = held
+    return {moment: _by_kind(fullest[moment], simulation) for moment in MOMENTS if moment in fullest}
+
+
+def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
+    """What a device of one stage holds at its fullest: the total of `memory_of_plan`, in less time."""
+    return max(held.device_bytes for held in most_held(job, simulation, stage))
+
+
+def fullest_bytes(job: Job, simulation: Simulation) -> int:
+    """What the fullest device of all stages holds."""
+    return max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
+
+
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
     """The most that one stage holds, for each of its chunks at each of its moments."""
     beside = beside_layers(job, stage)
+    at = {moment: beside.at(moment) for moment in beside.moments}
+    without_head = replace(at["forward"], head=0)
     last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None
     passes = _Passes(simulation.holding(stage), simulation.memory(stage))
     for chunk in range(job.chunks):
@@ -76,17 +115,33 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
             layers |= dict.fromkeys(("loss", "head_backward"), passes.before_backward(chunk))
         if (stage, chunk) == (0, 0):
             layers["embedding_backward"] = passes.behind_backward(chunk)
-        for moment in beside.moments:
+        for moment, memory in at.items():
             if moment in layers:
-                unused = beside.head // 2 if moment == "forward" and (stage, chunk) != last else 0  # another chunk's
-                yield Held(stage, chunk, moment, layers[moment], layers[moment] + beside.at(moment).total - unused)
-    waiting = passes.between()
-    yield Held(stage, None, "forward", waiting, waiting + beside.at("forward").total - beside.head // 2)
+                others = without_head if moment == "forward" and (stage, chunk) != last else memory
+                yield Held(stage, chunk, layers[moment], others)
+    yield Held(stage, None, passes.between(), without_head)
     left = _at_updates(simulation, stage)
     for moment in BETWEEN_BATCHES:
-        yield Held(stage, None, moment, left, left + beside.at(moment).total)
-    if "optimizer_made" in beside.moments:
-        yield Held(stage, None, "optimizer_made", 0, beside.at("optimizer_made").total)
+        yield Held(stage, None, left, at[moment])
+    if "optimizer_made" in at:
+        yield Held(stage, None, 0, at["optimizer_made"])
+
+
+def _fullest(held: Mapping[Moment, StageMemory]) -> StageMemory:
+    """Of equals the first moment."""
+    most = max(held.values(), key=lambda memory: memory.total)
+    return replace(most, totals={moment: memory.total for moment, memory in held.items()})
+
+
+def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
+    """With the layers' bytes: of them what recomputation has made again."""
+    again = 0
+    if held.moment == "backward":
+        curve, regenerated = simulation.memory(held.stage), simulation.regenerated(held.stage)
+        at_s = curve.times_s[curve.bytes.index(held.layers_bytes)]
+        again = regenerated.bytes[bisect_right(regenerated.times_s, at_s) - 1]
+    kept = held.beside.activations + held.layers_bytes - again
+    return replace(held.beside, activations=kept, recomputed=again)
 
 
 class _Passes:
@@ -137,12 +192,10 @@ def _at_updates(simulation: Simulation, stage: int) -> int:
 
 
 def _over(job: Job, held: Held) -> Iterator[Problem]:
-    moment = "between passes" if (held.chunk, held.moment) == (None, "forward") else held.moment.replace("_", " ")
-    where = f"stage {held.stage}{'' if held.chunk is None else f', chunk {held.chunk}'}, {moment}"
     todo = "report it with the job (or the launch), the cluster and the budget"
     if bounded_by_device(job) and (excess := held.device_bytes - job.memory_budget_bytes) > 0:
         found = f"{format_bytes(held.device_bytes)} on the device, {format_bytes(excess)} too much"
-        yield Problem(where, found, f"at most {format_bytes(job.memory_budget_bytes)}", todo)
+        yield Problem(held.where, found, f"at most {format_bytes(job.memory_budget_bytes)}", todo)
     if job.budget.activation_mib is not None and (excess := held.layers_bytes - int(job.budget.activation_mib * MIB)) > 0:
         found = f"{format_bytes(held.layers_bytes)} held by the layers, {format_bytes(excess)} too much"
-        yield Problem(where, found, f"at most {job.budget.activation_mib:g} MiB", todo)
+        yield Problem(held.where, found, f"at most {job.budget.activation_mib:g} MiB", todo)
