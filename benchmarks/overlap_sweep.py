@@ -209,7 +209,7 @@ def main() -> None:
 def write(stem: Path, rows: list[Row], held: dict[str, dict[str, float]], rounds: int) -> None:
     with hosts_for(job_of(1, False, 300.0)) as hosts:
         machine = this_machine(hosts.links, "cpu")
-    links = "network namespaces and shaped links" if machine.links.kind == "shaped" else machine.links.kind
+    links = "emulated hosts and shaped links" if machine.links.kind == "shaped" else machine.links.kind
     made_of = f"torch {machine.torch}, megatron-core {machine.megatron_core}"
     words = f"{machine.cpu}, {machine.cores} cores, {made_of}; {links}; {rounds} rounds"
     stem.with_suffix(".md").write_text(markdown(rows, held, words))

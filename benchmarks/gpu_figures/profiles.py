@@ -16,7 +16,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 from megatron_lynx.testbed.fusions import compiler_for
 from megatron_lynx.testbed.hosts import Hosts
-from megatron_lynx.testbed.links import Loopback
+from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import run_ranks
 
@@ -40,7 +40,7 @@ class Bounded(Hosts):
 def measured_profile(job: Job, limit_s: float, *, dry: bool) -> Profile:
     """Raises `RankError` or `TimeoutError`."""
     compiler = None if dry else compiler_for(job)
-    hosts = Bounded(1, "cpu" if dry else "cuda", Loopback(), LinkFacts(kind="none"), compiler, limit_s=limit_s)
+    hosts = Bounded(1, "cpu" if dry else "cuda", Links(), LinkFacts(kind="none"), compiler, limit_s=limit_s)
     return measure_profile(job, hosts, lambda what: nullcontext())
 
 

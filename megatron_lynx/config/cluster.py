@@ -188,7 +188,7 @@ class Cluster(Part):
     reserve_gib: float = Field(default=0.0, ge=0)
     """The same in one piece, instead of the parts. 0: not stated."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
-    """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
+    """Testbed only: the rate of the link between the two emulated hosts; none: as fast as this machine's loopback."""
     matmul: Matmul | None = None
     fp8: Fp8Units | None = None
     """None: these GPUs have no FP8, or the description does not say."""

@@ -11,29 +11,28 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-LinkKind = Literal["none", "loopback", "shaped", "emulated", "device"]
+LinkKind = Literal["none", "loopback", "shaped", "device"]
 
 
 class Links(BaseModel):
     """What the ranks' communication went over.
 
-    none: one rank. loopback: processes of one host, unshaped. shaped: network namespaces with a rate limit between them.
-    emulated: communication replaced by a timed delay. device: real links between devices or hosts.
+    none: one rank. loopback: processes of one host, unshaped. shaped: processes of one host, as two emulated hosts; communication
+    between these takes the time of a link of limited rate. device: real links between devices or hosts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: LinkKind
     mbit_per_s: float | None = Field(default=None, gt=0)
-    """Rate of a shaped or emulated link."""
+    """Rate of a shaped link."""
 
     def __str__(self) -> str:
         rate = "" if self.mbit_per_s is None else f" at {self.mbit_per_s:g} Mbit/s"
         return {
             "none": "one rank, no links",
             "loopback": "loopback of one host, not shaped: communication takes next to no time, so windows hide next to nothing",
-            "shaped": f"network namespaces on one host, shaped link{rate}",
-            "emulated": f"emulated interconnect{rate}: a timed delay stands for communication",
+            "shaped": f"two emulated hosts on one machine, shaped link{rate}",
             "device": "real links between devices",
         }[self.kind]
 

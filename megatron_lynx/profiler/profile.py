@@ -222,7 +222,7 @@ class Source(Part):
     repetitions: int = Field(ge=1)
     """Every figure is the median of so many."""
     interconnect: str = "as found"
-    """What lay between the ranks: a shaped link, loopback, NVLink, emulated."""
+    """What lay between the ranks: a shaped link, loopback, NVLink."""
     stood_in_for: str | None = None
     """What was missing and replaced by a stand-in: the seconds then describe no real device."""
     fusions: tuple[Fusion, ...] | None = None

@@ -1,6 +1,6 @@
 """The hosts of a job's ranks, on this machine: how many processes, which link between them, which device.
 
-job.cluster: device cpu, link 400 Mbit/s   ─>  two hosts, a shaped link     (loopback, with the reason, where that needs root)
+job.cluster: device cpu, link 400 Mbit/s   ─>  two emulated hosts, a shaped link
 job.cluster: device cpu, no link           ─>  loopback
 job.cluster: device cuda                   ─>  this machine's GPUs
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.measure.machine import Links as LinkFacts
-from megatron_lynx.testbed import links
 from megatron_lynx.testbed.fusions import compiler_for, fusion_problems
+from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Hosts:
 
     ranks: int
     device: Literal["cpu", "cuda"]
-    network: links.Links
+    network: Links
     links: LinkFacts
     compiler: Backend | None = None
     """What compiles the job's fusions; None: nothing is compiled."""
@@ -50,7 +50,7 @@ class Hosts:
 
         `unshaped` is for what does not time messages. Errors of this package are raised as they are, others as `RankError`.
         """
-        network = links.Loopback() if unshaped else self.network
+        network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
             return run_ranks(
@@ -75,18 +75,17 @@ class Hosts:
 def hosts_for(job: Job) -> Iterator[Hosts]:
     """The hosts that a job asks for. Raises `ConfigError` where this machine cannot offer them."""
     _check(job)
-    rate = job.cluster.link_mbit_per_s
-    shape = job.cluster.device == "cpu" and rate is not None and job.gpus > 1
-    with links.shaped_hosts(rate) if shape and rate is not None else links.Loopback() as network:
+    shaped = job.cluster.device == "cpu" and job.gpus > 1
+    with Links(job.cluster.link_mbit_per_s if shaped else None) as network:
         yield Hosts(job.gpus, job.cluster.device, network, _facts(job, network), compiler_for(job))
 
 
-def _facts(job: Job, network: links.Links) -> LinkFacts:
+def _facts(job: Job, network: Links) -> LinkFacts:
     if job.gpus == 1:
         return LinkFacts(kind="none")
     if job.cluster.device == "cuda":
         return LinkFacts(kind="device")
-    return LinkFacts(kind="shaped", mbit_per_s=job.cluster.link_mbit_per_s) if network.shaped else LinkFacts(kind="loopback")
+    return LinkFacts(kind="loopback" if network.rate_mbit is None else "shaped", mbit_per_s=network.rate_mbit)
 
 
 def _check(job: Job) -> None:

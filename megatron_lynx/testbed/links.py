@@ -1,53 +1,81 @@
-"""Two hosts on one machine: network namespaces, joined by a cable of a chosen rate.
+"""Two emulated hosts on one machine, joined by a link of a chosen rate. Rank r runs on host r mod 2.
 
-    host 0 (namespace)                       host 1 (namespace)            rank r runs on host r mod 2
-      lynx0 198.18.0.1/30 ═══ veth pair ═══ lynx1 198.18.0.2/30            loopback inside a host stays fast
-      tc tbf rate R                          tc tbf rate R                 each end shapes what it sends
+    rank 0, host 0    all_reduce posted ─────────────> gloo done ── sleeps ──────────> `Work.wait` returns
+    rank 1, host 1             all_reduce posted ────> gloo done ── sleeps ──────────> `Work.wait` returns
+    link              earlier bytes ──────────┤ bytes / rate ┤ latency ┤
 
-A collective over the cable then really takes time in which a pinned core idles, which is what a window is.
+gloo moves the data over loopback. A collective between hosts is over when, in addition, its bytes would have crossed the link: it
+starts when its last member has posted it, follows the collectives that started before it in the same direction, and takes
+bytes / rate. Ranks sleep until then, so a pinned core is free for other work. No privilege is needed.
 
-A namespace has no name: it is held by an open file of this process and by the ranks in it, and is gone, with its ends
-of the cable, when they are, however they end. The cable is made inside host 0, so this machine's own network never sees
-it, and its addresses (RFC 2544's, for benchmarks) cannot clash with anything.
+All ranks share one piece of memory: until when each direction of the link is busy, and the transfers that are not over. It is an
+anonymous file of the process that starts the ranks, and is gone when they are.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import math
+import mmap
 import os
-import shutil
-import subprocess
-from abc import ABC, abstractmethod
-from contextlib import suppress
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
+from typing import Any
 
-ADDRESSES = ("198.18.0.1", "198.18.0.2")
-INTERFACES = ("lynx0", "lynx1")
-TOOLS = ("unshare", "nsenter", "ip", "tc")
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_lynx.nest import all_in
+from megatron_lynx.testbed.stand_in import ignore
+
+LATENCY_S = 50e-6
+"""From the last byte's departure to its arrival; a few switches between two hosts. It keeps the link busy for nobody else."""
+
+MOST_TRANSFERS = 1024
+"""Transfers that may be in flight at once."""
+
+TRANSFER = np.dtype([("key", "u8"), ("members", "i8"), ("bytes", "f8", 2), ("arrival_s", "f8")])
+"""A collective that some members have posted: how many, what they send from each host, and when it is over (inf: not started)."""
+SHARED = np.dtype([("busy_until_s", "f8", 2), ("transfers", TRANSFER, MOST_TRANSFERS)])
+"""One value for each direction, by the sending host. Seconds are those of `time.monotonic`, which all processes share."""
 
 
-class Links(ABC):
-    """The hosts that ranks run on and what joins them."""
+class Links:
+    """The network of a pool of ranks: this machine's loopback, with a link of `rate_mbit` Mbit/s each way between two hosts."""
 
-    shaped: bool
-    """Whether a link of limited rate lies between neighbouring ranks."""
-    description: str
-    """One sentence for people: what the network is, and why, if it is not what was asked for."""
+    def __init__(self, rate_mbit: float | None = None) -> None:
+        if rate_mbit is not None and not rate_mbit > 0:
+            raise ValueError(f"rate_mbit must be positive, found {rate_mbit}")
+        self.rate_mbit = rate_mbit
+        self._memory: int | None = None
+        if rate_mbit is not None:
+            self._memory = os.memfd_create("lynx-link")
+            os.ftruncate(self._memory, SHARED.itemsize)
 
-    @abstractmethod
-    def command_prefix(self, rank: int) -> list[str]:
-        """What starts a command on the rank's host; it replaces itself by the command, so the process id stays."""
+    @property
+    def description(self) -> str:
+        """One sentence about the network."""
+        if self.rate_mbit is None:
+            return "ranks talk over this machine's loopback, unshaped"
+        return f"two emulated hosts, joined by a link of {self.rate_mbit:g} Mbit/s each way"
 
-    @abstractmethod
     def environment(self, rank: int) -> dict[str, str]:
-        """Where the rank finds the others (MASTER_ADDR, GLOO_SOCKET_IFNAME)."""
+        """Environment variables with which the rank finds the others, and the link (its rate, and the path of its memory)."""
+        link = {} if self._memory is None else {"LYNX_LINK": f"{self.rate_mbit} /proc/{os.getpid()}/fd/{self._memory}"}
+        return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **link}
 
-    @abstractmethod
-    def set_rate(self, rate_mbit: float) -> None:
-        """Shape both directions anew, in Mbit/s, also while ranks are running. Without a shaped link nothing changes."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Let go of the hosts. They end with their last rank."""
+        """Drop the shared memory. Ranks that have opened it keep it."""
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
 
     def __enter__(self) -> Links:
         return self
@@ -56,113 +84,120 @@ class Links(ABC):
         self.close()
 
 
-class Loopback(Links):
-    """All ranks on this machine, on its loopback interface, as fast as it is."""
+class Link:
+    """The link, as one rank's process uses it.
 
-    shaped = False
-
-    def __init__(self, reason: str = "") -> None:
-        self.description = "ranks talk over this machine's loopback, unshaped" + (f": {reason}" if reason else "")
-
-    def command_prefix(self, rank: int) -> list[str]:
-        return []
-
-    def environment(self, rank: int) -> dict[str, str]:
-        return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-
-    def set_rate(self, rate_mbit: float) -> None:
-        """Nothing to shape: `shaped` and `description` say so."""
-
-    def close(self) -> None:
-        """Loopback belongs to the machine."""
-
-
-class ShapedHosts(Links):
-    """Two namespaces and a cable. Made by `shaped_hosts`.
-
-    Raises:
-        OSError, subprocess.SubprocessError: this machine does not let us.
+    Args:
+        setting: the value of the environment variable `LYNX_LINK`.
+        rank: this process.
     """
 
-    shaped = True
+    def __init__(self, setting: str, rank: int) -> None:
+        rate_mbit, path = setting.split(maxsplit=1)
+        self._bytes_per_s = float(rate_mbit) * 1e6 / 8
+        self._rank = rank
+        self._file = os.open(path, os.O_RDWR)
+        self._shared = np.ndarray((), SHARED, mmap.mmap(self._file, SHARED.itemsize))
+        self._threads = threading.Lock()  # `lockf` tells processes apart, not threads
+        self._posted: Counter[str] = Counter()
+        """Transfers by channel: run, group, ends of a message. All members post those of a channel in the same order."""
 
-    def __init__(self, rate_mbit: float) -> None:
-        self._namespaces: list[int] = []
-        try:
-            self._namespaces += [new_namespace(), new_namespace()]
-            far_end = self._path(1)
-            self._on(0, "ip", "link", "add", INTERFACES[0], "type", "veth", "peer", "name", INTERFACES[1], "netns", far_end)
-            for host, (name, address) in enumerate(zip(INTERFACES, ADDRESSES, strict=True)):
-                self._on(host, "ip", "address", "add", f"{address}/30", "dev", name)
-                self._on(host, "ip", "link", "set", "lo", "up")
-                self._on(host, "ip", "link", "set", name, "up")
-            self.set_rate(rate_mbit)
-        except BaseException:
-            self.close()
-            raise
+    def post(self, operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Callable[[], None]:
+        """Note that this rank posts an operation of `ProcessGroup`, right before it does.
 
-    def set_rate(self, rate_mbit: float) -> None:
-        """Shape both directions anew.
-
-        A queue longer than any TCP window drops nothing; the burst holds two of the kernel's 64 KiB segments.
+        Returns a call that sleeps until the transfer is over, for when gloo's part is.
         """
-        check_rate(rate_mbit)
-        shape = ["rate", f"{round(rate_mbit * 1e6)}bit", "burst", "128kb", "limit", "64mb"]
-        for host, name in enumerate(INTERFACES):
-            self._on(host, "tc", "qdisc", "replace", "dev", name, "root", "tbf", *shape)
-        self.description = f"two hosts (network namespaces) joined by a link of {rate_mbit:g} Mbit/s each way"
+        ranks = dist.get_process_group_ranks(group)
+        ends = _ends(operation, ranks, self._rank, args)
+        members = list(ends[:2]) or ranks
+        if len({_host(rank) for rank in members}) == 1:
+            return ignore
+        run = os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        channel = f"{run} {group.group_name} {ends}"
+        self._posted[channel] += 1
+        digest = hashlib.blake2b(f"{channel} {self._posted[channel]}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little")
+        self._add(key, len(members), bytes_sent(operation, args, members, self._rank))
+        return partial(self._wait, key)
 
-    def command_prefix(self, rank: int) -> list[str]:
-        return ["nsenter", f"--net={self._path(rank % 2)}", "--"]
+    def _wait(self, key: int) -> None:
+        with self._locked():
+            arrival_s = max(self._transfers["arrival_s"][self._transfers["key"] == key], default=0.0)
+        left_s = arrival_s - time.monotonic()
+        if 0 < left_s < math.inf:  # inf: an operation with a root has not started, and this rank's part is over
+            time.sleep(left_s)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        # Torch warns that these hosts have no names.
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACES[rank % 2], **quiet}
+    @property
+    def _transfers(self) -> Any:
+        return self._shared["transfers"]
 
-    def close(self) -> None:
-        while self._namespaces:
-            os.close(self._namespaces.pop())
+    def _add(self, key: int, members: int, sent_bytes: float) -> None:
+        """Count this rank in; the last member starts the transfer."""
+        with self._locked():
+            now_s = time.monotonic()
+            live = self._transfers["arrival_s"] >= now_s
+            places = np.flatnonzero(live & (self._transfers["key"] == key))
+            if not len(places):
+                places = np.flatnonzero(~live)[:1]
+                if not len(places):
+                    raise RuntimeError(f"{MOST_TRANSFERS} transfers are in flight between the emulated hosts, needed fewer")
+                self._transfers[places[0]] = (key, 0, (0.0, 0.0), math.inf)
+            transfer = self._transfers[places[0]]
+            transfer["members"] += 1
+            transfer["bytes"][_host(self._rank)] += sent_bytes
+            if transfer["members"] == members:
+                transfer["arrival_s"] = self._crossed(now_s, transfer["bytes"]) + LATENCY_S
 
-    def _path(self, host: int) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._namespaces[host]}"
+    def _crossed(self, now_s: float, sent_bytes: Any) -> float:
+        """When the last byte of both directions has left, behind what was there before."""
+        busy = self._shared["busy_until_s"]
+        used = sent_bytes > 0
+        busy[used] = np.maximum(busy[used], now_s) + sent_bytes[used] / self._bytes_per_s
+        return float(max(busy[used], default=now_s))
 
-    def _on(self, host: int, *command: str) -> None:
-        subprocess.run([*self.command_prefix(host), *command], check=True, capture_output=True, text=True)
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._threads:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-def shaped_hosts(rate_mbit: float) -> Links:
-    """Two hosts joined by a link of `rate_mbit` Mbit/s each way, or loopback with the reason in its description.
+def bytes_sent(operation: str, args: tuple[Any, ...], ranks: list[int], rank: int) -> float:
+    """Bytes that one rank sends to the other host.
 
-    Needs root (or its network capabilities) and the tools `unshare nsenter ip tc`.
+    Reductions and gathers run on a ring of n ranks: each sends (n - 1)/n of the gathered tensor, twice that in an all-reduce. An
+    all-to-all sends 1/n of its input to each rank. Operations with a root send the tensor once from rank to rank.
     """
-    check_rate(rate_mbit)
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        return Loopback(f"shaping a link needs {', '.join(missing)}, not found on this machine")
-    try:
-        return ShapedHosts(rate_mbit)
-    except subprocess.CalledProcessError as error:
-        return Loopback(f"`{' '.join(error.cmd)}` failed ({error.stderr.strip()}); shaping a link needs root")
-    except OSError as error:
-        return Loopback(f"network namespaces are not to be had here ({error}); shaping a link needs root")
+    name, total = operation.replace("_", ""), len(ranks)
+    if name in ("recv", "barrier"):
+        return 0.0
+    if name.startswith("alltoall"):
+        return _bytes(args[1]) * sum(_host(other) != _host(rank) for other in ranks) / total
+    if _host(ranks[(ranks.index(rank) + 1) % total]) == _host(rank):
+        return 0.0
+    if name.startswith("allreduce"):
+        return _bytes(args[0]) * 2 * (total - 1) / total
+    if name.startswith("allgather"):
+        return float(_bytes(args[1]) * (total - 1))
+    if name.startswith("reducescatter"):
+        return float(_bytes(args[0]) * (total - 1))
+    return float(_bytes(args[1 if name == "gather" else 0]))
 
 
-def check_rate(rate_mbit: float) -> None:
-    if not rate_mbit > 0:
-        raise ValueError(f"rate_mbit must be positive, found {rate_mbit}")
+def _ends(operation: str, ranks: list[int], rank: int, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sender, receiver and tag of a message; nothing for a collective."""
+    if operation not in ("send", "recv"):
+        return ()
+    peer, tag = ranks[args[1]], args[2] if len(args) > 2 else 0
+    return (rank, peer, tag) if operation == "send" else (peer, rank, tag)
 
 
-def new_namespace() -> int:
-    """A file descriptor that holds a new network namespace. `unshare` lives only until it is opened."""
-    with subprocess.Popen(
-        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-    ) as maker:
-        assert maker.stdin is not None
-        assert maker.stdout is not None
-        assert maker.stderr is not None
-        with suppress(BrokenPipeError):
-            maker.stdin.write(b"ready\n")  # unbuffered: what nobody takes would be tried again when the file is closed
-        if not maker.stdout.readline():
-            raise PermissionError(maker.stderr.read().decode().strip())
-        return os.open(f"/proc/{maker.pid}/ns/net", os.O_RDONLY)
+def _host(rank: int) -> int:
+    return rank % 2
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in all_in(torch.Tensor, tensors))

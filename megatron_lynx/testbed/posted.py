@@ -30,7 +30,8 @@ from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.runtime.device import device_for
-from megatron_lynx.testbed.stand_in import replace
+from megatron_lynx.testbed.links import Link
+from megatron_lynx.testbed.stand_in import ignore, replace
 
 MESSAGES = ("send", "recv")
 COLLECTIVES = (
@@ -49,10 +50,13 @@ LONGEST_S = 60.0
 
 
 class Posted:
-    """One work that this rank posted."""
+    """One work that this rank posted. `crosses`: waits until it has crossed the link between emulated hosts (`links.Link`)."""
 
-    def __init__(self, operation: str, group: ProcessGroup, peer: int | None, size: str) -> None:
+    def __init__(
+        self, operation: str, group: ProcessGroup, peer: int | None, size: str, crosses: Callable[[], None] = ignore
+    ) -> None:
         self.over = False
+        self._crosses = crosses
         self.operation, self.group, self.peer = operation, group, peer
         self.pair = None if peer is None else (operation, group, peer)
         """Of a message: its direction and its two ends. Such messages arrive in the order in which they were posted."""
@@ -64,6 +68,7 @@ class Posted:
         with self._waiting:
             if not self.over:
                 original(work, *args, **kwargs)
+                self._crosses()
                 self.over = True
         return True
 
@@ -93,6 +98,7 @@ class PostedWorks:
         self._known: weakref.WeakKeyDictionary[Work, Posted] = weakref.WeakKeyDictionary()
         self._wait: Callable[..., bool] = Work.wait
         self.listeners: list[WorkListener] = []
+        self.link: Link | None = None
 
     def watch(self, undo: ExitStack) -> None:
         """Remember what is posted from now on, until `undo` is closed."""
@@ -125,8 +131,9 @@ class PostedWorks:
         def post(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
             if operation in MESSAGES:  # an alias keeps the storage, which Megatron frees behind `isend`, and not the graph
                 args = ([tensor.detach() for tensor in args[0]], *args[1:])
+            crosses = ignore if self.link is None else self.link.post(operation, group, args)
             work = original(group, *args, **kwargs)
-            posted = Posted(operation, group, args[1] if operation in MESSAGES else None, _size(args))
+            posted = Posted(operation, group, args[1] if operation in MESSAGES else None, _size(args), crosses)
             self._pending[posted], self._known[work] = work, posted  # [1]
             for listener in self.listeners:
                 listener.posted(work, posted, args)

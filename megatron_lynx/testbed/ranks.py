@@ -1,6 +1,6 @@
 """Ranks of a job as fresh processes on this machine, and functions run on all of them.
 
-    parent                                      rank process (one per rank; own core, own host if links are shaped)
+    parent                                      rank process (one per rank; own core)
       start all ──── environment, pipe ───────>   dies with its parent; pins itself, imports torch, installs the stand-in
                 <─── rank 0's rendezvous port ─   (rank 0 keeps torch's store open, so no port is guessed)
       run(f, x) ──── pickled f, x ────────────>   f(rank, x)
@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import Any
 
-from megatron_lynx.testbed.links import Links, Loopback
+from megatron_lynx.testbed.links import Links
 
 START_S = 120.0
 """Seconds that a rank may take to import torch and megatron-core."""
@@ -69,7 +69,7 @@ class RankPool:
 
     Args:
         ranks: how many processes.
-        links: the hosts they run on; none is this machine's loopback.
+        links: the network between them; none is this machine's loopback.
         pin: give every rank a core of its own, if there are enough.
         env: environment variables of the ranks, besides the parent's and those that torchrun would set.
         compiler: what `torch.compile` is in these ranks (`compiler.Backend`), so that Megatron's fusions are compiled.
@@ -85,7 +85,7 @@ class RankPool:
         compiler: str | None = None,
     ) -> None:
         self.ranks = ranks
-        self.links = Loopback() if links is None else links
+        self.links = Links() if links is None else links
         cores = sorted(os.sched_getaffinity(0))
         self._cores = cores[:ranks] if pin and ranks <= len(cores) else []
         self._env = dict(env or {}) | ({"LYNX_COMPILER": compiler} if compiler else {})
@@ -142,7 +142,7 @@ class RankPool:
 
     def process(self, rank: int, pipe: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*self.links.command_prefix(rank), sys.executable, "-m", "megatron_lynx.testbed.rank_process"],
+            [sys.executable, "-m", "megatron_lynx.testbed.rank_process"],
             env=self.environment(rank, pipe),
             pass_fds=[pipe],
             stdin=subprocess.DEVNULL,

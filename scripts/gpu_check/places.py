@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_lynx.testbed.links import Loopback
+from megatron_lynx.testbed.links import Links
 
 MOST_LINES = 20
 """Of what NCCL wrote for one rank."""
@@ -35,7 +35,7 @@ SOCKETS: Mapping[str, str] = {
 """NCCL's settings where ranks share a GPU. One that the caller's environment sets stays as it is there."""
 
 
-class Places(Loopback):
+class Places(Links):
     """The places of one pool of ranks.
 
     Args:

@@ -31,8 +31,8 @@ setting of no more peak bytes.**
 
 How this was counted:
 
-* Machine: Example CPU (2 cores), Python 3.11.9, torch 2.13.0, megatron-core 0.16.1; links: network namespaces on one \
-host, shaped link at 400 Mbit/s.
+* Machine: Example CPU (2 cores), Python 3.11.9, torch 2.13.0, megatron-core 0.16.1; links: two emulated hosts on one \
+machine, shaped link at 400 Mbit/s.
 * Times: settings took turns, 3 timed rounds after 1 of warm-up; a sample is the slowest rank's step; step is their \
 median.
 * Bytes: what PyTorch's CPU allocator reports through the profiler, exact to the byte, above the level at the step's \

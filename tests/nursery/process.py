@@ -96,11 +96,11 @@ def run(module: str, *arguments: str, environment: Mapping[str, str] | None = No
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
-    """In place of `RankPool.process`. Started as ever: ranks on hosts of their own, those with a heap of their own (glibc reads
-    its settings when a process starts), and those on machines with a GPU."""
+    """In place of `RankPool.process`. Started as ever: ranks with a heap of their own (glibc reads its settings when a process
+    starts), and those on machines with a GPU."""
     environment = pool.environment(rank, pipe)
     own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
-    if pool.links.command_prefix(rank) or own_heap or Path("/dev/nvidiactl").exists():
+    if own_heap or Path("/dev/nvidiactl").exists():
         return as_ever(pool, rank, pipe)
     if not PINNED:
         environment.pop("LYNX_CORE", None)
@@ -120,7 +120,10 @@ def _start(
         return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()), nursery)
 
 
-OF_ONE_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "MASTER_ADDR", "PYTEST_CURRENT_TEST", ADDRESS}
+OF_ONE_RANK = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "LYNX_LINK", "MASTER_ADDR"),
+    *("PYTEST_CURRENT_TEST", ADDRESS),
+}
 """Variables that are no matter when Megatron is imported."""
 
 

@@ -6,5 +6,5 @@ import time
 
 def say_pid_and_sleep(rank: int, folder: str) -> None:
     with open(os.path.join(folder, str(rank)), "w") as file:
-        file.write(f"{os.getpid()} {os.stat('/proc/self/ns/net').st_ino}")
+        file.write(str(os.getpid()))
     time.sleep(600)
