@@ -15,7 +15,7 @@ from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.units import GIB
-from scripts.make_plans import CLUSTERS, LAUNCHES, launch_job, plan_path
+from scripts.make_plans import LAUNCHES, MEMORY_GIB, launch_job, plan_path
 
 
 def table() -> str:
@@ -26,7 +26,7 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for name in LAUNCHES:
-        for cluster in CLUSTERS:
+        for cluster in MEMORY_GIB:
             job = launch_job(name, cluster)
             stages = [stage.predicted for stage in load_plan(plan_path(name, cluster)).stages if stage.predicted is not None]
             ours = _cell(stages[0].step_s, max(stage.memory_bytes or 0 for stage in stages))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import unified_diff
 from math import isclose
 from pathlib import Path
@@ -31,9 +31,8 @@ CONFIGS = ROOT / "configs"
 LAUNCHES = ("gpt_13b", "llama3_8b", "gpt_175b", "llama3_70b")
 """Launches in scripts/launches/. The one for CPUs is planned from what its machine measures."""
 
-CLUSTERS = ("a100-80g", "h800-80g")
-MEMORY_GIB = 64.6
-"""Of 80 GB, for ready launches: less than a card has, so that replays have something to do. Ready jobs state the same."""
+MEMORY_GIB: Mapping[str, float | None] = {"h100-80g": None, "a100-80g": 64.6, "h800-80g": 64.6}
+"""The budget of ready launches by cluster; none: all that the card has. 64.6 of 80 GB gives recomputation something to do."""
 
 
 def jobs() -> Iterator[tuple[Path, Job, str]]:
@@ -43,10 +42,11 @@ def jobs() -> Iterator[tuple[Path, Job, str]]:
         if job.policy == "planned" and job.cluster.matmul is not None:
             yield CONFIGS / "plans" / path.name, job, f"megatron-lynx plan jobs/{path.stem} -o configs/plans/{path.name}"
     for name in LAUNCHES:
-        for cluster in CLUSTERS:
-            path = plan_path(name, cluster)
-            command = f"megatron-lynx plan --cluster {cluster} --memory-gib {MEMORY_GIB} -o {path.relative_to(ROOT)}"
-            yield path, launch_job(name, cluster), f"{command} -- $(SETTING=none scripts/launches/{name}.sh --print)"
+        for cluster, memory_gib in MEMORY_GIB.items():
+            path, budget = plan_path(name, cluster), "" if memory_gib is None else f" --memory-gib {memory_gib}"
+            command = f"megatron-lynx plan --cluster {cluster}{budget} -o {path.relative_to(ROOT)}"
+            launch = f"CLUSTER={cluster} SETTING=none scripts/launches/{name}.sh --print"
+            yield path, launch_job(name, cluster), f"{command} -- $({launch})"
 
 
 def plan_path(name: str, cluster: str) -> Path:
@@ -56,7 +56,9 @@ def plan_path(name: str, cluster: str) -> Path:
 
 def launch_job(name: str, cluster: str) -> Job:
     """What a ready launch trains, where layers may still be moved."""
-    return job_of(read_launch(launch_words(name, cluster, "none")), cluster, {"budget.memory_gib": MEMORY_GIB})
+    memory_gib = MEMORY_GIB[cluster]
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    return job_of(read_launch(launch_words(name, cluster, "none")), cluster, changes)
 
 
 def launch_words(name: str, cluster: str, setting: str) -> list[str]:

@@ -18,7 +18,7 @@ SEEN_TO = {
     f"{model}-{cluster}"
     for model in ("gpt-22b", "gpt-175b", "llama-7b", "llama-65b", "llama2-70b", "llama3-8b", "llama3-70b")
     for cluster in ("a100-80g", "h800-80g")
-}
+} | {"llama3-8b-h100-80g", "llama3-70b-h100-80g"}
 
 
 LONG_TO_PLAN = ("deepseek-v3", "llama3-405b-128k", "llama3-70b-256k")

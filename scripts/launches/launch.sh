@@ -2,13 +2,14 @@
 # Sourced by the launches beside it, which say what is trained; here is what they have in common, and what can be set from outside.
 #
 #   NAME TENSOR PIPELINE MICRO_BATCH_SIZE MICRO_BATCHES VOCABULARY     set by the launch
+#   CHUNK_LAYERS                                                       layers of each chunk, where stages are interleaved
 #   MODEL=(...)   LAYERS=(...)                                         its arguments: the model; which layers are whose under its plan
 #
 # With --print as its first argument a launch runs nothing and prints its command, a word on each line. Any other argument is
 # Megatron's, and is added.
 
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.} # a checkout of Megatron-LM, 0.16 to 0.19
-CLUSTER=${CLUSTER:-a100-80g}          # a100-80g or h800-80g: whose plan is used
+CLUSTER=${CLUSTER:-h100-80g}          # h100-80g, h800-80g or a100-80g: whose plan is used
 SETTING=${SETTING:-plan}              # plan, or stock Megatron's recomputation: none, selective, full
 PLAN=${PLAN:-}                        # a plan of your own; give the flags it needs as arguments
 
@@ -62,6 +63,9 @@ layout_arguments() {
     )
     if ((TENSOR > 1)); then
         LAYOUT+=(--sequence-parallel)
+    fi
+    if [[ -n ${CHUNK_LAYERS:-} ]]; then
+        LAYOUT+=(--num-layers-per-virtual-pipeline-stage "$CHUNK_LAYERS")
     fi
 }
 
@@ -130,7 +134,7 @@ launch() {
         printf '%s\n' "${command[@]}"
     else
         if [[ $SETTING == plan && ! -f ${RECOMPUTATION[1]} ]]; then
-            local needed="a plan: one of your own as PLAN, or CLUSTER a100-80g or h800-80g, which come with one (not for CPUs)"
+            local needed="a plan: one of your own as PLAN, or CLUSTER h100-80g, h800-80g or a100-80g, which come with one (not for CPUs)"
             refuse "$([[ -n $PLAN ]] && echo PLAN || echo "CLUSTER $CLUSTER"): found no file ${RECOMPUTATION[1]}, needed $needed"
         fi
         [[ -f $MEGATRON_LM_DIR/pretrain_gpt.py ]] ||

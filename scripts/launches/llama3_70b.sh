@@ -23,10 +23,12 @@ MODEL=(
     --attention-dropout 0 --hidden-dropout 0
 )
 
-# What the planner moves between stages: the first and the last also have the large vocabulary.
+# What the planner moves between stages: the first and the last also have the large vocabulary. On H100 stages are interleaved, as in
+# NVIDIA's recipes (dgxc-benchmarking v25.02).
+LAYERS=()
 case $CLUSTER in
+    h100-80g) CHUNK_LAYERS=4 ;;
     a100-80g) LAYERS=(--decoder-first-pipeline-num-layers 19 --decoder-last-pipeline-num-layers 19) ;;
-    *) LAYERS=() ;;
 esac
 
 launch "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Llama 3 8B on one node of 8 GPUs.
 #
-#   MEGATRON_LM_DIR=../Megatron-LM CLUSTER=h800-80g scripts/launches/llama3_8b.sh
+#   MEGATRON_LM_DIR=../Megatron-LM scripts/launches/llama3_8b.sh
 #
 # launch.sh lists what else can be set: data, tokenizer, checkpoints, stock recomputation in place of the plan.
 set -euo pipefail
