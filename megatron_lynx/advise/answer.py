@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.neighbours import Neighbour, neighbours
 from megatron_lynx.advise.today import Launch, Row, launch_today, row_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.optimizer_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
@@ -31,9 +34,11 @@ from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, wit
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
-from megatron_lynx.units import GIB
+from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
+CHUNK_MIB = 256
+"""Of the optimizer's moments in one copy, as Megatron's own example has it."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
     """A sentence for each. `reading`: in the words of its launch."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
         yield "activations on the host: --offload-ratio auto"
-    if (freed := _optimizer(job, costs, reading)) is not None:
-        yield freed
+    yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
     if job.cluster.matmul is None:
         return
     if (changes := fewest_changes(job, costs, plannable, OF_THE_HOST)) is not None:
@@ -159,11 +163,11 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
     yield from _more_gpus(job)
 
 
-def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> str | None:
-    """The least quarter of the optimizer's state with which a plan fits when that is on the host. Megatron steps a part of the
-    parameters there only with a precision-aware optimizer, which has to be distributed."""
+def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
+    """Seconds of its update, and the least quarter of the optimizer's state with which a plan fits when that is on the host.
+    Megatron steps a part of the parameters there only with a precision-aware optimizer, which has to be distributed."""
     if job.optimizer.offload != 0:
-        return None
+        return
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
     for share in QUARTERS[1:]:
         asked = with_changes(job, [*aware, ("optimizer.offload", share)])
@@ -171,8 +175,23 @@ def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> str | None:
             on_host = OnHost.of(asked, costs.host_adam, priced=costs.host_adam is not None)
             assert on_host is not None, "a share of the optimizer is there"
             words = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:g}"]
-            return f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
-    return None
+            seconds = inf if on_host.seconds is None else on_host.seconds.total_s
+            yield seconds, f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
+            return
+
+
+def _states(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
+    """The same with states on the host between updates, which run on the device."""
+    if job.optimizer.on_host or job.optimizer.offload != 0:
+        return
+    asked = with_changes(job, [("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB)])
+    if asked is None or not plannable(asked, costs):
+        return
+    on_host, more_s = OnHost.of(asked, None, priced=False), update_s(asked, costs) - update_s(job, costs)
+    assert on_host is not None, "all of the states are there"
+    words = [CHUNKED, f"{CHUNK} {CHUNK_MIB}", "--ckpt-format torch_dist"]
+    flags = " ".join(words) if reading is None else reading.said(words)
+    yield more_s, f"{on_host.in_words}; {format_seconds(more_s)} a step: {flags} (newer than Megatron 0.19)"
 
 
 def _more_gpus(job: Job) -> Iterator[str]:

@@ -193,6 +193,8 @@ class Job(Part):
             problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
         if self.optimizer.offload != 0 and self.cluster.device == "cpu":
             problems.append(f"optimizer.offload {self.optimizer.offload} needs cluster.device cuda, found cpu")
+        if self.optimizer.states_on_host and not parallel.distributed_optimizer:
+            problems.append("optimizer.states_on_host needs parallel.distributed_optimizer: true, found false")
         if self.overlap.parameters and not parallel.distributed_optimizer:
             problems.append("overlap.parameters needs parallel.distributed_optimizer: true, found false: else none are gathered")
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
@@ -235,8 +237,9 @@ class Job(Part):
         if self.parallel.optimizer_instances > 1:
             instances = self.parallel.optimizer_instances
             problems.append(f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}")
-        if self.optimizer.offload != 0:
-            problems.append(f"optimizer.offload {self.optimizer.offload} needs all of it on the device: 0, {todo}")
+        for name in ("offload", "states_on_host"):
+            if (share := getattr(self.optimizer, name)) != 0:
+                problems.append(f"optimizer.{name} {share} needs all of it on the device: 0, {todo}")
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             problems.append(

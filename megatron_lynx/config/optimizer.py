@@ -32,6 +32,11 @@ class Optimizer(Part):
     """Share of what a rank owns that is stepped on the host. auto: what makes a plan fastest; it is 0 until that is known."""
     overlap_copies: bool = False
     """Whether its gradients are copied to the host while others are stepped there."""
+    states_on_host: float = Field(default=0.0, ge=0, le=1)
+    """Share of main parameters and moments that is in host memory between updates, which run on the device
+    (`--chunked-optimizer-state-offload`)."""
+    chunk_mib: int = Field(default=0, ge=0)
+    """Moments that an update restores in one chunk, of which two are on the device; 0: all at once."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Optimizer:
@@ -45,6 +50,9 @@ class Optimizer(Part):
             raise ValueError(f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false")
         if self.precision_aware and self.states != ADAMS:
             raise ValueError(f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam")
+        if self.states_on_host and self.offload != 0:
+            found = f"states_on_host {self.states_on_host:g} and offload {self.offload}"
+            raise ValueError(f"{found}: one of them, as Megatron refuses both")
         if self.offload != 0 and not self.precision_aware:
             found = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
             raise ValueError(f"{found}, found false, as Megatron refuses it")
@@ -54,3 +62,8 @@ class Optimizer(Part):
     def offloaded(self) -> float:
         """The share, 0 where it is still to be found."""
         return 0.0 if self.offload == "auto" else self.offload
+
+    @property
+    def on_host(self) -> bool:
+        """Whether host memory holds any of it."""
+        return bool(self.offloaded or self.states_on_host)

@@ -15,9 +15,18 @@ Megatron's `HybridDeviceOptimizer` steps a share f of the parameters that a rank
 Types that a precision-aware optimizer is given for its state (`exp_avg_dtype`, `main_params_dtype`) do not count here: what is
 stepped has copies in fp32. The copy of a 16-bit gradient in fp32 is let go by nobody until the next one takes its place.
 
-It is made twice: first of whole parameters, of which those that stay are copied in fp32 on the device, then of what the rank
-owns. Read in megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`, `get_megatron_optimizer`). Copies
-between types convert on the device if they do not block (PyTorch, `Copy.cu`), so both ways move four bytes.
+With `--chunked-optimizer-state-offload` (before, `--offload-optimizer-states`; Megatron's dev branch, pull requests 2760, 6244
+and 6544) the update runs on the device, and the host holds states between updates:
+
+    gradients reduced | update                          | forward
+    main, chunk 1 in  | chunk 2 in   chunk 3 in   ...   | main, last chunk out
+                        chunk 1      chunk 2 ...          (not waited for)
+                                     chunk 1 out  ...
+
+The optimizer on the host is made twice: first of whole parameters, of which those that stay are copied in fp32 on the device,
+then of what the rank owns. Read in megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`,
+`get_megatron_optimizer`). Copies between types convert on the device if they do not block (PyTorch, `Copy.cu`), so both ways move
+four bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +36,15 @@ from typing import Any
 
 from megatron_lynx.config.host_time import HostAdam
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.parameters import FP32_BYTES, MOMENTS_BYTES, Parameters, owned_parameters, stage_parameters
+from megatron_lynx.cost.parameters import (
+    FP32_BYTES,
+    MOMENTS_BYTES,
+    Parameters,
+    bytes_each,
+    owned_parameters,
+    restored_bytes,
+    stage_parameters,
+)
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
@@ -63,26 +80,32 @@ class OnHost:
     rank_bytes: int
     """Host memory of the rank that needs most."""
     seconds: HostSeconds | None
-    """None where the cluster's description has no rates."""
+    """None where the cluster's description has no rates, or where updates run on the device."""
+    states: bool = False
+    """Whether updates run on the device."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:
         """None where there is none. `priced`: whether there are figures to price it with."""
-        if not job.optimizer.offloaded:
+        if not job.optimizer.on_host:
             return None
         stages = range(job.parallel.pipeline)
+        rank_bytes = max(optimizer_host_bytes(job, stage) for stage in stages)
+        if share := job.optimizer.states_on_host:
+            return cls(share, rank_bytes, None, states=True)
         most = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
         seconds = host_seconds(job, owned_parameters(job, most), adam) if priced else None
-        return cls(job.optimizer.offloaded, max(optimizer_host_bytes(job, stage) for stage in stages), seconds)
+        return cls(job.optimizer.offloaded, rank_bytes, seconds)
 
     @property
     def as_json(self) -> dict[str, Any]:
         told = None if self.seconds is None else {**asdict(self.seconds), "total_s": self.seconds.total_s}
-        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": told}
+        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": told, "states": self.states}
 
     @property
     def in_words(self) -> str:
-        held = f"optimizer on the host: {self.share:g} of it, {format_bytes(self.rank_bytes)} of each rank"
+        what = "optimizer's states on the host between updates" if self.states else "optimizer on the host"
+        held = f"{what}: {self.share:g} of it, {format_bytes(self.rank_bytes)} of each rank"
         if self.seconds is None:
             return held
         spent = (("gradients out", self.seconds.out_s), ("AdamW", self.seconds.step_s), ("parameters back", self.seconds.back_s))
@@ -107,9 +130,24 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
     return HostSeconds(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
 
 
+def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float) -> float:
+    """Seconds that an update waits for states from the host: for the first chunk beyond the reduction of gradients before it, for
+    the others beyond the update itself. Copies out take as long beside those in. 0 where the cluster's link is not described."""
+    each, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
+    if pcie is None or not job.optimizer.states_on_host:
+        return 0.0
+    main, window = restored_bytes(job, parameters)
+    first = window / 2 if job.optimizer.chunk_mib else window
+    others = max(0.0, job.optimizer.states_on_host * each.moments * owned - first)
+    return max(0.0, pcie.shared_s(main + first) - reduction_s) + max(0.0, pcie.shared_s(others) - adam_s)
+
+
 def optimizer_host_bytes(job: Job, stage: int) -> int:
     """The most of host memory that one rank's optimizer takes, at once, with what PyTorch keeps of pinned blocks."""
     share, parameters = job.optimizer.offloaded, stage_parameters(job, stage)
+    if states := job.optimizer.states_on_host:
+        each = bytes_each(job)
+        return round(PINNED_ROUNDING * states * (each.main_parameter + each.moments) * owned_parameters(job, parameters))
     if not share:
         return 0
     owned, element_bytes = owned_parameters(job, parameters), job.model.element_bytes
@@ -143,7 +181,7 @@ def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
     """What a node's host memory lacks where every rank puts so many bytes of activations there; None where it is enough.
     A node's devices share it; each is taken to be of the stage that offloads most."""
     node, devices = job.cluster.node, job.host_sharers
-    if node is None or (not rank_bytes and not job.optimizer.offloaded):
+    if node is None or (not rank_bytes and not job.optimizer.on_host):
         return None
     if (needed := devices * rank_bytes) <= (left := least_left_bytes(job)):
         return None
@@ -167,6 +205,6 @@ def in_words(job: Job, left_bytes: float) -> str:
     """What of host memory may be used, and why it is less than the node has."""
     assert job.cluster.node is not None, "there is a limit"
     host = f"{job.cluster.node.host_memory_gib:g} GiB, {assumed(job)}"
-    if not job.optimizer.offloaded:
+    if not job.optimizer.on_host:
         return f"at most {host}"
     return f"at most {format_bytes(max(0.0, left_bytes))} beside the optimizer, of {host}"

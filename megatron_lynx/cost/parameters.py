@@ -9,6 +9,7 @@
                                                              less where these are held in less
 other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
 on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
+states on the host between updates                 those that stay; in updates all main parameters, and two chunks of moments
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
 With several instances of it, by those of one instance.
 fp16 weights are counted as bf16 ones. Their loss scale is one number.
@@ -38,6 +39,7 @@ from megatron_lynx.kinds.face import HalfParameters, Linear
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.quantized import BF16_BYTES, buffer_bytes, weight_bytes
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.units import MIB
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 FP32_BYTES, MOMENTS_BYTES = 4, 8
@@ -89,7 +91,7 @@ def bytes_each(job: Job) -> BytesEach:
             copied.append(asked.main_parameters)
         # Otherwise main parameters and the gradients' copies are Megatron's own, in fp32 (`OptimizerConfig.__post_init__`).
     state_copies = FP32_BYTES * sum(each not in ("fp32", "remainder") for each in copied)
-    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies)
+    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies, stays=1 - asked.states_on_host)
 
 
 @dataclass(frozen=True)
@@ -226,9 +228,19 @@ def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
     return _shared(job, count, experts, bytes_each(job).optimizer)
 
 
-def update_copies_bytes(job: Job, count: int, experts: int = 0) -> int:
-    """What this rank's share of an update copies into fp32."""
-    return _shared(job, count, experts, bytes_each(job).update_copies)
+def update_copies_bytes(job: Job, parameters: Parameters) -> int:
+    """What this rank's share of an update copies into fp32, or restores from the host."""
+    copies = _shared(job, parameters.total, parameters.experts, bytes_each(job).update_copies)
+    return copies + sum(restored_bytes(job, parameters))
+
+
+def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
+    """Of states that are on the host between updates: main parameters, all of which an update restores first, and those moments
+    that are on the device at once. A parameter's are in one chunk (`ChunkedOptimizerStateOffloader` of Megatron's dev branch)."""
+    asked, each, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
+    moments, largest = asked.states_on_host * each.moments * owned, each.moments * min(parameters.largest, owned)
+    window = 2 * max(asked.chunk_mib * MIB, largest) if asked.chunk_mib else moments
+    return ceil(asked.states_on_host * each.main_parameter * owned), ceil(min(moments, window))
 
 
 def reduced_bytes(job: Job, parameters: Parameters) -> int:

@@ -247,7 +247,7 @@ def _states(job: Job, stage: int) -> _States:
         second_weights=weights if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
-    copies = update_copies_bytes(job, parameters.total, parameters.experts)
+    copies = update_copies_bytes(job, parameters)
     in_hand, made = update_in_hand_bytes(job, parameters), made_bytes(job, parameters)
     return _States(states, reduced_bytes(job, parameters), copies, in_hand, made)
 

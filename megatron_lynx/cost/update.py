@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.fixed import fixed_s
-from megatron_lynx.cost.host_optimizer import host_seconds
+from megatron_lynx.cost.host_optimizer import host_seconds, states_s
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,
     bytes_each,
@@ -84,13 +84,16 @@ def update_s(job: Job, profile: Profile) -> float:
     one = bucket_parameters(job, stage, most, sharers)
     linears, experts = (max(getattr(each, name) for each in of_stages) for name in ("linears", "experts"))
     in_fp8 = held_in_fp8(job, most)
-    seconds = _updated(job, most.others, sharers, layout.tensor, one, linears, in_fp8[0]).exposed_s(job, behind)
+    others = _updated(job, most.others, sharers, layout.tensor, one, linears, in_fp8[0])
+    seconds, adam_s = others.exposed_s(job, behind), others.adam_s
     seconds += host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s
     if most.experts:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
         stride = layout.expert_tensor_size * layout.expert
         own = _updated(job, most.experts, expert_sharers(job), stride, one, experts, in_fp8[1])
         seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
+        adam_s += own.adam_s
+    seconds += states_s(job, most, adam_s, reduction_s(job))
     return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
 
 

@@ -74,6 +74,10 @@ class Given:
         said = self.values.get(name)
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
+    def unknown_value(self, option: str) -> str | None:
+        """The words after a flag that Megatron does not know; None where it is not given."""
+        return next((words.removeprefix(option).strip() for words in self.unknown if words.split()[0] == option), None)
+
     def origin(self, *names: str) -> str:
         """Where that comes from, in words: the first of these names that was said."""
         return next((self.values[name].said for name in names if name in self.values), "Megatron's default")

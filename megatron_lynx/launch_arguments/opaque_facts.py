@@ -21,6 +21,7 @@ from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, stack_of
 from megatron_lynx.launch_arguments.layer_pattern import layer_pattern
 from megatron_lynx.launch_arguments.model_facts import FORKS
+from megatron_lynx.launch_arguments.optimizer_facts import STATES_ON_HOST
 
 VARIANT, FREQ, GATE, KNOWN = "experimental_attention_variant", "linear_attention_freq", "attention_output_gate", "gated_delta_net"
 TYPE = f"--linear-attention-type {KNOWN}"
@@ -62,7 +63,8 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def without_known(given: Given) -> Given:
     """Without the words of forks that are read here."""
-    return replace(given, unknown=tuple(words for words in given.unknown if words not in (TYPE, *FORKS)))
+    known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
+    return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
 
 
 def _in_stack(given: Given, stack: Sequence[StackLayer]) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,11 @@ ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fractio
 OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
 """Arguments that a launch loses whose plan has all of the optimizer on the device."""
 
+CHUNKED, LEGACY = "--chunked-optimizer-state-offload", "--offload-optimizer-states"
+CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-offload-fraction"
+STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
+"""Flags of Megatron's dev branch, newer than 0.19."""
+
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
 STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3, **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), 2)}
@@ -30,6 +35,7 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """Facts about the optimizer. What Megatron itself would refuse is added to `problems`."""
     yield _gradients(given, problems)
     yield from _states(given, problems)
+    yield from _states_on_host(given, problems)
     types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
     if not given[AWARE]:
         if given[ON_HOST]:
@@ -64,6 +70,24 @@ def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32{about}")
     if given[AWARE]:
         problems.append(Problem(given.origin(AWARE), "given", f"--optimizer adam beside it, found {name}"))
+
+
+def _states_on_host(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    flag = next((flag for flag in (CHUNKED, LEGACY) if given.unknown_value(flag) is not None), None)
+    if flag is None:
+        return
+    if given[ON_HOST]:
+        problems.append(Problem(flag, f"also {given.origin(ON_HOST)}", "one of them: Megatron refuses both"))
+    if given["optimizer"] != "adam" and (flag == LEGACY or given["optimizer"] != "muon"):
+        problems.append(Problem(flag, f"also --optimizer {given['optimizer']}", "--optimizer adam, or muon with " + CHUNKED))
+    for place, option, default in (("states_on_host", FRACTION, 1.0), ("chunk_mib", CHUNK, 0)):
+        word = given.unknown_value(option)
+        try:
+            value = default if word is None else type(default)(word)
+        except ValueError:
+            problems.append(Problem(option, word or "nothing", "a number"))
+        else:
+            yield Fact(f"optimizer.{place}", value, flag if word is None else option)
 
 
 def _gradients(given: Given, problems: list[Problem]) -> Fact:

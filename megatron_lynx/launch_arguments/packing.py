@@ -70,5 +70,5 @@ def _batch(given: Given) -> dict[str, tuple[int, str]]:
 
 def _number(given: Given, option: str) -> int | None:
     """What a launch says behind a flag that Megatron does not know; None where that is no number."""
-    word = next((words.split()[-1] for words in given.unknown if words.split()[0] == option), "")
+    word = given.unknown_value(option) or ""
     return int(word) if word.isdecimal() else None
