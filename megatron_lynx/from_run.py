@@ -34,6 +34,7 @@ from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.learned import Learned
 from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow, WaitSeconds
+from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.scaled import as_learned
@@ -316,7 +317,7 @@ def _not_learned(report: Report) -> Iterator[str]:
 
 def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
     """The job and the profile that are asked for are not those of the run's plan."""
-    again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {_asked_first(outcome.asked or 'JOB')}"
+    again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {without_options(outcome.asked or 'JOB', '--from-run')}"
     own, last = outcome.profile_digest, outcome.reports[-1]
     if outcome.job_digest is None:
         yield Problem(
@@ -330,15 +331,6 @@ def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> 
         yield Problem(f"{where}: profile_digest", found, needed, "give the --profile, or the cluster, of its plan")
     elif (numbers := [row.stage for row in last.stages]) != list(range(job.parallel.pipeline)):
         yield Problem(f"{where}: stages", ", ".join(map(str, numbers)), f"0 to {job.parallel.pipeline - 1}, as the job has them")
-
-
-def _asked_first(asked: str) -> str:
-    """The words for a plan without the run that it learned from itself."""
-    words = shlex.split(asked)
-    if "--from-run" in words:
-        at = words.index("--from-run")
-        del words[at : at + 2]
-    return shlex.join(words)
 
 
 def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:

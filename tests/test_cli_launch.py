@@ -54,7 +54,7 @@ def test_an_estimate_of_a_launch_as_json() -> None:
             ("--cluster", "a100-80g", "--", "--num-layers", "8", "--multi-latent-attention", "--mla-down-proj-fusion"),
             "one linear does what two items stand for",
         ),
-        (("--cluster", "a100", "--", "--num-layers", "8"), "--cluster: found no file"),
+        (("--cluster", "a1000", "--", "--num-layers", "8"), "--cluster: found no file"),
     ],
 )
 def test_what_is_not_clear_is_asked(arguments: tuple[object, ...], answer: str, tmp_path: Path) -> None:

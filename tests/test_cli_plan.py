@@ -45,10 +45,10 @@ def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> 
 
 
 def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
-    """A run that runs out of memory under it says the same words, with less memory."""
+    """`simulate` and `report` read the job from there; a run that runs out of memory says the same words, with less memory."""
     planned(tmp_path, "--memory-gib", 70)
     provenance = load_plan(tmp_path / "plan.yaml").provenance
-    assert provenance.asked == JOB
+    assert provenance.asked == f"--memory-gib 70 {JOB}"
     assert Asked(("torchrun", "a b.py"), "h100-80g", 8).again({}) == "--cluster h100-80g --gpus 8 -- torchrun 'a b.py'"
 
 

@@ -101,4 +101,4 @@ def test_the_command_asks_for_it_by_name(tmp_path):
     assert not plan.exists()
     made = lynx("plan", "jobs/llama3-8b-h800-80g", "--inexact", "head", "--memory-gib", 42, "-o", plan)
     assert made.exit_code == 0, made.output
-    assert load_plan(plan).provenance.asked == "--inexact head jobs/llama3-8b-h800-80g"
+    assert load_plan(plan).provenance.asked == "--memory-gib 42 --inexact head jobs/llama3-8b-h800-80g"

@@ -21,6 +21,7 @@ from megatron_lynx.cli.options import (
     LayersOption,
     LoadOption,
     MemoryOption,
+    ModelOption,
     OffloadOption,
     ShareOption,
     StrictOption,
@@ -44,6 +45,7 @@ def advise(
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
     bridge: BridgeOption = None,
+    model: ModelOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -61,7 +63,7 @@ def advise(
     from megatron_lynx.advise import as_json as as_json_of
 
     changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)
     with awaited("comparing layouts"):
@@ -80,7 +82,7 @@ def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | No
     """The job, and why no plan can be made of the launch although what it does today can be priced."""
     from megatron_lynx.advise.today import asked_launch
 
-    if asked.cluster is None:
+    if not asked.is_launch or asked.cluster is None:
         return (*job_or_launch(asked, planning=True, changes=changes), ())
     launch = asked_launch(asked.words, asked.cluster, asked.gpus, changes, strict=asked.strict)
     warn_of_reading(launch.reading, launch.job)

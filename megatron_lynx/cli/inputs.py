@@ -120,14 +120,13 @@ def warn_of(profile: Profile) -> None:
         say(f"warning: {profile.source.caution}", err=True)
 
 
-def figures_for(plan: Plan, profile_file: Path | None, job_file: str | None) -> Profile:
+def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
     """Seconds and bytes to simulate a plan with: from a profile, or a described cluster, with what the plan has learned. Nothing
     is measured."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
     from megatron_lynx.profiler.scaled import as_learned
 
-    job = None if job_file is None else job_named(job_file)
     if job is not None and (job.cluster.matmul is not None or profile_file is not None):
         return as_learned(costs_of(job, profile_file), plan.provenance.learned)
     if profile_file is not None:

@@ -4,14 +4,16 @@ megatron-lynx plan jobs/demo                                       a job file, o
 megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
 megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
 megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge's, whose settings are named
+megatron-lynx estimate --cluster h100 --gpus 64 --model llama3-70b     a model, in the smallest layout that fits
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +37,30 @@ class Asked:
     gpus: int | None = None
     strict: bool = False
     """Whether flags that Megatron does not know are refused."""
+    model: str | None = None
+    """A model by its name, in place of a job's file."""
 
     @property
     def is_launch(self) -> bool:
         """A launch is told from a job file by its cluster."""
-        return self.cluster is not None
+        return self.cluster is not None and self.model is None
+
+    @property
+    def job_file(self) -> Path | None:
+        """The file of the job, if it is one's."""
+        from megatron_lynx.config.loader import job_path
+
+        return None if self.is_launch or self.model is not None else job_path(self.words[0])
 
     def again(self, more: Mapping[str, object | None]) -> str:
         """The words of a shell that ask for the same job, or the same launch, again. `more`: options with their values."""
-        given = {"--cluster": self.cluster, "--gpus": self.gpus, **more}
-        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **more}
+        options = [word for name, value in given.items() if value is not None for word in (name, _written(value))]
         return shlex.join([*options, *(["--"] if self.is_launch else []), *self.words])
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value.value if isinstance(value, Enum) else value)
 
 
 def asked_about(
@@ -56,6 +71,7 @@ def asked_about(
     *,
     strict: bool = False,
     bridge: str | None = None,
+    model: str | None = None,
 ) -> Asked:
     """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
     from megatron_lynx.errors import ConfigError
@@ -67,14 +83,14 @@ def asked_about(
 
         words = [CONTAINER, bridge, *words]
     if launch_file is None:
-        asked = Asked(tuple(words), cluster, gpus, strict)
+        asked = Asked(tuple(words), cluster, gpus, strict, model)
     elif words:
         raise ConfigError(UNCLEAR, [_both(launch_file, words)])
     else:
         file = read_launch_file(launch_file)
         if cluster is None and file.cluster is not None:
             say(f"cluster {file.cluster}, as {launch_file} says", err=True)
-        asked = Asked(file.words, cluster or file.cluster, gpus, strict)
+        asked = Asked(file.words, cluster or file.cluster, gpus, strict, model)
     if problems := _unclear(asked, launch_file):
         raise ConfigError(UNCLEAR, problems)
     return asked
@@ -92,6 +108,8 @@ def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.launch_arguments import read_launch
 
+    if asked.model is not None:
+        return list(_unclear_model(asked))
     if asked.is_launch:
         return [] if asked.words else [Problem("LAUNCH", "nothing", "a launch after --, or --launch-file FILE")]
     if not asked.words:
@@ -110,17 +128,59 @@ def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
     return problems
 
 
+def _unclear_model(asked: Asked) -> Iterator[Any]:
+    from megatron_lynx.errors import Problem
+
+    if asked.words:
+        yield Problem("--model", f"also {asked.words[0]!r}", "a model, or a job or a launch, not both")
+    if asked.cluster is None:
+        yield Problem("--cluster", "nothing", "where the model is to be trained: h100, or a file")
+    if asked.gpus is None:
+        yield Problem("--gpus", "nothing", "on how many of its GPUs")
+
+
 def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
     """The job that was asked about; for a launch also what was understood of it. Warns of what Megatron does not know."""
     from megatron_lynx.cli.inputs import job_named
     from megatron_lynx.launch_arguments import job_of, read_launch
 
+    if asked.model is not None:
+        return job_of_model(asked, changes or {}, planning=planning), None
     if asked.cluster is None:
         return job_named(asked.words[0], changes), None
     reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
     job = job_of(reading, asked.cluster, changes or {})
     warn_of_reading(reading, job)
     return job, reading
+
+
+def job_of_model(asked: Asked, changes: Mapping[str, Any], *, planning: bool) -> Job:
+    """A job of a model, of which all that is not stated is chosen here and told."""
+    from megatron_lynx.cli.inputs import mention_experts
+    from megatron_lynx.config import Job
+    from megatron_lynx.config.loader import load_cluster, load_model, override
+    from megatron_lynx.search.candidate import in_words
+    from megatron_lynx.search.smallest import batch_of, smallest_layout
+    from megatron_lynx.validation import validated
+
+    model, cluster = load_model(str(asked.model), "--model"), load_cluster(str(asked.cluster), "--cluster")
+    gpus = asked.gpus or 1
+    own = model.model_dump(mode="json", exclude_unset=True)
+    engine = {} if cluster.device == "cpu" else {"implementation": "transformer_engine"}
+    data: dict[str, Any] = {
+        "model": {**engine, **own},
+        "cluster": cluster.model_dump(mode="json"),
+        "gpus": gpus,
+        "parallel": {"distributed_optimizer": True},
+        "batch": {"micro": 1, "global": batch_of(model.seq, gpus)},
+        "policy": "none",
+    }
+    override(data, changes)
+    job = smallest_layout(validated(Job, data, "--model"))
+    batch = f"batches of {job.batch.global_} sequences of {model.seq} tokens"
+    say(f"{in_words(job)}: the smallest layout that fits; {batch}. A job file or a launch says otherwise", err=True)
+    mention_experts(job)
+    return job.model_copy(update={"policy": "planned"}) if planning else job
 
 
 def show_understood(reading: Reading) -> None:

@@ -28,7 +28,19 @@ JobOrLaunch = Annotated[
 
 
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: a100-80g, or a file.")
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: h100 (h100-80g), or a file.")
+]
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="In place of a job or a launch, with --cluster and --gpus: a catalogued model (llama3-70b), or a file, in the "
+        "smallest layout that fits.",
+        show_default=False,
+    ),
 ]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import check_plot, check_writable, profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, lengths_of, measured_here, number_or_word, taught
-from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
+from megatron_lynx.cli.launches import Asked, asked_about, command_with, job_or_launch, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
     BridgeOption,
@@ -21,6 +24,7 @@ from megatron_lynx.cli.options import (
     GpusOption,
     HoldOption,
     HostMemoryOption,
+    Inexact,
     InexactOption,
     JobName,
     JobOrLaunch,
@@ -29,6 +33,7 @@ from megatron_lynx.cli.options import (
     LengthsOption,
     LoadOption,
     MemoryOption,
+    ModelOption,
     OffloadOption,
     OptimizerOption,
     PlanFile,
@@ -45,7 +50,9 @@ if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.plan import Plan
     from megatron_lynx.planner import Decision
+    from megatron_lynx.profiler.profile import Profile
 
 
 @app.command()
@@ -70,11 +77,13 @@ def profile(
 
 @app.command()
 def plan(
+    context: typer.Context,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
     bridge: BridgeOption = None,
+    model: ModelOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -99,14 +108,8 @@ def plan(
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
 
-    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib)
-    changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
-    changes |= expert_changes(load, hold)
-    changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
-    changes |= {"head.pieces": "auto"} if inexact else {}
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
-    job, reading = job_or_launch(asked, planning=True, changes=changes)
-    check_writable(output, read=[profile_file, launch_file, run_file, job_path(asked.words[0]) if reading is None else None])
+    asked, job, reading = _requested(**context.params)
+    check_writable(output, read=[profile_file, launch_file, run_file, asked.job_file])
     job, costs, lesson = taught(job, profile_file, run_file)
     with awaited("making the plan"):
         answer = answered(job, costs, reading, near=False)
@@ -116,18 +119,7 @@ def plan(
         _say_no(answer, as_json=as_json)
         return
     compared = against_windows(decision, job, costs)
-    head = next(iter(inexact or ()), None)
-    options = {
-        "--profile": profile_file,
-        "--offload-ratio": offload_ratio,
-        "--optimizer-offload": optimizer_offload,
-        "--experts-load": load,
-        "--experts-hold": hold,
-        "--host-memory-gib": host_memory_gib,
-        "--inexact": head,
-        "--from-run": run_file,
-    }
-    origin = {"asked": asked.again(options), "job": job.digest, **({} if lesson is None else lesson.origin)}
+    origin = {"asked": asked.again(_options(context)), "job": job.digest, **({} if lesson is None else lesson.origin)}
     provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
@@ -146,6 +138,64 @@ def plan(
     if verbose:
         show_details(answer)
     say(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
+
+
+def _requested(
+    *,
+    words: list[str] | None,
+    cluster: str | None,
+    gpus: int | None,
+    bridge: str | None,
+    model: str | None,
+    launch_file: Path | None,
+    strict: bool,
+    memory_gib: float | None,
+    share: float | None,
+    offload_ratio: str | None,
+    host_memory_gib: float | None,
+    optimizer_offload: str | None,
+    load: float | None,
+    hold: float | None,
+    lengths: str | None,
+    inexact: list[Inexact] | None,
+    **_: object,
+) -> tuple[Asked, Job, Reading | None]:
+    """The job or the launch that the options of `plan` ask about."""
+    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
+    changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
+    changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
+    changes |= {"head.pieces": "auto"} if inexact else {}
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
+    return asked, *job_or_launch(asked, planning=True, changes=changes)
+
+
+OF_THE_REQUEST = ("words", "cluster", "gpus", "bridge", "model", "launch_file", "strict")
+"""Parameters of `plan` that `Asked` holds."""
+OF_THE_ANSWER = ("output", "verbose", "as_json")
+
+
+def _options(context: typer.Context) -> dict[str, object]:
+    """The other options of `plan` that are given, by their names."""
+    given = {}
+    for each in context.command.params:
+        value = context.params.get(each.name or "")
+        value = next(iter(value), None) if isinstance(value, list | tuple) else value
+        if value is not None and each.name not in (*OF_THE_REQUEST, *OF_THE_ANSWER):
+            given[each.opts[0]] = value
+    return given
+
+
+def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
+    """The job that a plan was made of, what was read of its launch, and its profile; None where the plan does not say. Raises
+    `ConfigError` where that is no longer there, or has changed."""
+    if (asked := plan.provenance.asked) is None:
+        return None
+    group = cast("TyperGroup", get_command(app))
+    context = group.commands["plan"].make_context("plan", ["-o", os.devnull, *shlex.split(asked)])
+    _, job, reading = _requested(**context.params)
+    if plan.provenance.job not in (None, job.digest):
+        say(f"warning: `megatron-lynx plan {asked}` is another job now than when the plan was made", err=True)
+    return job, reading, context.params["profile_file"]
 
 
 def _launched(job: Job, decision: Decision, reading: Reading | None, output: Path, *, chosen: bool) -> str:
@@ -197,7 +247,11 @@ def simulate(
     ] = None,
     job_file: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="The plan's job: its cluster's figures are taken where there is no profile."),
+        typer.Option(
+            "--job",
+            metavar="JOB",
+            help="The plan's job, where the plan does not say it: its cluster has figures, too.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -219,8 +273,7 @@ def simulate(
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
         plan = load_plan(plan_file)
-        costs = figures_for(plan, profile_file, job_file)
-        job = None if job_file is None else job_named(job_file)
+        job, costs = _job_and_figures(plan, profile_file, job_file)
         reduced = job is not None and job.overlap.gradients
         simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
@@ -231,3 +284,11 @@ def simulate(
         show_lines(*HostReport.of(costs, simulation.host_bound).lines)
         for path in written:
             say(f"wrote {path}")
+
+
+def _job_and_figures(plan: Plan, profile_file: Path | None, job_file: str | None) -> tuple[Job | None, Profile]:
+    """The job that is given, else the plan's own, with figures to simulate with. Nothing is measured."""
+    origin = planned_from(plan) if job_file is None and profile_file is None else None
+    job, profile_file = (None, profile_file) if origin is None else (origin[0], origin[2])
+    job = job if job_file is None else job_named(job_file)
+    return job, figures_for(plan, profile_file, job)

@@ -23,6 +23,7 @@ from megatron_lynx.cli.options import (
     LaunchFileOption,
     LoadOption,
     MemoryOption,
+    ModelOption,
     OffloadOption,
     ShareOption,
     StrictOption,
@@ -39,6 +40,7 @@ def estimate(
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
     bridge: BridgeOption = None,
+    model: ModelOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
@@ -60,7 +62,7 @@ def estimate(
     from megatron_lynx.profiler.profile import load_profile
 
     changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge)
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
     job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
     today = None if reading is None else priceable(reading)
@@ -85,6 +87,7 @@ def search(
     words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     bridge: BridgeOption = None,
+    model: ModelOption = None,
     launch_file: LaunchFileOption = None,
     strict: StrictOption = False,
     load: LoadOption = None,
@@ -126,8 +129,9 @@ def search(
     of_policies = POLICIES if policies is None else named_in(policies)
     of_schedules = None if schedules is None else named_in(schedules)
     sizes = None if context is None else whole_numbers_in(context, "--context")
-    asked = asked_about(words, cluster, None, launch_file, strict=strict, bridge=bridge)
-    own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else None
+    of_model = None if model is None else gpus
+    asked = asked_about(words, cluster, of_model, launch_file, strict=strict, bridge=bridge, model=model)
+    own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else of_model
     job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False, changes=expert_changes(load, hold))
     with counted("layouts ranked") as watch:
         ranking = searched(

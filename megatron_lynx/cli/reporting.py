@@ -10,6 +10,7 @@ import typer
 from megatron_lynx.cli.answers import check_writable
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
+from megatron_lynx.cli.planning import planned_from
 from megatron_lynx.cli.terminal import counted, say
 
 if TYPE_CHECKING:
@@ -34,13 +35,18 @@ def report(
     ] = None,
     job_file: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="The plan's job: gives its cluster's figures, and the front of plans."),
+        typer.Option(
+            "--job",
+            metavar="JOB",
+            help="The plan's job, where the plan does not say it.",
+        ),
     ] = None,
     budgets: Annotated[
         int, typer.Option("--budgets", min=0, max=100, metavar="N", help="Plans on the front of memory and time; 0: no front.")
     ] = 12,
 ) -> None:
     """One HTML file to look at, without a network: schedule, waits, memory, plans over budgets; predicted beside measured."""
+    from megatron_lynx.profiler.profile import load_profile
     from megatron_lynx.profiler.scaled import as_learned
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
@@ -50,13 +56,16 @@ def report(
     check_writable(output, read=map(Path, given.sources.values()))
     if given.job is not None:
         mention_experts(given.job)
-    job = given.job if job_file is None else job_named(job_file)
-    learned, costs = None if given.plan is None else given.plan.provenance.learned, _costs(job, given.profile)
+    job, reading, profile = given.job if job_file is None else job_named(job_file), None, given.profile
+    if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
+        job, reading, own = origin
+        profile = profile if profile is not None or own is None else load_profile(own)
+    learned, costs = None if given.plan is None else given.plan.provenance.learned, _costs(job, profile)
     if learned is not None:  # the plan, the front around it and stock's settings are priced with what its run before has taught
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
     with counted("plans made") as watch:
-        island = contents(Asked(given, job, costs, budgets, watch))
+        island = contents(Asked(given, job, costs, reading, budgets, watch))
     write_page(island, output)
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 

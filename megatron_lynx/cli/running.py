@@ -180,9 +180,12 @@ def doctor(
     """
     from dataclasses import asdict
 
+    from megatron_lynx.config.loader import load_cluster
     from megatron_lynx.doctor import findings
 
     asked = Asked(tuple(words or ()), cluster) if launch_file is None else asked_about(words, cluster, None, launch_file)
+    if asked.cluster is not None:
+        load_cluster(asked.cluster, "--cluster")
     with announced("looking around"):
         quieten_megatron()
         measured = host_time_here(list(asked.words)) if host_time else None

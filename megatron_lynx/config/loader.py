@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -63,7 +64,7 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
             problems += error.problems
             unread.append(f"{file}: {key}")
             del data[key]
-    problems += _override(data, inner)
+    problems += override(data, inner)
     batch = data.get("batch")
     if isinstance(batch, dict) and isinstance(batch.get("lengths"), str):
         try:
@@ -97,14 +98,35 @@ def lengths_in(file: Path) -> dict[str, float]:
 
 def job_path(name: str | os.PathLike[str]) -> Path:
     """The file that a job's name stands for. Raises `ConfigError` where there is none."""
-    return _found(os.fspath(name), beside=Path(), where=os.fspath(name), kind="jobs")
+    return _named(os.fspath(name), where=os.fspath(name), kind="jobs")
 
 
 def load_cluster(name: str, where: str) -> Cluster:
     """A cluster by its name among the bundled ones (`a100-80g`, `clusters/a100-80g`), or its file. `where` asked for it."""
-    bundled = name if os.sep in name or name.endswith(".yaml") else f"clusters/{name}"
-    file = _found(bundled, Path(), where, "clusters")
+    file = _named(name, where, "clusters")
     return validated(Cluster, cluster_data(file), file)
+
+
+def load_model(name: str, where: str) -> Model:
+    """A model by its name among the bundled ones (`llama3-70b`), or its file. `where` asked for it."""
+    file = _named(name, where, "models")
+    return validated(Model, read_yaml(file), file)
+
+
+def _named(name: str, where: str, kind: str) -> Path:
+    """The file that a name on a command line stands for: a path; or a bundled one of a kind, also by the beginning of its name
+    where no other has it, with or without its folder, in any case."""
+    with suppress(ConfigError):
+        return _found(name, Path(), where, kind)
+    bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}
+    short = name.lower().removeprefix(f"{kind}/").removesuffix(".yaml")
+    alike = [short] if short in bundled else [stem for stem in bundled if short and stem.startswith(short)]
+    if len(alike) == 1:
+        return bundled[alike[0]]
+    close = () if alike else difflib.get_close_matches(short, bundled, n=1)
+    found = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"
+    todo = f"did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{name} was not found", [Problem(where, found, f"a path, or one of {', '.join(alike or bundled)}", todo)])
 
 
 def cluster_data(file: Path) -> dict[str, Any]:
@@ -161,7 +183,7 @@ def _by_depth(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return {place: value for place, value in overrides.items() if place not in inner}, inner
 
 
-def _override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:
+def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:
     """Put each value at its place; what has no place is a problem. Misspelt last names are left to the job's own check."""
     problems = []
     for place, value in overrides.items():

@@ -6,6 +6,7 @@ planned with
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -194,6 +195,16 @@ class Provenance(Part):
     learned: Learned | None = None
     """What a run before had taught. None: nothing."""
     note: str | None = None
+
+
+def without_options(asked: str, *options: str) -> str:
+    """The words of `Provenance.asked` without these options and their values."""
+    words = shlex.split(asked)
+    for option in options:
+        while option in words[: words.index("--") if "--" in words else None]:
+            at = words.index(option)
+            del words[at : at + 2]
+    return shlex.join(words)
 
 
 SLACK = "allocator"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.profile import Profile
@@ -46,6 +47,8 @@ class Asked:
     given: Given
     job: Job | None
     costs: Profile | None
+    reading: Reading | None
+    """The launch that the plan was made of."""
     budgets: int
     """How many plans the front has."""
     watch: Watch
@@ -75,7 +78,7 @@ def contents(asked: Asked) -> Island:
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
         views=views,
         points=points,
-        tables=list(_tables(given, seen)),
+        tables=list(_tables(asked, seen)),
     )
 
 
@@ -95,8 +98,8 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     """The plan, its step as far as there are figures, and its point on the front."""
     given, costs = asked.given, asked.costs
     if given.plan is not None:
-        reduced = given.job is not None and given.job.overlap.gradients
-        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced, job=given.job)
+        reduced = asked.job is not None and asked.job.overlap.gradients
+        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced, job=asked.job)
         measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
         return given.plan, simulation, [_point_of(given.plan, simulation, measured_bytes)]
     if given.job is None:
@@ -133,9 +136,12 @@ def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
     return over_time | {kind for each in points for stage in each["stages"] for kind in stage["memory_bytes"]}
 
 
-def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
-    launch = None if given.plan is None else planned_launch(given.plan)
-    today, read = ([], []) if launch is None else ([each] for each in launch.tables())
+def _tables(asked: Asked, seen: list[Seen]) -> Iterator[Table]:
+    given, job, costs, reading = asked.given, asked.job, asked.costs, asked.reading
+    today: list[Table] = []
+    read: list[Table] = []
+    if given.plan is not None and job is not None and costs is not None and reading is not None:
+        today, read = ([each] for each in planned_launch(given.plan, job, costs, reading).tables())
     yield from today
     if given.outcome is not None:
         yield outcome_table(given.outcome)

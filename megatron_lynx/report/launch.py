@@ -1,24 +1,22 @@
 """The launch that a plan was made of, on the page: what it takes today beside the plan, and what was read of it.
 
-plan.yaml: provenance.asked ──> the launch's words and cluster ──> today, priced ──> first table
-                                                              └──> facts, and where each comes from ──> last table
+a plan's launch ──> today, priced ──> first table
+              └──> facts, and where each comes from ──> last table
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lynx.advise.today import Launch, Row, launch_today
+from megatron_lynx.config.job import Job
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.errors import LynxError
-from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import partitioned_as
-from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.scaled import as_learned
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Cell, Column, Table, Unit
 
 
@@ -48,21 +46,8 @@ class PlannedLaunch:
         return [row.step_s, None if before is None else row.step_s / before.step_s, row.memory_bytes]
 
 
-def planned_launch(plan: Plan) -> PlannedLaunch | None:
-    """The launch that a plan was made of; None for a plan of a job file, or of a launch that cannot be read here any more."""
-    try:
-        words = shlex.split(plan.provenance.asked or "")
-        options, launch = iter(words[: words.index("--")]), words[words.index("--") + 1 :]
-        asked = dict(zip(options, options, strict=True))
-        reading = read_launch(launch, gpus=int(asked["--gpus"]) if "--gpus" in asked else None)
-        job = job_of(reading, asked["--cluster"])
-    except (LynxError, ValueError, KeyError):
-        return None
-    if job.cluster.matmul is None:
-        return None
-    costs = analytic_profile(job)
-    if (learned := plan.provenance.learned) is not None:
-        job, costs = job.model_copy(update={"learned": learned}), as_learned(costs, learned)
+def planned_launch(plan: Plan, job: Job, costs: Profile, reading: Reading) -> PlannedLaunch:
+    """The launch that a plan was made of, with its job."""
     step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
     held = max(stage.predicted.memory_bytes for stage in plan.stages)
     return PlannedLaunch(

@@ -26,7 +26,7 @@ GUTTER, AXIS = 128, 22
 def asked(names: list[str], budgets: int) -> Island:
     given = given_in(names)
     costs = given.profile if given.job is None else analytic_profile(given.job)
-    return contents(Asked(given, given.job, costs, budgets, lambda done, of: None))
+    return contents(Asked(given, given.job, costs, None, budgets, lambda done, of: None))
 
 
 @pytest.fixture(scope="module")

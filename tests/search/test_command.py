@@ -105,7 +105,7 @@ def test_wrong_requests_are_status_2(job_file: Path, arguments: list[str], said:
 
 
 def test_unknown_jobs_and_undescribed_clusters() -> None:
-    missing, testbed = run("jobs/llama-65", "--gpus", 8), run("jobs/demo", "--gpus", 8)
+    missing, testbed = run("jobs/lama-65b", "--gpus", 8), run("jobs/demo", "--gpus", 8)
     assert (missing.exit_code, testbed.exit_code) == (2, 2)
-    assert "did you mean jobs/llama-65b?" in missing.stderr
+    assert "did you mean llama-65b?" in missing.stderr
     assert "matmul" in testbed.stderr

@@ -21,7 +21,7 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
-from megatron_lynx.plan.facts import PlannedDevice
+from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
 from megatron_lynx.torch_release import ALLOCATOR, GROWING
@@ -157,7 +157,7 @@ def command(
     if not allocator.lacking_bytes and GROWING not in present and may_grow:
         return f"export {name}={','.join(filter(None, [present, GROWING]))}"
     memory_gib = rounded_down(budget_bytes(allocator, planned_bytes) / GIB)
-    job = "JOB (JOB: what this plan was made of)" if asked is None else asked
+    job = "JOB (JOB: what this plan was made of)" if asked is None else without_options(asked, "--memory-gib", "--memory-share")
     return f"megatron-lynx plan --memory-gib {memory_gib} -o {plan} {job}"
 
 

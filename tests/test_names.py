@@ -1,0 +1,102 @@
+"""Names of clusters, models and jobs on a command line, and plans that know what they were made of."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.loader import job_path, load_cluster, load_model
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.plan import load_plan
+from megatron_lynx.plan.facts import without_options
+from tests.test_cli import lynx
+from tests.test_inputs import LAUNCH
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("h100", "h100-80g"),
+        ("H100-80G", "h100-80g"),
+        ("clusters/H200", "h200-141g"),
+        ("a100-80g", "a100-80g"),
+        ("GB2", "gb200-nvl72"),
+    ],
+)
+def test_a_cluster_is_named_by_its_beginning_in_any_case(written: str, meant: str) -> None:
+    assert load_cluster(written, "--cluster") == load_cluster(meant, "--cluster")
+
+
+def test_a_beginning_of_several_names_is_not_clear() -> None:
+    with pytest.raises(
+        ConfigError, match=r"with which 3 names begin, needed a path, or one of a100-40g, a100-80g, a100-80g-pcie$"
+    ):
+        load_cluster("a100", "--cluster")
+    with pytest.raises(ConfigError, match=r"found no file 'llma3-8b', needed a path, or one of .*; did you mean llama3-8b\?$"):
+        load_model("llma3-8b", "--model")
+    assert job_path("DEMO") == job_path("jobs/demo")
+
+
+def test_a_doctor_is_asked_about_a_cluster_that_exists() -> None:
+    done = lynx("doctor", "--cluster", "nowhere", "--no-host-time")
+    assert done.exit_code == 2
+    assert "--cluster: found no file 'nowhere'" in done.stderr
+
+
+def estimated(*arguments: object) -> tuple[dict[str, Any], str]:
+    done = lynx("estimate", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_catalogued_model_is_estimated_without_a_file() -> None:
+    """In a layout that is told, and the same as its job's."""
+    answer, said = estimated("--model", "llama3-70b", "--gpus", 64, "--cluster", "h100")
+    assert answer["fits"]
+    assert "t8 c1 p2 d4, SP, micro-batch 1, none: the smallest layout that fits" in said
+    assert "batches of 512 sequences of 8192 tokens" in said
+    half, _ = estimated("--model", "models/LLAMA3-70B", "--gpus", 64, "--cluster", "h100", "--memory-gib", 50)
+    assert half["stages"] != answer["stages"]
+
+
+def test_a_model_needs_a_place() -> None:
+    done = lynx("estimate", "--model", "llama3-70b", "--", "torchrun", "x.py")
+    assert done.exit_code == 2
+    for problem in ("--model: found also 'torchrun'", "--cluster: found nothing", "--gpus: found nothing"):
+        assert problem in done.stderr
+
+
+@pytest.mark.parametrize(
+    "of", [("--cluster", "h100", "--", *shlex.split(LAUNCH)), ("--model", "llama3-8b", "--gpus", "8", "--cluster", "h100")]
+)
+def test_a_plan_knows_what_it_was_made_of(of: tuple[str, ...], tmp_path: Path) -> None:
+    """`simulate` and `report` wanted its job again, which a launch has not."""
+    plan = tmp_path / "plan.yaml"
+    made = lynx("plan", "-o", plan, "--memory-share", 0.9, "--json", *of)
+    assert made.exit_code == 0, made.output
+    simulated = lynx("simulate", plan, "--json")
+    assert simulated.exit_code == 0, simulated.output
+    assert "warning" not in simulated.stderr
+    assert json.loads(simulated.stdout)["step_s"] == pytest.approx(load_plan(plan).stages[0].predicted.step_s)
+    reported = lynx("report", plan, "-o", tmp_path / "report.html", "--budgets", 0)
+    assert reported.exit_code == 0, reported.output
+
+
+def test_a_plan_whose_job_has_changed_says_so(tmp_path: Path) -> None:
+    job, plan = tmp_path / "job.yaml", tmp_path / "plan.yaml"
+    job.write_text(job_path("jobs/llama3-8b-a100-80g").read_text())
+    assert lynx("plan", job, "-o", plan).exit_code == 0
+    job.write_text(job.read_text().replace("global: 128", "global: 256"))
+    assert "is another job now than when the plan was made" in lynx("simulate", plan).stderr
+    job.unlink()
+    gone = lynx("simulate", plan)
+    assert (gone.exit_code, "job.yaml: found no file" in gone.stderr) == (2, True)
+
+
+def test_options_are_left_out_of_what_was_asked() -> None:
+    asked = "--cluster h100-80g --memory-gib 70 --from-run a.json -- torchrun x.py --memory-gib 3"
+    assert without_options(asked, "--memory-gib", "--from-run") == "--cluster h100-80g -- torchrun x.py --memory-gib 3"
