@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def job_of_model(asked: Asked, changes: Mapping[str, Any], *, planning: bool) ->
         "model": {**engine, **own},
         "cluster": cluster.model_dump(mode="json"),
         "gpus": gpus,
-        "parallel": {"distributed_optimizer": True},
+        "parallel": {"distributed_optimizer": True, "expert": gcd(model.experts.count if model.experts else 1, gpus)},
         "batch": {"micro": 1, "global": batch_of(model.seq, gpus)},
         "policy": "none",
     }
