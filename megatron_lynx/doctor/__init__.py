@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.beside_collectives import beside_collectives
 from megatron_lynx.doctor.environment import Software, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding
@@ -37,15 +38,18 @@ def findings(
 
     Args:
         measured: this machine's host time, or why it is not known; None: nothing is said of it.
-        cluster: where the launch is to run, by which its passes are priced.
+        cluster: where the launch is to run, by which its passes are priced; it is judged in place of a machine without GPUs.
         plan_file: the launch's plan: what runs in its windows is known then, and it is judged by host time, too.
     """
     reading = read_launch(words) if words else None
     plan = None if plan_file is None else load_plan(plan_file)
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
-    yield from machine(reading.command.launcher if reading else ())
-    yield from hardware_queues(variables, reading.given if reading else None, gpus())
+    elsewhere = None if cluster is None or gpus() else load_cluster(cluster, "--cluster")
+    elsewhere = None if elsewhere is None or elsewhere.node is None else elsewhere
+    devices = gpus() if elsewhere is None else [elsewhere.name]
+    yield from machine(reading.command.launcher if reading else (), elsewhere=elsewhere)
+    yield from hardware_queues(variables, reading.given if reading else None, devices)
     installed = Software(version_of("torch") or "", version_of("megatron-core", "megatron_core") or "")
     nccl_ub = reading is not None and bool(reading.given["nccl_ub"])
     yield from environment(variables, gpus(), installed=installed, nccl_ub=nccl_ub)

@@ -87,8 +87,8 @@ Wanted = Literal["one", "several", "any"]
 
 
 def hardware_queues(variables: Mapping[str, str], given: Given | None, gpus: Sequence[str]) -> Iterator[Finding]:
-    """`given`: the launch's arguments, if a launch was given; `gpus`: names of those that are here."""
-    value, blackwell = variables.get(TOPIC), any(chip in name for name in gpus for chip in BLACKWELL)
+    """`given`: the launch's arguments, if a launch was given; `gpus`: names of those that are here, or of its cluster."""
+    value, blackwell = variables.get(TOPIC), any(chip.lower() in name.lower() for name in gpus for chip in BLACKWELL)
     yield _without_launch(value, blackwell) if given is None else _of_launch(value, given, blackwell, known=bool(gpus))
     if value == "1":
         yield from _timed_collectives(variables)
@@ -106,7 +106,8 @@ def _of_launch(value: str | None, given: Given, blackwell: bool, *, known: bool)
         return Finding(TOPIC, "defeats", value, "Megatron stops: sharded parameters need several queues", "unset it, or set 32")
     if wanted == "one" and value != "1":
         needs = "Megatron stops: with tensor or context parallelism it needs one queue on GPUs before Blackwell"
-        return Finding(TOPIC, "defeats" if known else "slows", value or "not set", needs, "set 1")
+        todo = "set 1" if known else "set 1, unless the launch is for Blackwell: --cluster says so"
+        return Finding(TOPIC, "defeats", value or "not set", needs, todo)
     if value != "1":
         return Finding(TOPIC, "good", value or "not set")
     if blackwell or not _split(given):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["good", "note", "slows", "defeats"]
-"""good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused, or hide nothing."""
+"""good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused or hide nothing, Megatron
+stops, or stock's gradients are wrong."""
 
 
 @dataclass(frozen=True)

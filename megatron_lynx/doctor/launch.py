@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.graph_facts import GRAPHS, why_alone
+from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.graph_facts import GRAPHS, captures, why_alone
 from megatron_lynx.launch_arguments.table import unknown_in_words
-from megatron_lynx.launch_arguments.today import is_on
+from megatron_lynx.launch_arguments.today import FINE_GRAINED, is_on
 
 DEFEATS = {
     "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
@@ -38,6 +39,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         if is_on(given, name):
             yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
     yield from _replaced(reading)
+    yield from _wrong_in_stock(reading)
     tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1
     userbuffers = bool(given["tp_comm_overlap"]) and tensor > 1
     if userbuffers:
@@ -82,6 +84,38 @@ def _replaced(reading: Reading) -> Iterator[Finding]:
             yield Finding(topic, "defeats", found, "two deciders: the plan is refused", "drop it")
         else:
             yield Finding(topic, "note", found, "what the launch does today: `plan` prints the launch without it")
+
+
+def _wrong_in_stock(reading: Reading) -> Iterator[Finding]:
+    """Faults of Megatron's own, in all of the releases that launches are read for."""
+    given = reading.given
+    if (drawn := _dropped_out_again(given)) and (given["te_rng_tracker"] or captures(given)):
+        tracker = given.origin("te_rng_tracker") if given["te_rng_tracker"] else "CUDA graphs, which take --te-rng-tracker"
+        costs = (
+            "stock's recomputation draws other dropout masks than its forward, so gradients are wrong: it keeps no copies of "
+            "the generators (Megatron-LM #5841, mended on its dev branch alone)"
+        )
+        todo = (
+            f"run under a plan, which restores what is in the generators; or drop {tracker.split(',')[0]}, {drawn} or the dropout"
+        )
+        yield Finding("dropout recomputed", "defeats", f"{tracker}, {drawn}", costs, todo)
+    if given[FINE_GRAINED]:
+        costs = (
+            "until the first step is over, a backward may read a copy from the host that is not yet complete: its gradients are "
+            "wrong, and nothing says so (Megatron-LM #7398, open; #7399 is to mend it)"
+        )
+        todo = "apply #7399, or run under a plan, whose copies are waited for; else compare the first step with a run without it"
+        yield Finding("stock offloading's first step", "defeats", given.origin(FINE_GRAINED), costs, todo)
+
+
+def _dropped_out_again(given: Given) -> str:
+    """The flag by which stock recomputes a dropout; empty where none is recomputed."""
+    attention, hidden = given["attention_dropout"], given["hidden_dropout"]
+    if given["recompute_granularity"] == "full" and (attention or hidden):
+        return "--recompute-granularity full"
+    selective = given["recompute_activations"] or given["recompute_granularity"] == "selective"
+    core = "core_attn" in (given["recompute_modules"] or ["core_attn"])
+    return "recomputation of core_attn" if selective and core and attention else ""
 
 
 def _weight_gradients(reading: Reading) -> Finding:

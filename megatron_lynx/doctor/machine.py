@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.free_memory import free_memory
@@ -19,8 +20,14 @@ BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
 """Words of a launcher that bind ranks to their GPU's socket."""
 
 
-def machine(launcher: Sequence[str] = (), root: Path = Path("/")) -> Iterator[Finding]:
-    """`launcher`: the words in front of the script, where a launch was given."""
+def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: Cluster | None = None) -> Iterator[Finding]:
+    """`launcher`: the words in front of the script, where a launch was given. `elsewhere`: the cluster that the launch is for,
+    where this machine is not one of its nodes."""
+    if elsewhere is not None and (node := elsewhere.node) is not None:
+        yield Finding("GPUs", "note", f"none here; {node.gpus} on each node of {elsewhere.name}")
+        words = f"{node.host_memory_gib:g} GiB on each node, which {elsewhere.name} is taken to have (node.host_memory_gib)"
+        yield Finding("host memory", "good", words)
+        return
     devices = gpus()
     found = ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
     yield Finding("GPUs", "good" if devices else "note", found)

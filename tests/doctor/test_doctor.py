@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx import doctor
 from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import Software, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
@@ -54,7 +56,7 @@ H800, B200 = ["NVIDIA H800"], ["NVIDIA B200"]
     [
         ("1", TENSOR, H800, "note"),
         (None, TENSOR, H800, "defeats"),
-        ("8", TENSOR, [], "slows"),
+        ("8", TENSOR, [], "defeats"),
         ("1", "", H800, "slows"),
         (None, "", H800, "good"),
         ("1", TENSOR, B200, "slows"),
@@ -274,3 +276,42 @@ def test_what_cannot_be_judged_is_a_note_with_its_reason(tmp_path: Path) -> None
     found = of_host(made_up_host_time(), SMALL_LAUNCH, "h900-80g")
     assert found["host-bound"].level == "note"
     assert "h900-80g" in found["host-bound"].found
+
+
+TE_RNG = "--te-rng-tracker --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (TE_RNG, "defeats"),
+        (f"{TE_RNG} --attention-dropout 0", "defeats"),
+        (f"{TE_RNG} --attention-dropout 0 --hidden-dropout 0", None),
+        (TE_RNG.replace("--te-rng-tracker", ""), None),
+        ("--te-rng-tracker --recompute-activations", "defeats"),
+        ("--te-rng-tracker --recompute-activations --attention-dropout 0", None),
+        ("--te-rng-tracker --recompute-granularity selective --recompute-modules layernorm", None),
+        ("--te-rng-tracker", None),
+    ],
+)
+def test_dropout_that_stock_recomputes_otherwise_is_found(flags: str, level: str | None) -> None:
+    """Megatron-LM #5841: gradients are wrong, and nothing said so."""
+    assert of_launch(f"--tensor-model-parallel-size 2 {flags}").get("dropout recomputed") == level
+
+
+def test_the_first_step_of_stocks_offloading_is_named() -> None:
+    """Megatron-LM #7398."""
+    flags = "--tensor-model-parallel-size 2 --fine-grained-activation-offloading --offload-modules core_attn"
+    assert of_launch(flags)["stock offloading's first step"] == "defeats"
+    assert "stock offloading's first step" not in of_launch("--tensor-model-parallel-size 2")
+
+
+def test_a_launch_for_a_cluster_is_judged_by_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The laptop's own memory was reported, and a variable without which Megatron stops was said to slow."""
+    monkeypatch.setattr(doctor, "gpus", list)
+    words = shlex.split("--num-layers 8 --tensor-model-parallel-size 2")
+    for cluster, level in (("h100-80g", "defeats"), ("b200-180g", "good")):
+        node = load_cluster(cluster, "--cluster").node
+        found = {each.topic: each for each in doctor.findings(words, cluster=cluster)}
+        assert found["host memory"].found.startswith(f"{node.host_memory_gib:g} GiB on each node, which {cluster}")
+        assert found["CUDA_DEVICE_MAX_CONNECTIONS"].level == level
