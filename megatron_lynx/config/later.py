@@ -31,7 +31,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels", "optimizer_instances"),
     "budget": ("expandable_segments", "share", "beside", "leaves"),
     "batch": ("lengths", "packed"),
-    "optimizer": ("states", "offload", "overlap_copies", "states_on_host", "chunk_mib"),
+    "optimizer": ("states", "muon_steps", "matrix_states", "offload", "overlap_copies", "states_on_host", "chunk_mib"),
 }
 """Fields by their part. Each changes nothing where it is as its part has it by default."""
 

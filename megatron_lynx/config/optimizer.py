@@ -22,6 +22,10 @@ class Optimizer(Part):
     states: int = Field(default=ADAMS, ge=0, le=8)
     """Numbers that are remembered of each parameter, beside what is stepped: two moments of Adam, one of SGD with momentum and of
     Lion, three of AdEMAMix."""
+    muon_steps: int = Field(default=0, ge=0, le=100)
+    """Newton-Schulz steps with which Muon updates the weights of layers (`cost.muon`); 0: it does not."""
+    matrix_states: int = Field(default=1, ge=0, le=8)
+    """Numbers that are remembered of each of these weights: momentum, and of `adaptive_muon` a second moment."""
     precision_aware: bool = False
     """Transformer Engine's Adam reads gradients as they are, and holds main parameters and moments itself."""
     main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"
@@ -48,6 +52,10 @@ class Optimizer(Part):
         if smaller and not self.precision_aware:
             found = ", ".join(f"{name} {value}" for name, value in smaller.items())
             raise ValueError(f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false")
+        if self.precision_aware and self.muon_steps:
+            raise ValueError(
+                f"precision_aware: true needs muon_steps 0, found {self.muon_steps}: it is Transformer Engine's Adam"
+            )
         if self.precision_aware and self.states != ADAMS:
             raise ValueError(f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam")
         if self.states_on_host and self.offload != 0:

@@ -39,6 +39,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost import muon
 from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.ends import (
@@ -236,19 +237,19 @@ class _States:
 
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
-    held = parameters.total + filled_numbers(job, stage, parameters)
+    held = parameters.total + filled_numbers(job, stage, parameters) + muon.filled_numbers(job, stage)
     weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,
         gradients=gradients,
-        optimizer=optimizer_bytes(job, parameters.total, parameters.experts),
+        optimizer=optimizer_bytes(job, parameters.total, parameters.experts) - muon.spared_bytes(job, stage),
         fp8_weights=fp8_copies_bytes(job, stage),
         second_weights=weights if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
     copies = update_copies_bytes(job, parameters)
-    in_hand, made = update_in_hand_bytes(job, parameters), made_bytes(job, parameters)
+    in_hand, made = update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage), made_bytes(job, parameters)
     return _States(states, reduced_bytes(job, parameters), copies, in_hand, made)
 
 

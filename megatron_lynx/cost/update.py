@@ -6,7 +6,8 @@
     parameters           ... B | reduce | Adam | first | F ...       bucket by bucket behind the first forward, which waits for
                                                gather ......         the first one
 
-An optimizer on the host comes on top (`cost.host_optimizer`); the device's own part of it is short, and counted before it.
+An optimizer on the host comes on top (`cost.host_optimizer`); the device's own part of it is short, and counted before it. So do
+the products of Muon (`cost.muon`).
 
 With several instances of the distributed optimizer gradients are reduced within each, then each rank's share between them;
 parameters are gathered within.
@@ -25,6 +26,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.fixed import fixed_s
 from megatron_lynx.cost.host_optimizer import host_seconds, states_s
+from megatron_lynx.cost.muon import newton_schulz_s
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,
     bytes_each,
@@ -93,6 +95,7 @@ def update_s(job: Job, profile: Profile) -> float:
         own = _updated(job, most.experts, expert_sharers(job), stride, one, experts, in_fp8[1])
         seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
         adam_s += own.adam_s
+    seconds += newton_schulz_s(job, stage)
     seconds += states_s(job, most, adam_s, reduction_s(job))
     return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
 

@@ -80,7 +80,7 @@ READ = names_in(
     use_fused_weighted_squared_relu moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type
     moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk flash_attention_version
     mtp_num_layers quick_geglu activation_func_clamp_value glu_linear_offset softmax_type window_size window_attn_skip_freq
-    optimizer sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    optimizer sgd_momentum muon_num_ns_steps muon_scalar_optimizer optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     hybrid_layer_pattern mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim
     experimental_attention_variant linear_attention_freq attention_output_gate linear_num_key_heads linear_key_head_dim
     linear_num_value_heads linear_value_head_dim linear_conv_kernel_dim
@@ -208,6 +208,8 @@ PRICED_AS = {
     "use_tp_pp_dp_mapping": "links in the usual order of ranks: messages between stages are no slower, sums over replicas may be",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "clone_scatter_output_in_embedding": "embeddings that are cloned: without, a view holds all tensor-parallel ranks' rows",
+    "muon_tp_mode": "each tensor-parallel rank's part of a matrix by itself, as blockwise",
+    "muon_fp32_matmul_prec": "products in bf16, as medium",
     "batch_invariant_mode": "the usual kernels, which are faster",
     "optimizer_cuda_graph": "an update outside of a graph, which frees its copies: leave room for these",
     "ddp_reduce_scatter_with_fp32_accumulation": "reductions in place: leave room for a bucket (before 0.18 all) twice",

@@ -3,8 +3,7 @@
 --bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32
 
---optimizer muon                as Adam, which embeddings and norms have; its matrices remember one number less. What its products
-                                take in an update is not priced
+--optimizer muon                layers' weights are Muon's (`cost.muon`), all others Adam's, or Lion's (--muon-scalar-optimizer)
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
 
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
-STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3, **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), 2)}
+MUONS = {"muon": 1, "dist_muon": 1, "adaptive_muon": 2}
+"""Numbers that each remembers of a layer's weights."""
+STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3}
 """Numbers in fp32 that optimizers remember of each parameter, forks' among them. SOAP's preconditioners are whole matrices."""
 
 
@@ -60,16 +61,20 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     name, origin = str(given["optimizer"]), given.origin("optimizer")
-    if name not in STATES:
-        problems.append(Problem(origin, name, f"one of {', '.join(STATES)}", "what others remember is not known"))
+    if name not in (*STATES, *MUONS):
+        needed = f"one of {', '.join((*STATES, *MUONS))}"
+        problems.append(Problem(origin, name, needed, "what others remember is not known"))
         return
-    states = 0 if name == "sgd" and not given["sgd_momentum"] else STATES[name]
     if name == "adam":
         return
-    about = ", its products in an update not priced" if "muon" in name else ""
-    yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32{about}")
+    if name in MUONS:
+        yield Fact("optimizer.muon_steps", given["muon_num_ns_steps"], given.origin("muon_num_ns_steps", "optimizer"))
+        yield Fact("optimizer.matrix_states", MUONS[name], f"{origin} {name}")
+        name, origin = str(given["muon_scalar_optimizer"] or "adam"), given.origin("muon_scalar_optimizer", "optimizer")
+    states = 0 if name == "sgd" and not given["sgd_momentum"] else STATES[name]
+    yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32")
     if given[AWARE]:
-        problems.append(Problem(given.origin(AWARE), "given", f"--optimizer adam beside it, found {name}"))
+        problems.append(Problem(given.origin(AWARE), "given", f"--optimizer adam beside it, found {given['optimizer']}"))
 
 
 def _states_on_host(given: Given, problems: list[Problem]) -> Iterator[Fact]:

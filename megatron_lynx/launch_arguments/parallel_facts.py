@@ -127,7 +127,9 @@ def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
     without = " has no effect with tensor 1" if asked and tensor == 1 else ""
     yield Fact("parallel.sequence_parallel", bool(asked and tensor != 1), given.origin("sequence_parallel") + without)
-    yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"], given.origin("use_distributed_optimizer"))
+    layer_wise = given["optimizer"] == "dist_muon"
+    origin = given.origin("optimizer" if layer_wise else "use_distributed_optimizer")
+    yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"] or layer_wise, origin)
     if (instances := given[INSTANCES]) not in (None, 1):
         if not given["use_distributed_optimizer"]:
             needed = "--use-distributed-optimizer beside it"

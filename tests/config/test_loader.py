@@ -283,7 +283,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
         .replace(',"expandable_segments":true,"share":null,"beside":[],"leaves":[]', "")
         .replace(',"offload":0.0,"overlap_copies":false,"states_on_host":0.0,"chunk_mib":0', "")
-        .replace('"states":2,', "")
+        .replace('"states":2,"muon_steps":0,"matrix_states":1,', "")
         .replace(',"head":null', "")
         .replace(',"lengths":null,"packed":null', "")
         .replace(f',"learned":{job.learned.model_dump_json()}', "")

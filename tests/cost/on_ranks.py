@@ -83,3 +83,27 @@ def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     groups = [group for optimizer in training.optimizer.chained_optimizers for group in optimizer.param_groups]
     return sum(sizes.values()), experts, sum(each.numel() for group in groups for each in group["params"])
+
+
+def matrices_of_muon(rank: int, job: Job, sharers: list[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Numbers of the parameters that Megatron's layer-wise optimizer updates; for each number of ranks those of the fullest one
+    and those of the buffer."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as LayerWise
+    from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
+
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    initialise(job)
+    parameters = [parameter for chunk in build_model(job) for parameter in chunk.parameters()]
+    own = [parameter for parameter in parameters if is_managed_by_layer_wise_optimizer(parameter)]
+    found, config = [], DistributedDataParallelConfig(use_distributed_optimizer=True)
+    for ranks in sharers:
+        layout = LayerWise._compute_per_buffer_param_layout(own, None, ranks, config)
+        ((begin, end),) = layout.bucket_indices
+        shares = [0] * ranks
+        for first, last, _ in layout.param_index_map.values():
+            shares[first * ranks // (end - begin)] += last - first
+        found.append((max(shares), end - begin))
+    return sum(parameter.numel() for parameter in own), found

@@ -616,6 +616,23 @@ def test_optimizers_are_read_by_the_numbers_that_they_remember(said: str, states
 @pytest.mark.parametrize(
     ("said", "read_as"),
     [
+        ("muon", (5, 1, 2, False)),
+        ("muon --use-distributed-optimizer --muon-num-ns-steps 10", (10, 1, 2, True)),
+        ("dist_muon --muon-scalar-optimizer lion", (5, 1, 1, True)),
+        ("adaptive_muon", (5, 2, 2, False)),
+    ],
+)
+def test_muon_is_read_by_its_steps_and_what_it_remembers(said: str, read_as: tuple[int, int, int, bool]) -> None:
+    """Its products were said not to be priced, and its matrices to remember what Adam's do."""
+    data = read(f"{SMALL} --optimizer {said}").job_data
+    optimizer = data["optimizer"]
+    found = (optimizer["muon_steps"], optimizer["matrix_states"], optimizer["states"])
+    assert (*found, data["parallel"]["distributed_optimizer"]) == read_as
+
+
+@pytest.mark.parametrize(
+    ("said", "read_as"),
+    [
         ("--offload-optimizer-states", (1.0, 0)),
         ("--chunked-optimizer-state-offload --optimizer-state-offload-chunk-size-mb 256", (1.0, 256)),
         ("--chunked-optimizer-state-offload --optimizer-state-offload-fraction 0.5", (0.5, 0)),

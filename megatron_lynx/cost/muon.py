@@ -1,0 +1,114 @@
+"""Muon (`--optimizer muon`, `dist_muon`, `adaptive_muon`): the parameters that it updates, their bytes, and its seconds.
+
+    matrices     weights of layers' linears and experts, not embeddings of words and the output projection: main 4, momentum 4;
+                 of `adaptive_muon` a second moment, 4
+    all others   Adam's (`cost.parameters`)
+
+An update orthogonalizes the momentum of every matrix, m x n with m <= n, by Newton-Schulz steps in bf16, a tensor-parallel rank
+its own part of each (`--muon-tp-mode blockwise`), queries, keys and values apart:
+
+    X X^T    B = b A + c A A    a X + B X          2 m m n  +  2 m m m  +  2 m m n  FLOPs a step
+
+Without the distributed optimizer every rank steps all. With it (`LayerWiseDistributedOptimizer`) each rank steps whole matrices:
+the fullest one its share, or the largest matrix, and from 0.18 on buffers of parameters and gradients have as many numbers for
+every rank. Read in megatron-core 0.16.1 to 0.19.2 (`muon.py`, `emerging_optimizers.py`, `layer_wise_optimizer.py`) and in
+NVIDIA-NeMo/Emerging-Optimizers (`newton_schulz`). Routers, a thousandth, are left out of the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import NamedTuple
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameters import FP32_BYTES, bytes_each, embeds_on, optimizer_bytes, sections_on
+from megatron_lynx.kinds.dense.section import LINEAR_QKV
+from megatron_lynx.kinds.experts.planning import expert_sharers
+from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.profiler.shape import LayerShape
+
+IN_HAND_BYTES = 16
+"""Of each number of a matrix while it is orthogonalized: momentum, X before its cast, and the result in fp32; X twice in bf16."""
+
+
+class Matrices(NamedTuple):
+    """Matrices of one shape on one rank."""
+
+    small: int
+    large: int
+    times: int
+    experts: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.small * self.large
+
+
+def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
+    """Those of a stage's layers, and the table of learned positions, which Megatron takes for one of them. `split`: queries, keys
+    and values apart."""
+    shape = LayerShape.of(job)
+    for section, count in sections_on(job, stage).items():
+        for name, linear in planning_of(section).linears(shape).items():
+            apart = split and name == LINEAR_QKV
+            for made in (shape.query_width, shape.key_width, shape.key_width) if apart else (linear.made,):
+                small, large = sorted((made, linear.taken))
+                yield Matrices(small, large, count * linear.times, section.of_name[name].of_experts)
+    if job.model.position == "learned" and embeds_on(job, stage):
+        small, large = sorted((job.model.seq, job.model.hidden))
+        yield Matrices(small, large, 1, experts=False)
+
+
+def fullest(job: Job, found: list[Matrices], of: Callable[[Matrices], float]) -> float:
+    """A sum over the matrices of the rank that has most."""
+    total = 0.0
+    for experts, sharers in ((False, job.parallel.context * job.replicas), (True, expert_sharers(job))):
+        own = [each for each in found if each.experts == experts]
+        share = sum(each.times * of(each) for each in own) / (sharers if job.parallel.distributed_optimizer else 1)
+        total += max([share, *map(of, own)])
+    return total
+
+
+def spared_bytes(job: Job, stage: int) -> int:
+    """Bytes of the optimizer's state that a rank does not hold beside Adam; below 0 where whole matrices are shared unevenly."""
+    if not job.optimizer.muon_steps:
+        return 0
+    each, found = bytes_each(job), list(matrices(job, stage, split=False))
+    of_others, of_experts = (sum(one.times * one.numbers for one in found if one.experts is experts) for experts in (False, True))
+    as_adam = optimizer_bytes(job, of_others + of_experts, of_experts)
+    own = fullest(job, found, lambda one: one.numbers)
+    return as_adam - ceil(own * (each.main_parameter + FP32_BYTES * job.optimizer.matrix_states))
+
+
+def filled_numbers(job: Job, stage: int) -> int:
+    """Numbers of a stage's buffers that belong to no parameter, because ranks have as many each."""
+    if not job.optimizer.muon_steps or not job.parallel.distributed_optimizer:
+        return 0
+    found = list(matrices(job, stage, split=False))
+    filled = 0
+    for experts, sharers in ((False, job.parallel.context * job.replicas), (True, expert_sharers(job))):
+        own = [each for each in found if each.experts == experts]
+        largest = max((each.numbers for each in own), default=0)
+        filled += max(0, sharers * largest - sum(each.times * each.numbers for each in own))
+    return filled
+
+
+def in_hand_bytes(job: Job, stage: int) -> int:
+    """The most that an update has in hand for one matrix."""
+    if not job.optimizer.muon_steps:
+        return 0
+    return IN_HAND_BYTES * max((each.numbers for each in matrices(job, stage)), default=0)
+
+
+def newton_schulz_s(job: Job, stage: int) -> float:
+    """Seconds of the products of one update, on the rank that has most; 0 where the cluster's GEMMs are not described."""
+    matmul, steps = job.cluster.matmul, job.optimizer.muon_steps
+    if matmul is None or not steps:
+        return 0.0
+
+    def seconds(each: Matrices) -> float:
+        square, whole = 2 * each.small**3, 2 * each.small * each.numbers
+        return steps * (matmul.gemm_s(square, "bf16") + 2 * matmul.gemm_s(whole, "bf16"))
+
+    return fullest(job, list(matrices(job, stage)), seconds)
