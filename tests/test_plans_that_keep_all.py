@@ -22,6 +22,7 @@ from megatron_lynx.stock import StockSetting, priced
 from scripts.make_plans import CLUSTERS, LAUNCHES, launch_words
 from tests.launch_arguments.test_public_launches import FOLDER, READ
 from tests.test_never_less_than_stock import jobs
+from tests.test_plans_are_accepted import job_of
 
 JOBS = sorted(path.stem for path in (bundled_configs() / "jobs").glob("*-*0g.yaml"))
 
@@ -77,7 +78,14 @@ def test_public_launches(name: str) -> None:
     with_and_without_overlap(asked.job)
 
 
-@settings(max_examples=60, deadline=None)
+def test_dense_halves_wait_for_their_collectives_beside_overlapped_exchanges() -> None:
+    """A story: they did under stock alone, so that Qwen3-235B's plan seemed 1.8 % faster than it is."""
+    layout = {"tensor": 4, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}
+    job = job_of("deepseek-v2-lite", "h100-80g", experts={"overlapped": True}, parallel=layout)
+    assert takes_stocks_seconds(overlapping(job, overlapped=True))
+
+
+@settings(max_examples=25, deadline=None)
 @given(jobs())
 def test_drawn_jobs(job: Job) -> None:
     with_and_without_overlap(job)

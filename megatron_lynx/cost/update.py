@@ -64,6 +64,11 @@ class UpdateSeconds:
             gather_s = self._left_s(job, gather_s, behind.forward_s)
         return reduce_s + self.adam_s + gather_s
 
+    def passes_left(self, job: Job, behind: StageSeconds) -> StageSeconds:
+        """What of the passes hides another group's: links are shared, whichever bucket is full first."""
+        reduced_s = self.reduce_s if job.parallel.distributed_optimizer else self.reduce_s + self.gather_s
+        return StageSeconds(max(0.0, behind.forward_s - self.gather_s), max(0.0, behind.backward_s - reduced_s))
+
     def _left_s(self, job: Job, seconds: float, behind_s: float) -> float:
         """What no pass hides of a reduction or a gather, and what the pass loses by what it hides."""
         left_s = max(seconds * self.bucket_share, seconds - behind_s)
@@ -75,7 +80,8 @@ def update_s(job: Job, profile: Profile) -> float:
     """Seconds that updating adds to a step, whatever the policy.
 
     Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
-    Experts do that in groups of their own, after the others.
+    Experts do that in buckets and groups of their own, as soon as a bucket is full (`DistributedDataParallel`,
+    `register_grad_ready` of megatron-core 0.16 to 0.19): with the others' they are hidden as far as passes last.
     """
     of_stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: of_stages[stage].total)
@@ -93,7 +99,7 @@ def update_s(job: Job, profile: Profile) -> float:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
         stride = layout.expert_tensor_size * layout.expert
         own = _updated(job, most.experts, expert_sharers(job), stride, one, experts, in_fp8[1])
-        seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
+        seconds += own.exposed_s(job, others.passes_left(job, behind))
         adam_s += own.adam_s
     seconds += newton_schulz_s(job, stage)
     seconds += states_s(job, most, adam_s, reduction_s(job))
