@@ -19,7 +19,7 @@ from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import StockSetting, priced
-from scripts.make_plans import CLUSTERS, LAUNCHES, launch_words
+from scripts.make_plans import LAUNCHES, MEMORY_GIB, launch_words
 from tests.launch_arguments.test_public_launches import FOLDER, READ
 from tests.test_never_less_than_stock import jobs
 from tests.test_plans_are_accepted import job_of
@@ -60,7 +60,7 @@ def test_ready_jobs(name: str) -> None:
     with_and_without_overlap(load_job(job_path(f"jobs/{name}")))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", MEMORY_GIB)
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_ready_launches(name: str, cluster: str) -> None:
     with_and_without_overlap(asked_launch(launch_words(name, cluster, "none"), cluster).job)
