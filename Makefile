@@ -5,6 +5,7 @@
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
+# make fuzz    drawn jobs under drawn and planned plans against stock, for five minutes; FUZZ="--seed 17" repeats one (tests/fuzz)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
 # make check   style and types
 # make clean   remove what was built (.venv stays)
@@ -29,7 +30,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test ci long streams bridge faults releases quick check clean
+.PHONY: demo test ci long streams bridge fuzz faults releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -52,6 +53,9 @@ streams: releases
 bridge: releases build/bridge/installed $(BRIDGES:%=build/megatron-bridge-%/downloaded)
 	$(FOLDERS) BRIDGE_PYTHON=$(CURDIR)/build/bridge/bin/python $(foreach release,$(BRIDGES),\
 		BRIDGE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-bridge-$(release)) $(BIN)/python -m pytest tests/launch/test_bridge.py
+
+fuzz: releases
+	$(FOLDERS) $(BIN)/python -u -m tests.fuzz $(FUZZ)
 
 faults: releases
 	$(FOLDERS) $(BIN)/python -u -m tests.faults

@@ -167,7 +167,7 @@ class Timetable:
         gathers: Mapping[Window, tuple[FrameKey, ...]],
         fillers: Mapping[Window, tuple[Linear, ...]],
     ) -> Iterator[Wait]:
-        once = passing == "bwd" and self.layout.sequence_parallel and half.gathers
+        once = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
         for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
             at = WindowAddress(passing, half.layer, half.half, ordinal)
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"

@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.cost.stage_memory import stage_memory
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..layouts import LAYOUTS
 from ..long import long
-from ..plan.strategies import drawn, plans_for
+from ..plan.strategies import plans_for, samples
 from ..te_releases import pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
@@ -114,14 +111,7 @@ def test_the_bytes_of_weights_that_are_held_in_fp8(pool_of):
 
 def test_random_plans(pool_of):
     job = fp8_job(**LAYOUTS["tp+sp"])
-    of_this_job = plans_for(job, whole=True)
-
-    @drawn(1)
-    @given(st.lists(of_this_job, min_size=2, max_size=2))
-    def check(candidates: list[Plan]) -> None:
-        checked(pool_of, job, candidates, Trial(steps=2))
-
-    check()
+    checked(pool_of, job, samples(plans_for(job, whole=True), 2), Trial(steps=2))
 
 
 def test_nothing_that_was_let_go_is_read(pool_of):

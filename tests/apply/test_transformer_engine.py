@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
@@ -24,7 +22,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
-from ..plan.strategies import drawn, plans_for
+from ..plan.strategies import plans_for, samples
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
 from ..transparency import test_benefit as benefit
@@ -80,14 +78,7 @@ def test_kept_replayed_and_mixed(pool_of, layout):
 @pytest.mark.parametrize("layout", ["TP2+SP", *long("one rank", "TP2")])
 def test_random_plans(pool_of, layout):
     job = te_job("llama", **LAYOUTS[layout])
-    of_this_job = plans_for(job, whole=True)
-
-    @drawn(1)
-    @given(st.lists(of_this_job, min_size=4, max_size=4))
-    def check(candidates: list[Plan]) -> None:
-        checked(pool_of, job, candidates, Trial(steps=1))
-
-    check()
+    checked(pool_of, job, samples(plans_for(job, whole=True), 4), Trial(steps=1))
 
 
 def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):

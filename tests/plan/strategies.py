@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, ITEMS, LINEARS, Half, Pass
+from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, LINEARS, Half, Pass, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
@@ -38,13 +40,30 @@ from megatron_lynx.plan.timetables import planned_halves, timetable_of
 from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
 
+T = TypeVar("T")
+
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
+def samples(strategy: st.SearchStrategy[T], number: int, seed: int = 0) -> list[T]:
+    """So many examples for runs of real ranks, always the same of a seed. Hypothesis draws the simplest one first: it is left
+    out."""
+    found: list[T] = []
+
+    @seeded(seed)
+    @drawn(number + 1)
+    @given(strategy)
+    def keep(example: T) -> None:
+        found.append(example)
+
+    keep()
+    return found[1:]
+
+
 def drawn(times: int) -> settings:
-    """Plans for runs of real ranks: always the same ones, so many times, and never shrunk."""
+    """Always the same examples, so many times, and never shrunk."""
     return settings(
         max_examples=times,
         deadline=None,
@@ -86,7 +105,10 @@ def plans(
     device = draw(st.sampled_from([None, DEVICE]))
     head = draw(st.none() | st.builds(Head, pieces=st.sampled_from([2, 4, 8]))) if pieces else None
     parts = {"model": model, "parallel": parallel, "batch": batch, "head": head, "stages": tuple(stages), "device": device}
-    plan = Plan(version=1, **parts, provenance=draw(provenance))
+    try:
+        plan = Plan(version=1, **parts, provenance=draw(provenance))
+    except ValidationError:  # there is nothing that may begin ahead
+        plan = Plan(version=1, **parts | {"stages": tuple(map(_beginning_nothing, stages))}, provenance=draw(provenance))
     return draw(deferring(plan)) if defers and draw(st.booleans()) else plan
 
 
@@ -116,7 +138,7 @@ def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
     offsets, timetable = ("", "+1", "-1"), timetable_of(plan, stage.stage)
     names = [
         f"{name}{offset}"
-        for name in (*_collectives("fwd", plan.parallel), *_collectives("bwd", plan.parallel))
+        for name in (*_collectives("fwd", plan.parallel, plan.model), *_collectives("bwd", plan.parallel, plan.model))
         for offset in offsets
     ]
     rules = []
@@ -179,9 +201,8 @@ def stages_of(
         st.just(Predicted())
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
-    kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
-    gathers = parallel.sequence_parallel and parallel.tensor > 1 and (model is None or gathers_once(model.fp8))
-    kept = [draw(checkpointed(rule, parallel.tensor > 1, gathers)) for rule in kept] if checkpoints else kept
+    kept = [draw(_with_experts(draw(kept_items(span, te, parallel, model)), model)) for span in ranges]
+    kept = [draw(checkpointed(rule, parallel, model)) for rule in kept] if checkpoints else kept
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -194,31 +215,46 @@ def stages_of(
 
 
 @st.composite
-def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, context: int = 1) -> Rule:
+def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, parallel: ParallelFacts, model: ModelFacts | None = None) -> Rule:
     """Everything kept, everything replayed, or any mixture."""
-    free = [item for half in HALVES for item in DENSE[half].replayable_among(context)]
+    sections = {**DENSE, "attention": attention_of(model)}
+    sliced = parallel.sequence_parallel and sections["attention"].two_paths
+    free = [
+        item for section in sections.values() for item in section.replayable_among(parallel.context, sequence_parallel=sliced)
+    ]
     replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
-    norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if te else {}
+    norms = {section.column_parallel: section.norm for section in sections.values() if section.fuses_norm} if te else {}
+    norms |= {item.name: item.norm_inside for section in sections.values() for item in section.items if te and item.norm_inside}
     replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
-    return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
+    names = [name for section in sections.values() for name in section.names]
+    return Rule(layers=layers, keep=tuple(item for item in names if item not in replay), replay=tuple(replay))
+
+
+def attention_of(model: ModelFacts | None) -> Section:
+    """What fills the attention half of every layer."""
+    return DENSE["attention"] if model is None else model.halves["attention"]
 
 
 @st.composite
-def checkpointed(draw: st.DrawFn, rule: Rule, reduces: bool = False, gathers: bool = False) -> Rule:
-    """The same rule, or one whose layers, or one half of them, keep their input alone. `reduces`: what layers of it reduce again
-    may begin ahead; `gathers`: and what they gather before."""
+def checkpointed(draw: st.DrawFn, rule: Rule, parallel: ParallelFacts, model: ModelFacts | None = None) -> Rule:
+    """The same rule, or one whose layers, or one half of them, keep their input alone. What layers communicate again may begin
+    ahead, and what they gather before."""
     both = ["layer", "halves", CheckpointGroups(layers=2)]
     chosen = draw(st.sampled_from([None, None, *both, *HALVES]))
     if chosen is None:
         return rule
-    left = {
-        item
-        for item in (*rule.keep, *rule.replay)
-        if chosen in HALVES and (item in DENSE["attention"].names) == (chosen == "mlp")
-    }
+    attention, having = attention_of(model), [layer for layer in rule.layers if model is not None and model.has_experts(layer)]
+    left = {item for item in (*rule.keep, *rule.replay) if chosen in HALVES and (item in attention.names) == (chosen == "mlp")}
     keep, replay = (tuple(item for item in items if item in left) for items in (rule.keep, rule.replay))
-    ahead = reduces and chosen == "layer" and draw(st.sampled_from([False, True, *(["gather"] if gathers else [])]))
+    exchanges = parallel.expert > 1 and len(having) == len(rule.layers) and chosen in ("layer", "mlp")
+    reduces = parallel.tensor > 1 and chosen == "layer" and not having
+    gathers = parallel.sequence_parallel and not attention.two_paths and (model is None or gathers_once(model.fp8))
+    ahead = draw(st.sampled_from([False, True, *(["gather"] if reduces and gathers else [])])) if exchanges or reduces else False
     return Rule(layers=rule.layers, checkpoint=chosen, ahead=ahead, keep=keep, replay=replay)
+
+
+def _beginning_nothing(stage: Stage) -> Stage:
+    return stage.model_copy(update={"rules": tuple(rule.model_copy(update={"ahead": False}) for rule in stage.rules)})
 
 
 @st.composite
@@ -252,28 +288,28 @@ def with_windows(
 
     experts = () if model is None else model.moe_layers
     reach = stage.rules[index].layers.last - stage.layers.first + 1
-    forward = _forward(parallel, above=reach < least) if reach <= least else []
+    forward = _forward(parallel, model, above=reach < least) if reach <= least else []
     gather: str | GatherByPhase | None = None
     if stage.rules[index].gather.of(half, "steady") is not None:
-        late = [name for name in [ON_DEMAND, *_backward(parallel)] if in_time(ON_DEMAND, name)]
+        late = [name for name in [ON_DEMAND, *_backward(parallel, model)] if in_time(ON_DEMAND, name)]
         early = [name for name in forward if in_time(ON_DEMAND, GatherByPhase(steady=name, cooldown=ON_DEMAND))]
         by_phase_of = st.builds(GatherByPhase, steady=st.sampled_from(early or late), cooldown=st.sampled_from(late))
         gather = draw(st.sampled_from(late) | by_phase_of)
-    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel)]
+    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel, model)]
     cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
     steady = [name for name in [*any_phase, *forward] if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
     both = [name for name in cooldown if in_time(name, gather)]
-    by_phase = st.builds(ByPhase, steady=places(half, steady), cooldown=places(half, cooldown))
-    drawn_place = draw(places(half, both) | by_phase)
+    section = stage.rules[index].filling(half)
+    by_phase = st.builds(ByPhase, steady=places(section, steady), cooldown=places(section, cooldown))
+    drawn_place = draw(places(section, both) | by_phase)
     return _with(stage, index, half, drawn_place if in_time(drawn_place, gather) else draw(st.sampled_from(both)), gather)
 
 
 @st.composite
-def places(draw: st.DrawFn, half: Half, windows: Sequence[str]) -> str:
+def places(draw: st.DrawFn, section: Section, windows: Sequence[str]) -> str:
     """One of these windows, or a few stretches in some of them; not all of these are in time, or in order."""
-    if draw(st.booleans()):
+    if not section.stops or draw(st.booleans()):
         return draw(st.sampled_from(windows))
-    section = DENSE[half]
     stops = sorted(draw(st.sets(st.sampled_from(section.stops), min_size=1)), key=section.index)
     some = (
         draw(st.lists(st.sampled_from(windows), min_size=len(stops) + 1, max_size=len(stops) + 1, unique_by=_moment))
@@ -299,20 +335,24 @@ def _moment(window: str) -> tuple[int, ...]:
     )
 
 
-def _forward(parallel: ParallelFacts, *, above: bool) -> list[str]:
-    return [f"{name}{layer}" for layer in ("", "+1")[: 1 + above] for name in _collectives("fwd", parallel)]
+def _forward(parallel: ParallelFacts, model: ModelFacts | None, *, above: bool) -> list[str]:
+    return [f"{name}{layer}" for layer in ("", "+1")[: 1 + above] for name in _collectives("fwd", parallel, model)]
 
 
-def _backward(parallel: ParallelFacts) -> list[str]:
-    return [f"{name}{above}" for above in ("", "+1") for name in _collectives("bwd", parallel)]
+def _backward(parallel: ParallelFacts, model: ModelFacts | None) -> list[str]:
+    return [f"{name}{above}" for above in ("", "+1") for name in _collectives("bwd", parallel, model)]
 
 
-def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
+def _collectives(passing: Pass, parallel: ParallelFacts, model: ModelFacts | None) -> list[str]:
     """Those of a layer, by their names; without tensor parallelism the exchanges of experts."""
     if parallel.tensor == 1:
         return [f"{passing}.mlp.{n}" for n in range(len(EXPERTS.exchanges_of[passing]))] if parallel.expert > 1 else []
-    ordinals = range(len(ATTENTION.collectives(passing, parallel.sequence_parallel)))
-    return [f"{passing}.{half}.{n}" for half in HALVES for n in ordinals]
+    sections = {**DENSE, "attention": attention_of(model)}
+    return [
+        f"{passing}.{half}.{n}"
+        for half, section in sections.items()
+        for n in range(len(section.collectives(passing, parallel.sequence_parallel)))
+    ]
 
 
 DEVICE = PlannedDevice(memory_bytes=80, budget_bytes=74, reserve_bytes={"context": 1, "nccl": 4, "allocator": 1})
@@ -325,9 +365,11 @@ def _with_experts(draw: st.DrawFn, rule: Rule, model: ModelFacts | None) -> Rule
     having = [layer for layer in rule.layers if model is not None and model.has_experts(layer)]
     if not having or model is None:
         return rule
-    replay = tuple(item for item in rule.replay if item in DENSE["attention"].names)
+    attention = attention_of(model).names
+    replay = tuple(item for item in rule.replay if item in attention)
     if len(having) < len(rule.layers) or draw(st.booleans()):
-        return Rule(layers=rule.layers, keep=tuple(item for item in ITEMS if item not in replay), replay=replay)
+        names = (*attention, *DENSE["mlp"].names)
+        return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in replay), replay=replay)
     sections = model.sections_of(having[0])
     replay += tuple(draw(st.lists(st.sampled_from(sections[1].replayable), unique=True)))
     names = [name for section in sections for name in section.names]

@@ -22,7 +22,7 @@ from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Linear, Replay, Timetable, Wait
-from tests.plan.strategies import drawn, plans_for
+from tests.plan.strategies import drawn, plans_for, samples
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.expected import lets_go, schedule_of
 from tests.transparency.trials import Trial, compare_with_stock
@@ -108,13 +108,11 @@ def linears_in(events: list[Event]) -> set[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("layout", JOBS)
-@drawn(1)
-@given(data=st.data())
-def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], layout: str, data: st.DataObject) -> None:
+def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], layout: str) -> None:
     """Of every micro-batch, every replay in its window or on demand, and no weight gradient in another wait than one of its
     own."""
     job = JOBS[layout]
-    plan = data.draw(plans_for(job, defers=True).filter(lambda plan: any(stage.defers for stage in plan.stages)))
+    [plan] = samples(plans_for(job, defers=True).filter(lambda plan: any(stage.defers for stage in plan.stages)), 1)
     trial = Trial(steps=1, traced=True, training={"ddp": True}, model={"gradient_accumulation_fusion": True})
     results = pool_of(job.gpus).run(compare_with_stock, job, [plan], trial)
     for rank, outcomes in enumerate(results):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
@@ -17,20 +18,22 @@ class Expected:
     replayed: int
     hidden: int
     gathered: int
+    nothing_behind_gather: int = 0
+    """Of those on demand: halves of which a gather's own run makes all that was let go. Where it began early, nothing is left."""
 
     @property
     def on_demand(self) -> int:
         return self.replayed - self.hidden
 
 
-def lets_go(job: Job, stage: Stage, layer: int, half: str) -> bool:
-    """Whether a half has anything to replay. Some code saves nothing: bias-dropout-add without dropout, and the splitting of Q, K
-    and V without rotary positions, which only makes views unless heads share keys."""
+def lets_go(job: Job, stage: Stage, layer: int, half: str, apart: Collection[str] = ()) -> bool:
+    """Whether a half has anything to replay, these items apart. Some code saves nothing: bias-dropout-add without dropout, and
+    the splitting of Q, K and V without rotary positions, which only makes views unless heads share keys."""
     model = job.model
     saving = {"rotary": model.position == "rope" or model.kv_groups < model.heads, "activation": True}
     saving |= dict.fromkeys(("attention_bda", "mlp_bda"), model.hidden_dropout > 0)
     replayed = stage.rule_for(layer).replays(half)  # type: ignore[arg-type]
-    return any(saving.get(item, True) for item in replayed)
+    return any(saving.get(item, True) for item in replayed if item not in apart)
 
 
 def schedule_of(job: Job) -> Schedule:
@@ -59,5 +62,9 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             result.replayed += 1
             result.hidden += half.on_demand is None
             rule = entry.rule_for(layer)
-            result.gathered += plan.parallel.sequence_parallel and rule.filling(name).gathered in rule.replay
+            section = rule.filling(name)
+            gathered = plan.parallel.sequence_parallel and section.gathered in rule.replay
+            behind = lets_go(job, entry, layer, name, (section.norm, section.gathered))
+            result.nothing_behind_gather += gathered and half.on_demand is not None and not behind
+            result.gathered += gathered
     return result

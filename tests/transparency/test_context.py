@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
-from tests.plan.strategies import drawn, plans_for
+from tests.plan.strategies import plans_for, samples
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
@@ -83,14 +80,7 @@ def test_offloaded_with_replay(pool_of: Pools, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["CP2xTP2+SP, gathered", *long("CP2, a ring")])
 def test_random_plans(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
-    of_this_job = plans_for(job)
-
-    @drawn(1)
-    @given(st.lists(of_this_job, min_size=4, max_size=4))
-    def check(candidates: list[Plan]) -> None:
-        checked(pool_of, job, candidates, Trial(steps=1, backward_thread=True, canaries=True))
-
-    check()
+    checked(pool_of, job, samples(plans_for(job), 4), Trial(steps=1, backward_thread=True, canaries=True))
 
 
 def trained(rank: int, job: Job) -> dict[str, torch.Tensor]:

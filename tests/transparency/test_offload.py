@@ -10,7 +10,6 @@ from itertools import compress, product
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
@@ -29,7 +28,7 @@ from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
-from tests.plan.strategies import drawn, plans_for
+from tests.plan.strategies import plans_for, samples
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
@@ -186,12 +185,7 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
         st.integers(1, 3),
     )
 
-    @drawn(1)
-    @given(st.lists(offloaded, min_size=4, max_size=4))
-    def check(candidates: list[Plan]) -> None:
-        checked(pool_of, job, candidates, Trial(steps=1))
-
-    check()
+    checked(pool_of, job, samples(offloaded, 4), Trial(steps=1))
 
 
 @every_model

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
@@ -18,7 +16,7 @@ from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
-from tests.plan.strategies import drawn, plans_for
+from tests.plan.strategies import plans_for, samples
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.queued import failing, held_and_given_back, held_bytes, pending_when_reduced
@@ -135,12 +133,8 @@ def test_random_plans(pool_of: Pools) -> None:
     """Any linears, any waits that come, replays of any kind beside them."""
     job = tiny_job("llama", **LAYOUTS["TP2xPP2+SP"])
 
-    @drawn(1)
-    @given(st.lists(plans_for(job, whole=True, defers=True).filter(defers), min_size=4, max_size=4))
-    def check(candidates: list[Plan]) -> None:
-        counts_of(pool_of, job, candidates, Trial(steps=1, training={"ddp": True}, model=FUSED))
-
-    check()
+    candidates = samples(plans_for(job, whole=True, defers=True).filter(defers), 4)
+    counts_of(pool_of, job, candidates, Trial(steps=1, training={"ddp": True}, model=FUSED))
 
 
 def defers(plan: Plan) -> bool:
