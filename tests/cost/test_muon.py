@@ -46,7 +46,7 @@ def test_matrices_are_those_of_megatrons_layer_wise_optimizer(like: Any) -> None
         assert sum(each.times * each.numbers for each in found) == numbers
         uneven = job.model.seq * job.model.hidden if like == "gpt" else 0
         assert 0 <= most - fullest(job, found, lambda each: each.numbers) <= uneven
-        assert 0 <= buffer - numbers - filled_numbers(job, 0) <= 64 * ranks + uneven
+        assert 0 <= buffer - numbers - filled_numbers(job, 0) <= (64 + uneven) * ranks
 
 
 def test_matrices_remember_a_number_less() -> None:
