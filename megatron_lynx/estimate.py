@@ -206,7 +206,7 @@ def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
 
 def _of_price(job: Job, costs: Profile, price: Priced) -> StepSeconds:
     """The parts of a simulated step; messages between stages are in its bubble, copies that nothing hides in its passes."""
-    return StepSeconds(price.busy_s, price.step_s - price.busy_s, 0.0, 0.0, update_s(job, costs))
+    return StepSeconds(price.busy_s, max(0.0, price.step_s - price.busy_s), 0.0, 0.0, update_s(job, costs))
 
 
 def _check_stays(job: Job) -> None:

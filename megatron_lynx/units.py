@@ -19,7 +19,8 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`."""
+    """`0.0123` -> `12.3 ms`. What is less than a picosecond is 0."""
+    seconds = round(seconds, SECOND_DIGITS)
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"

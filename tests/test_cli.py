@@ -229,7 +229,7 @@ def test_an_output_that_nobody_reads_any_more_is_no_answer() -> None:
 
 def run_cli(*arguments: object, stdout: Any, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
-    command = [sys.executable, "-m", "megatron_lynx.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "megatron_lynx", *map(str, arguments)]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=env, text=True, timeout=300, check=False)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
 from megatron_lynx.cli import terminal
+from megatron_lynx.units import format_seconds
 
 
 def test_what_is_over_at_once_says_nothing_and_what_is_not_says_so(
@@ -26,3 +30,20 @@ def _wait_until(said: Callable[[], bool]) -> None:
     while not said():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_seconds_that_only_rounding_makes_are_none() -> None:
+    """`bubble -3.55e-09 us` was printed."""
+    assert format_seconds(-3.55e-15) == format_seconds(0.0) == "0 s"
+    assert format_seconds(2e-9) == "0.002 us"
+
+
+def test_a_shell_completes_names_of_clusters() -> None:
+    environment = os.environ | {
+        "_MEGATRON_LYNX_COMPLETE": "complete_bash",
+        "COMP_WORDS": "megatron-lynx estimate --cluster h",
+        "COMP_CWORD": "3",
+    }
+    command = [sys.executable, "-m", "megatron_lynx"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.split() == ["h100-80g", "h200-141g", "h800-80g"], done.stderr

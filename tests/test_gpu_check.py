@@ -344,6 +344,7 @@ def test_an_interrupted_run_leaves_what_it_has(
     status, results, page = run(tmp_path)
     assert status == 130
     assert f"interrupted; 1 of {len(parts(GPUS))} parts are in {tmp_path}" in capsys.readouterr().err
+    assert f"Not run, as the run ended before them: {'; '.join(part['name'] for part in results['parts'][1:])}." in page
     assert [part["status"] for part in results["parts"]] == ["passed", *["not run"] * (len(parts(GPUS)) - 1)]
     assert results["passed"] is False
     assert "**NOT FINISHED**: 1 passed, 0 failed, 0 skipped, " in page

@@ -110,7 +110,7 @@ def test_what_users_write_does_not_command_the_terminal(tmp_path: Path) -> None:
 def test_the_working_folder_was_deleted(tmp_path: Path) -> None:
     """It was said that standard output cannot be written."""
     gone = tmp_path / "gone"
-    lynx = f"exec {sys.executable} -m megatron_lynx.cli plan jobs/llama-7b-a100-80g -o plan.yaml"
+    lynx = f"exec {sys.executable} -m megatron_lynx plan jobs/llama-7b-a100-80g -o plan.yaml"
     command = f"mkdir {gone} && cd {gone} && rmdir {gone} && {lynx}"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False, timeout=300)
@@ -149,7 +149,7 @@ def test_a_cluster_without_a_launch_is_no_request() -> None:
 
 
 def test_a_launch_is_read_from_standard_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_lynx.cli", "estimate", "--cluster", "h100-80g", "--launch-file"]
+    command = [sys.executable, "-m", "megatron_lynx", "estimate", "--cluster", "h100-80g", "--launch-file"]
     path = launch_file(tmp_path)
     answers = [
         subprocess.run([*command, file, "--json"], input=path.read_bytes(), capture_output=True, check=True, timeout=300).stdout

@@ -67,7 +67,7 @@ def test_a_launch_is_for_its_plan(name: str, cluster: str) -> None:
 def test_planned_from_a_shell_a_launch_leads_to_its_plan(tmp_path: Path) -> None:
     """With the layers left open, as the ready plan was made; each word on a line, so that xargs need not guess."""
     script, path, memory_gib = FOLDER / "llama3_70b.sh", tmp_path / "plan.yaml", MEMORY_GIB["a100-80g"]
-    lynx = f"{shlex.quote(sys.executable)} -m megatron_lynx.cli plan --cluster a100-80g --memory-gib {memory_gib} -o {path} --"
+    lynx = f"{shlex.quote(sys.executable)} -m megatron_lynx plan --cluster a100-80g --memory-gib {memory_gib} -o {path} --"
     command = f"CLUSTER=a100-80g SETTING=none bash {script} --print | xargs -d '\\n' {lynx}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -238,7 +238,7 @@ def test_a_sweep_over_nothing_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "answer"),
     [
-        ({"CLUSTER": "a100"}, "CLUSTER a100: found no file"),
+        ({"CLUSTER": "a100"}, "CLUSTER a100: found no plan of gpt-13b, needed one of"),
         ({"PLAN": "/none.yaml"}, "PLAN: found no file /none.yaml"),
         ({"NODES": "0"}, "NODES: found 0, needed a whole number"),
         ({"GPUS_PER_NODE": "3"}, "found 3, needed a multiple of 4"),
@@ -249,3 +249,12 @@ def test_a_launch_that_cannot_be_is_not_launched(environment: dict[str, str], an
     done = run("gpt_13b.sh", **environment)
     assert done.returncode == 2
     assert answer in done.stderr
+
+
+@pytest.mark.parametrize("script", [*(f"{name}.sh" for name in LAUNCHES), "gpt_tiny_cpu.sh", "llama3_8b_one_gpu.sh"])
+def test_a_launch_names_no_plan_that_is_not_there(script: str) -> None:
+    """With --print a launch printed the path of a plan that nobody had made."""
+    refused = run(script, "--print", CLUSTER="elsewhere")
+    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    assert "CLUSTER elsewhere: found no plan of" in refused.stderr
+    assert run(script, "--print", CLUSTER="elsewhere", PLAN="own.yaml").stdout.splitlines()[-1] == "own.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_lynx.config.loader import job_path, load_cluster, load_model
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.facts import without_options
+from tests.profiler.made_up import made_up_profile
 from tests.test_cli import lynx
 from tests.test_inputs import LAUNCH
 
@@ -100,3 +102,16 @@ def test_a_plan_whose_job_has_changed_says_so(tmp_path: Path) -> None:
 def test_options_are_left_out_of_what_was_asked() -> None:
     asked = "--cluster h100-80g --memory-gib 70 --from-run a.json -- torchrun x.py --memory-gib 3"
     assert without_options(asked, "--memory-gib", "--from-run") == "--cluster h100-80g -- torchrun x.py --memory-gib 3"
+
+
+def test_a_plan_for_the_testbed_keeps_its_profile_and_is_launched_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured was thrown away, and the launch line was one for GPUs."""
+    monkeypatch.setattr("megatron_lynx.cli.inputs.hosts_of", lambda job: nullcontext())
+    monkeypatch.setattr("megatron_lynx.cli.inputs.measured_here", lambda job, hosts: made_up_profile(job))
+    words = LAUNCH.replace("--bf16", "--transformer-impl local").replace("--nproc-per-node 8", "--nproc-per-node 4").split()
+    plan = tmp_path / "tiny.yaml"
+    made = lynx("plan", "--cluster", "testbed", "-o", plan, "--", *words)
+    assert made.exit_code == 0, made.output
+    assert " -m megatron_lynx.testbed pretrain_gpt.py " in made.stdout
+    assert (tmp_path / "tiny.profile.yaml").is_file()
+    assert lynx("simulate", plan).exit_code == 0

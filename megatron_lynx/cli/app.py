@@ -5,6 +5,7 @@ command ─> LynxError ─> stderr: every problem                exit 1: the ans
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ OUTPUT_CLOSED = 141
 """Exit status of a command whose output is no longer read: the one that shells report after SIGPIPE."""
 
 
-app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,10 +66,22 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from megatron_lynx.cli.schema import json_schema
+
+        typer.echo(json.dumps(json_schema(), indent=2))
+        raise typer.Exit
+
+
 @app.callback()
 def megatron_lynx(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--json-schema", help="Print the JSON schema of what --json prints.", callback=_print_schema, is_eager=True),
     ] = False,
 ) -> None:
     """Overlapped recomputation for Megatron-LM: activation memory made cheap."""

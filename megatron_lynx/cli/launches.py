@@ -234,6 +234,7 @@ def command_with(
 ) -> str:
     """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
     it gets besides, of which Megatron takes the last; `without`: names of arguments that it loses."""
+    from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment
 
@@ -242,4 +243,5 @@ def command_with(
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
     reading = reading.with_graphs_of(made.model.captured)
-    return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made), without)
+    runner = TESTBED if job.cluster.device == "cpu" else LAUNCHER
+    return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made), without, runner)

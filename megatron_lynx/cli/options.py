@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,18 @@ from typing import Annotated
 import typer
 
 from megatron_lynx.cli.inputs import number_or_word
+
+
+def _names_of(kind: str) -> Callable[[str], list[str]]:
+    """Completes names of bundled clusters, or models."""
+
+    def names(incomplete: str) -> list[str]:
+        from megatron_lynx.config.loader import bundled_configs
+
+        return sorted(file.stem for file in bundled_configs().glob(f"{kind}/*.yaml") if file.stem.startswith(incomplete))
+
+    return names
+
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 
@@ -28,7 +41,13 @@ JobOrLaunch = Annotated[
 
 
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: h100 (h100-80g), or a file.")
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="Where the launch is to run: h100 (h100-80g), or a file.",
+        autocompletion=_names_of("clusters"),
+    ),
 ]
 
 
@@ -39,6 +58,7 @@ ModelOption = Annotated[
         metavar="MODEL",
         help="In place of a job or a launch, with --cluster and --gpus: a catalogued model (llama3-70b), or a file, in the "
         "smallest layout that fits.",
+        autocompletion=_names_of("models"),
         show_default=False,
     ),
 ]

@@ -107,10 +107,16 @@ def plan(
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
+    from megatron_lynx.profiler.profile import save_profile
 
     asked, job, reading = _requested(**context.params)
-    check_writable(output, read=[profile_file, launch_file, run_file, asked.job_file])
+    measured = _measured_beside(output) if profile_file is None and job.cluster.matmul is None else None
+    check_writable(output, measured, read=[profile_file, launch_file, run_file, asked.job_file])
     job, costs, lesson = taught(job, profile_file, run_file)
+    if measured is not None:
+        save_profile(costs, measured)
+        context.params["profile_file"] = measured
+        say(f"wrote {measured}: what was measured here", err=True)
     with awaited("making the plan"):
         answer = answered(job, costs, reading, near=False)
     if (decision := answer.decision) is None:
@@ -167,6 +173,11 @@ def _requested(
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
     return asked, *job_or_launch(asked, planning=True, changes=changes)
+
+
+def _measured_beside(output: Path) -> Path | None:
+    """Where the profile of a plan goes that is measured for it. None where the plan goes to a device or a pipe."""
+    return None if output.exists() and not output.is_file() else output.with_name(f"{output.stem}.profile.yaml")
 
 
 OF_THE_REQUEST = ("words", "cluster", "gpus", "bridge", "model", "launch_file", "strict")

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,12 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
-def show_json(answer: Any) -> None:
-    typer.echo(json.dumps(answer, indent=2))
+VERSION_OF_JSON = 1
+"""Of the answers of all commands; it counts up when a key goes, or means something else (`cli.schema`)."""
+
+
+def show_json(answer: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps({"version": VERSION_OF_JSON, **answer}, indent=2))
 
 
 def show(answer: RenderableType) -> None:

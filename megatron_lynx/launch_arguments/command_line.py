@@ -32,8 +32,8 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 HEADLINE = "the launch cannot be read"
 
-LAUNCHER = ("-m", "megatron_lynx.launch")
-RUNNERS = (LAUNCHER, ("-m", "megatron_lynx.testbed"))
+LAUNCHER, TESTBED = ("-m", "megatron_lynx.launch"), ("-m", "megatron_lynx.testbed")
+RUNNERS = (LAUNCHER, TESTBED)
 """Modules that already run a script under a plan."""
 
 
@@ -59,17 +59,23 @@ class CommandLine:
             return _product(per_node, nodes) if tasks is None else tasks
         return _whole(dict(self.environment).get("WORLD_SIZE", ""))
 
-    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> str:
+    def under_plan(
+        self,
+        plan: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        runner: Sequence[str] = LAUNCHER,
+    ) -> str:
         """The command to run under a plan; of a launch without a script, what to add to it.
 
         `flags` (each as a shell reads it): what the plan needs and the launch does not say. `environment`: variables that it
-        needs, unless the launch sets them.
+        needs, unless the launch sets them. `runner`: what runs the script, unless the launch says so.
         """
         added = " ".join([*flags, "--lynx-plan", shlex.quote(plan)])
         variables = [f"{name}={shlex.quote(value)}" for name, value in {**environment, **dict(self.environment)}.items()]
         if self.script is None:
             return f"add to the launch: {added}" + (f", and to its environment: {' '.join(variables)}" if environment else "")
-        launcher = self.launcher if self.launcher[-2:] in RUNNERS else (*self.launcher, *LAUNCHER)
+        launcher = self.launcher if self.launcher[-2:] in RUNNERS else (*self.launcher, *runner)
         words = shlex.join([*launcher, self.script, *without_plan(self.arguments)])
         return " ".join([*variables, words, added])
 

@@ -30,6 +30,10 @@ NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
 """Releases whose NullTokenizer has an end-of-document token beside the entries it is told."""
 
 
+GPT2, GPT2_ENTRIES = "GPT2BPETokenizer", 50257
+"""The tokenizer of launches that name none, and how many entries it has."""
+
+
 def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """What the model is made of. What is missing, and what a job cannot say, is added to `problems`."""
     for place, names in {
@@ -86,10 +90,11 @@ def _vocabulary(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         size, origin = _entries(Path(given["vocab_file"])), given.origin("vocab_file")
     elif size is not None and given["tokenizer_type"] == "NullTokenizer" and given.release in NULL_TOKENIZER_ADDS_ONE:
         size, origin = size + 1, f"{origin} + 1: NullTokenizer"
+    if size is None and "vocab_size" not in given.values and given["tokenizer_type"] in (None, GPT2):
+        size, origin = GPT2_ENTRIES, "GPT-2's entries: no --vocab-size"
     if size is None:
         if "vocab_size" not in given.values:
-            tokenizer = given["tokenizer_type"] or "GPT2BPETokenizer"
-            todo = f"add --vocab-size N (for planning): {tokenizer} is not loaded here"
+            todo = f"add --vocab-size N (for planning): {given['tokenizer_type']} is not loaded here"
             problems.append(Problem("--vocab-size", "nothing", "the entries of the tokenizer", todo))
         return
     multiple = given["make_vocab_size_divisible_by"] * (given["tensor_model_parallel_size"] or 1)

@@ -22,7 +22,7 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, changed, command_line
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, changed, command_line
 from megatron_lynx.launch_arguments.container import Container, read_container
 from megatron_lynx.launch_arguments.container_facts import given_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
@@ -123,12 +123,13 @@ class Reading:
         flags: Sequence[str],
         environment: Mapping[str, str] = MappingProxyType({}),
         without: Collection[str] = (),
+        runner: Sequence[str] = LAUNCHER,
     ) -> str:
         """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
         `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
         """
         if self.container is None:
-            text = self.changed({}, without).under_plan(plan, flags, environment)
+            text = self.changed({}, without).under_plan(plan, flags, environment, runner)
         else:
             variables = "".join(f"{name}={value} " for name, value in environment.items())
             text = f"{variables}torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan {shlex.quote(plan)}"

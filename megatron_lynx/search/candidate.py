@@ -102,6 +102,7 @@ class Candidate:
             "mfu": self.mfu,
             "bubble_share": self.bubble_share,
             "memory_bytes": self.memory_bytes,
+            "budget_bytes": self.job.memory_budget_bytes,
         }
 
 

@@ -18,13 +18,12 @@ COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "off
 EXPERTS = ("e",)
 """Ranks among which experts are shared out, where there are any."""
 
-FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory")
+FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory", "budget")
 
 
 def table(ranking: Ranking) -> Group:
     """A row for each candidate, the fastest first, then one for each family of losers with its best example."""
-    budget = format_bytes(ranking.job.memory_budget_bytes)
-    title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each"
+    title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
     experts = EXPERTS if ranking.job.model.experts is not None else ()
     columns = (*experts, *COLUMNS, *FIGURES)
     best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
@@ -63,6 +62,7 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
         f"{candidate.mfu:.1%}",
         f"{candidate.bubble_share:.1%}",
         format_bytes(candidate.memory_bytes),
+        format_bytes(candidate.job.memory_budget_bytes),
     )
 
 

@@ -89,7 +89,9 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
     lines += [f"**{verdict}**: {counted}", ""]
     lines += [f"* {name}: {value}" for name, value in machine.facts.items()]
     lines += ["", "| part | ranks | | seconds | step / stock | memory / stock | |", "|---|---|---|---|---|---|---|"]
-    lines += [_row(result, machine) for result in results]
+    lines += [_row(result, machine) for result in results if result.status != "not run"]
+    if left := [result.part.name for result in results if result.status == "not run"]:
+        lines += ["", f"Not run, as the run ended before them: {'; '.join(left)}."]
     lines += [
         "",
         "Step and memory are ours by stock's without recomputation. So small, replays cost more than at real sizes.",

@@ -93,10 +93,22 @@ data_arguments() {
     fi
 }
 
+# The plan that comes with the launch for CLUSTER; without one, what there is.
+ready_plan() {
+    local path=$REPOSITORY/configs/plans/launches/$NAME-$CLUSTER.yaml ready clusters=""
+    if [[ ! -f $path ]]; then
+        for ready in "$REPOSITORY/configs/plans/launches/$NAME"-*.yaml; do
+            [[ ! -f $ready ]] || clusters+="${clusters:+, }$(basename "${ready#*"/$NAME-"}" .yaml)"
+        done
+        refuse "CLUSTER $CLUSTER: found no plan of $NAME, needed ${clusters:+one of $clusters, or }a plan of your own as PLAN; megatron-lynx plan makes one of SETTING=none $0 --print"
+    fi
+    echo "$path"
+}
+
 setting_arguments() {
     case $SETTING in
         # Only a ready plan comes with its layers: stock Megatron divides them evenly, and so does whoever makes another plan.
-        plan) RECOMPUTATION=(--lynx-plan "${PLAN:-$REPOSITORY/configs/plans/launches/$NAME-$CLUSTER.yaml}") ;;
+        plan) RECOMPUTATION=(--lynx-plan "${PLAN:-$(ready_plan)}") || exit 2 ;;
         none) RECOMPUTATION=() ;;
         selective) RECOMPUTATION=(--recompute-granularity selective) ;;
         full) RECOMPUTATION=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
@@ -133,10 +145,7 @@ launch() {
         done
         printf '%s\n' "${command[@]}"
     else
-        if [[ $SETTING == plan && ! -f ${RECOMPUTATION[1]} ]]; then
-            local needed="a plan: one of your own as PLAN, or CLUSTER h100-80g, h800-80g or a100-80g, which come with one (not for CPUs)"
-            refuse "$([[ -n $PLAN ]] && echo PLAN || echo "CLUSTER $CLUSTER"): found no file ${RECOMPUTATION[1]}, needed $needed"
-        fi
+        [[ $SETTING != plan || -f ${RECOMPUTATION[1]} ]] || refuse "PLAN: found no file ${RECOMPUTATION[1]}, needed a plan"
         [[ -f $MEGATRON_LM_DIR/pretrain_gpt.py ]] ||
             refuse "MEGATRON_LM_DIR: found no $MEGATRON_LM_DIR/pretrain_gpt.py, needed a checkout of Megatron-LM, 0.16 to 0.19"
         exec "${command[@]}"

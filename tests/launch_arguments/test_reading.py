@@ -398,7 +398,6 @@ def test_everything_wrong_is_said_at_once() -> None:
         "--num-layer: found unknown, needed a flag of Megatron 0.16 to 0.19; did you mean --num-layers?",
         "--mla-down-proj-fusion",
         "--micro-batch-size",
-        "--vocab-size",
         "no number of processes",
     ):
         assert part in text
@@ -659,7 +658,7 @@ def test_the_job_of_a_launch() -> None:
 def test_a_job_that_does_not_add_up_and_a_cluster_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"must be a multiple of batch\.micro"):
         job_of(read(f"{SMALL} --global-batch-size 63"), "a100-80g")
-    with pytest.raises(ConfigError, match="did you mean clusters/a100-80g"):
+    with pytest.raises(ConfigError, match="with which 2 names begin, needed a path, or one of a100-80g, a100-80g-pcie"):
         job_of(read(SMALL), "a100-80")
 
 
@@ -968,3 +967,12 @@ def words_of_hybrid() -> list[str]:
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --transformer-impl transformer_engine
     --attention-dropout 0 --hidden-dropout 0 --mock-data --lr 1e-4 --train-iters 10"""
     return said.split()
+
+
+@pytest.mark.parametrize("flags", ["", "--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json"])
+def test_a_launch_that_names_no_vocabulary_has_gpt2s(flags: str) -> None:
+    found = read(f"{SMALL.replace('--vocab-size 50257', '')} {flags}")
+    assert found.problems == ()
+    [vocabulary] = [fact for fact in found.facts if fact.place == "model.vocab"]
+    assert vocabulary.value == 50304
+    assert "GPT-2's entries" in vocabulary.origin

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
 from megatron_lynx.config import Job, Parallel, load_job
+from megatron_lynx.units import format_bytes
 from megatron_lynx.yaml_file import write_yaml
 from tests.search.jobs import small_job, with_budget
 
@@ -109,3 +110,19 @@ def test_unknown_jobs_and_undescribed_clusters() -> None:
     assert (missing.exit_code, testbed.exit_code) == (2, 2)
     assert "did you mean llama-65b?" in missing.stderr
     assert "matmul" in testbed.stderr
+
+
+def test_a_winner_is_held_against_its_own_layouts_budget(tmp_path: Path) -> None:
+    """`73.20 GiB each` stood above a winner of 73.32: what a layout leaves depends on its NCCL groups."""
+    (tmp_path / "job.yaml").write_text(
+        "model: {like: models/llama3-8b, implementation: transformer_engine}\ncluster: clusters/h100-80g\ngpus: 8\n"
+        "parallel: {tensor: 2, sequence_parallel: true, distributed_optimizer: true}\n"
+        "batch: {micro: 1, global: 64}\npolicy: none\n"
+    )
+    asked = (tmp_path / "job.yaml", "--gpus", 8, "--policies", "none,full", "--top", 4)
+    candidates = json.loads(run(*asked, "--json").stdout)["candidates"]
+    assert all(each["memory_bytes"] <= each["budget_bytes"] for each in candidates)
+    assert len({each["budget_bytes"] for each in candidates}) > 1
+    shown = run(*asked).stdout
+    assert all(format_bytes(each["budget_bytes"]) in shown for each in candidates)
+    assert " each" not in shown.splitlines()[0]

@@ -1,0 +1,137 @@
+"""What `--json` prints: for each command the keys that its answer has. Programs pass over keys that they do not know.
+
+megatron-lynx --json-schema     the JSON schema of all answers, by command
+megatron-lynx COMMAND --json    {"version": 1, ...}: the version counts up when a key goes, or means something else
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Rows = list[dict[str, Any]]
+
+
+class Answer(BaseModel):
+    """Seconds, bytes and tokens are whole units; null is what is not known."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    version: Literal[1]
+
+
+class Estimate(Answer):
+    """`estimate --json`: memory of each device and seconds of a step."""
+
+    fits: bool
+    offload_ratio: float
+    budget_bytes: int
+    device: dict[str, Any]
+    """Bytes of the device and of what is reserved there."""
+    stages: Rows
+    """`memory_bytes` by part at the fullest `moment`."""
+    step_s: float | None
+    """The optimizer's update included."""
+    step_parts_s: dict[str, float] | None
+    tokens_per_s: float | None
+    mfu: float | None
+    host_time: dict[str, Any] | None
+    launch: dict[str, Any] | None = None
+    """Of a launch: `step_s`, `memory_bytes`, `setting`, `flags`."""
+    understood: dict[str, Any] | None = None
+    """Of a launch: `facts`, each with the flag that it is from."""
+
+
+class Search(Answer):
+    """`search --json`: the fastest layouts."""
+
+    gpus: int
+    budget_bytes: int
+    """Of the job's own layout; each candidate has its own."""
+    candidates: Rows
+    considered: int
+    losers: Rows
+    seconds: float
+
+
+class Advice(Answer):
+    """`advise --json`: what the launch takes today, and what a plan would take."""
+
+    launch: dict[str, Any]
+    """`step_s`, `memory_bytes`, `setting`, `flags`; null where it cannot be priced."""
+    plan: dict[str, Any] | None
+    plan_in_todays_bytes: dict[str, Any] | None = None
+    neighbours: Rows | None = None
+    budget_bytes: int
+    verdict: str | dict[str, Any]
+    no_plan: list[str] | None = None
+    would_fit: list[str] | None = None
+    understood: dict[str, Any] | None = None
+
+
+class Planned(Advice):
+    """`plan --json`: as `advise`, and what the plan does."""
+
+    update_s: float | None = None
+    """Of `step_s` it is no part."""
+    step_s: float | None = None
+    stages: Rows | None = None
+    partition: list[int] | None = None
+    launch_flags: list[str] | None = None
+    launch_environment: dict[str, str] | None = None
+    layer_trade_offs: Rows | None = None
+    weight_gradients: str | None = None
+    host_time: dict[str, Any] | None = None
+
+
+class Simulation(Answer):
+    """`simulate --json`: one step, without the optimizer's update."""
+
+    step_s: float
+    stages: Rows
+    """Seconds by what they are spent on, `peak_activation_bytes`, and every action's begin and end."""
+
+
+class RowsOfSettings(Answer):
+    """`compare --json` and `validate --json`: a row for each setting, or for each published figure."""
+
+    rows: Rows
+
+
+class Findings(Answer):
+    """`doctor --json`."""
+
+    findings: list[dict[str, str]]
+    """`level` is good, note, slows or defeats; `found`, `costs`, `todo` are sentences."""
+
+
+class Hooks(Answer):
+    """`hooks --json`."""
+
+    megatron_core: str
+    hooks: Rows
+
+
+ANSWERS: dict[str, type[Answer]] = {
+    "advise": Advice,
+    "compare": RowsOfSettings,
+    "doctor": Findings,
+    "estimate": Estimate,
+    "hooks": Hooks,
+    "plan": Planned,
+    "search": Search,
+    "simulate": Simulation,
+    "validate": RowsOfSettings,
+}
+"""By command. `explain` prints a plan (configs/plan.schema.json), `profile` the profile that it writes."""
+
+
+def json_schema() -> dict[str, Any]:
+    """One schema, with a definition for each command."""
+    schemas = {command: model.model_json_schema() for command, model in ANSWERS.items()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "megatron-lynx COMMAND --json",
+        "$defs": schemas,
+    }

@@ -1,0 +1,54 @@
+"""The answers of all commands as JSON: a version, and the keys that their schema names."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.cli.schema import ANSWERS, Answer
+from megatron_lynx.cli.terminal import VERSION_OF_JSON
+from megatron_lynx.config.loader import bundled_configs
+from tests.test_cli import lynx
+from tests.test_inputs import LAUNCH
+
+PLAN = bundled_configs() / "plans/llama-7b-a100-80g.yaml"
+OF_A_LAUNCH = ["--cluster", "h100", "--", *shlex.split(LAUNCH)]
+COMMANDS = [
+    ["advise", *OF_A_LAUNCH],
+    ["advise", "jobs/llama-7b-a100-80g"],
+    ["compare", "--simulate", "-o", "OUT", *OF_A_LAUNCH],
+    ["doctor", "--no-host-time"],
+    ["estimate", *OF_A_LAUNCH],
+    ["estimate", "jobs/llama-65b"],
+    ["hooks"],
+    ["plan", "-o", "OUT.yaml", *OF_A_LAUNCH],
+    ["plan", "-o", "OUT.yaml", "--memory-gib", "1", *OF_A_LAUNCH],
+    ["search", "--gpus", "8", "--top", "1", "--policies", "none,full", "jobs/llama-7b-a100-80g"],
+    ["simulate", PLAN, "--job", "jobs/llama-7b-a100-80g"],
+    ["validate"],
+]
+
+
+def test_every_answer_has_a_schema() -> None:
+    schema = json.loads(lynx("--json-schema").stdout)
+    assert schema["$defs"].keys() == ANSWERS.keys() == {str(command[0]) for command in COMMANDS}
+    for answer in schema["$defs"].values():
+        assert answer["properties"]["version"]["const"] == VERSION_OF_JSON
+        assert answer["required"][0] == "version"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(map(str, command[:4])))
+def test_an_answer_is_as_its_schema_says(command: list[str | Path], tmp_path: Path) -> None:
+    words = [tmp_path / word if str(word).startswith("OUT") else word for word in command]
+    name, *others = words
+    done = lynx(name, "--json", *others)
+    assert done.exit_code in (0, 1), done.output
+    answer = json.loads(done.stdout)
+    assert next(iter(answer)) == "version"
+    read = ANSWERS[str(name)].model_validate(answer, strict=True)
+    unknown = answer.keys() - type(read).model_fields.keys()
+    assert not unknown or name in ("advise", "plan", "estimate"), unknown
+    assert isinstance(read, Answer)
