@@ -128,20 +128,9 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     limit = host_limit_of(plan, run)
     if not isinstance(run, LiveRun):
         raise HookRefused("this model cannot carry a plan", run)
-    release = present_release()
-    if stale := release.stale():
-        raise HookRefused("megatron-core does not read as recorded", stale)
-    if run.uses_te and (stale := _stale_te(release, run)):
-        raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
-    for face in kinds_of(run):
-        if stale := release.stale_with(face.recorded):
-            raise HookRefused(f"megatron-core's {face.recorded_as} not read as recorded", stale)
-    if any(map(is_hybrid, run.chunks)) and (stale := release.stale_with("hybrid")):
-        raise HookRefused("megatron-core's hybrid stack does not read as recorded", stale)
-    if plan.head is not None and (stale := release.stale_with("head")):
-        raise HookRefused("megatron-core's head does not read as recorded", stale)
-    if run.combined and (stale := _stale_combined(release)):
-        raise HookRefused("megatron-core's overlapped exchanges do not read as recorded", stale)
+    for code, stale in _recorded(present_release(), plan, run):
+        if stale:
+            raise HookRefused(f"{code} not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
@@ -172,6 +161,21 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("the plan cannot be installed", conflicts)
     engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
     return Installation(engine, _changed(claims), without_flushes)
+
+
+def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str, list[Problem]]]:
+    """The code that this run relies on, in words, with what of it does not read as recorded."""
+    yield "megatron-core does", release.stale()
+    if run.uses_te:
+        yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
+    for face in kinds_of(run):
+        yield f"megatron-core's {face.recorded_as}", release.stale_with(face.recorded)
+    if any(map(is_hybrid, run.chunks)):
+        yield "megatron-core's hybrid stack does", release.stale_with("hybrid")
+    if plan.head is not None:
+        yield "megatron-core's head does", release.stale_with("head")
+    if run.combined:
+        yield "megatron-core's overlapped exchanges do", _stale_combined(release)
 
 
 def _stale_combined(release: Release) -> list[Problem]:

@@ -232,8 +232,7 @@ class Waits:
         if self._progress.scope is not None:
             return gathering[1]
         frame = self._ledger.entered
-        if frame is None or frame.policy.section.has_windows:
-            self._ledger.ordinal += 1
+        self._ledger.ordinal += 1
         return gathering[1] if frame is None or frame.told is None else _telling(frame.told, *gathering)
 
     @property

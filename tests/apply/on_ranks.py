@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.plan.plan import Plan
 
@@ -193,6 +193,14 @@ def rewrite_router(training: Any, undo: ExitStack) -> None:
     undo.enter_context(patch.object(TopKRouter, "forward", forward))
 
 
+def reads_otherwise(training: Any, undo: ExitStack, what: str) -> None:
+    """Code that matters only in runs that have this reads differently."""
+    from megatron_lynx.apply.releases.release import Release
+
+    problem = Problem(what, "other code", "the recorded one")
+    undo.enter_context(patch.object(Release, "stale_with", lambda self, asked: [problem] if asked == what else []))
+
+
 def other_experts(training: Any, undo: ExitStack) -> None:
     from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
@@ -274,6 +282,12 @@ def random_numbers_of_another_class(training: Any, undo: ExitStack) -> None:
     tracker = get_cuda_rng_tracker()
     undo.callback(setattr, tracker, "__class__", type(tracker))
     tracker.__class__ = type("MyTracker", (type(tracker),), {"__module__": "mine"})
+
+
+def a_tracker_of_its_own(training: Any, undo: ExitStack) -> None:
+    """As Transformer Engine's attention has one when random numbers were seeded once more behind it."""
+    for layer in training.chunks[0].decoder.layers:
+        undo.enter_context(patch.object(layer.self_attention.core_attention, "rng_states_tracker", object(), create=True))
 
 
 def other_classes(training: Any, undo: ExitStack) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_lynx.anatomy import MLP
 from megatron_lynx.apply.hook import Claim, give_back, put_in_place, verify
+from megatron_lynx.apply.hooks.halves import _check_call
+from megatron_lynx.apply.hooks.receives import _apart
+from megatron_lynx.apply.installation import Installation
 from megatron_lynx.errors import HookRefused
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.policy import HalfPolicy
 
 
 class Linear:
@@ -61,3 +69,40 @@ def test_hooks_are_given_back_only_where_nobody_has_replaced_them() -> None:
     other.forward = ours  # type: ignore[method-assign]
     give_back(hooks)
     assert vars(one) == vars(other) == {}
+
+
+def test_an_error_between_two_passes_leaves_as_it_came_and_no_hook() -> None:
+    """A micro-batch is in flight then, and removing a plan in the middle of a step is refused: that must not hide the error."""
+    linear, engine = Linear(), Engine()
+    installation = Installation(engine, put_in_place([Claim(linear, "forward", wrapped, "a site")]))
+    output = torch.ones(1, requires_grad=True) * 1
+    with engine.forward_pass(0, 0, 1) as ended_with:
+        ended_with(output)
+    assert engine.busy
+    with pytest.raises(ValueError, match="a message was lost"), installation:
+        raise ValueError("a message was lost")
+    assert (linear.forward(), installation.hooks, engine.busy) == ("as it was", (), False)
+
+
+@pytest.mark.parametrize("name", ["inference_context", "inference_params"])
+def test_inference_is_no_call_that_can_be_replayed(name: str) -> None:
+    """Megatron's newer name, and the one that it still takes."""
+    half = HalfPolicy(layer=3, section=MLP, replay=frozenset(["activation"]))
+    for value in (None, object()):
+        with pytest.raises(HookRefused, match=name) if value else nullcontext():
+            _check_call(half, {name: value})
+
+
+def test_ucc_keeps_all_messages_in_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was chosen to avoid NCCL's messages, which other groups have."""
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "ucc")
+    calls: list[dict[str, Any]] = []
+
+    def original(**kwargs: Any) -> dict[str, Any]:
+        calls.append(kwargs)
+        return {name: "work" for name in ("send_next", "recv_next") if kwargs[f"tensor_{name}"] is not None}
+
+    group = SimpleNamespace(size=lambda: 2)
+    tensors = {"tensor_send_prev": None, "tensor_recv_prev": None, "tensor_send_next": "output", "tensor_recv_next": "gradient"}
+    assert _apart(original, {**tensors, "group": group}) == {"send_next": "work", "recv_next": "work"}
+    assert [call["group"] for call in calls] == [group, group]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lynx.apply import offloading as host_share
 from megatron_lynx.free_memory import FreeMemory, Pot
@@ -31,3 +32,16 @@ def test_limits_that_cannot_be_read_are_one_message(monkeypatch: pytest.MonkeyPa
 def test_without_anything_to_offload_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_share, "free_memory", lambda: pytest.fail("asked"))
     assert limit_for(None) is None
+
+
+@pytest.mark.parametrize(
+    ("shared_out", "instances", "parameters"),
+    [(False, 1, 100), (True, 1, 25), (True, 2, 50)],
+    ids=["whole on each rank", "shared out", "in two instances"],
+)
+def test_a_checkpoint_takes_the_ranks_own_part_of_the_states(shared_out: bool, instances: int, parameters: int) -> None:
+    """Ranks of one instance of the distributed optimizer share them out, as the planner counts (`Job.optimizer_sharers`)."""
+    config = SimpleNamespace(use_distributed_optimizer=shared_out, num_distributed_optimizer_instances=instances)
+    model, wrapper = torch.nn.Linear(10, 10, bias=False), SimpleNamespace(ddp_config=config)
+    run: Any = SimpleNamespace(chunks=[model], wrappers=[wrapper], replicas=4)
+    assert host_share._state_bytes(run) == host_share.STATE_BYTES * parameters

@@ -13,6 +13,7 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
 from megatron_lynx.apply.features import OFF, refused_features
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
+from megatron_lynx.plan.plan import Head
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -20,6 +21,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_experts import exchanging
+from ..transparency.test_overlapped import job_of as overlapped_job
 from . import on_ranks
 
 FEATURES = {
@@ -110,6 +112,7 @@ def test_stock_recomputation(pool_of, granularity):
     [
         (on_ranks.wrap_in_fsdp, ["model wrapper"]),
         (on_ranks.random_numbers_of_another_class, ["random-number tracker"]),
+        (on_ranks.a_tracker_of_its_own, ["layer 1.core_attention"]),
         (on_ranks.other_classes, ["layer 1", "layer 2.linear_fc1"]),
         (on_ranks.twice, ["model"]),
         (on_ranks.without_decoder, ["model"]),
@@ -124,6 +127,24 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     [refusal] = refused(pool_of, tiny_job(), spoil)
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
     assert refusal.places == places
+
+
+HEAD = Head(pieces=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "job", "changes"),
+    [("head", tiny_job(), {"head": HEAD}), ("experts", tiny_job(experts=EXPERTS), {}), ("overlapped", overlapped_job("EP2"), {})],
+    ids=["head", "experts", "overlapped"],
+)
+def test_code_that_matters_only_in_some_runs_is_looked_at_in_those(pool_of, what, job, changes):
+    """What a hook of one feature relies on: a release that rewrites it is refused where it is used, and nowhere else."""
+    spoil, plan = partial(on_ranks.reads_otherwise, what=what), plan_for(job, lambda layer: ()).model_copy(update=changes)
+    for refusal in refused(pool_of, job, spoil, plan):
+        assert (type(refusal.error), refusal.places) == (HookRefused, [what])
+        assert "not read as recorded" in str(refusal.error)
+    plain = plan_of(tiny_job())
+    assert [answer.error for answer in pool_of(1).run(on_ranks.refused, tiny_job(), plain, spoil)] == [None]
 
 
 def test_groups_that_are_not_megatrons_own(pool_of):
@@ -278,6 +299,9 @@ def test_groups_in_which_gradients_come_early(pool_of):
     assert (type(last.error), last.changed, last.places) == (HookRefused, [], ["plan: stages.1.windows"])
     assert "in groups of 4 micro-batches" in str(last.error)
     assert "groups of 2" in str(last.error)
+    when_needed = partial(on_ranks.set_config, overlap_p2p_comm_warmup_flush=True)
+    answers = pool_of(2).run(on_ranks.refused, job, plan_of(job), when_needed)
+    assert [answer.error for answer in answers] == [None, None], "each is waited for right before its backward"
 
 
 def test_copies_that_avoid_messages_that_are_always_under_way(pool_of):

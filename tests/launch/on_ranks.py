@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, HookRefused, Problem
 
 
 def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | None, str]:
@@ -20,6 +20,14 @@ def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | No
 
     error = ConfigError("no plan", [Problem("plan.yaml", "no such file", "a plan")]) if rank in wrong else None
     return _ended(partial(agree, error, same=contents[rank], what="--lynx-plan plan.yaml"))
+
+
+def agreeing_in_different_errors(rank: int) -> int | None:
+    """The exit status where rank 0 refuses a run (1) and rank 1 was given a wrong plan (2)."""
+    from megatron_lynx.launch.agreement import agree
+
+    error = (HookRefused, ConfigError)[rank]("no plan", [Problem("plan.yaml", "another", "this one")])
+    return _ended(partial(agree, error))[0]
 
 
 def preparing(rank: int, plans: list[str], args: dict[str, Any]) -> tuple[int | None, str]:

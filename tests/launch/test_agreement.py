@@ -34,6 +34,10 @@ def test_all_end_together(pool_of, wrong, contents, says):
     assert pool_of(2).run(on_ranks.agreeing, wrong, contents) == [(2, says), (2, "")]
 
 
+def test_a_users_mistake_on_any_rank_is_the_exit_status_of_all(pool_of):
+    assert pool_of(2).run(on_ranks.agreeing_in_different_errors) == [2, 2]
+
+
 def test_ranks_with_other_plans_end_before_they_train(pool_of, tmp_path):
     """A path may mean another file on another node. Ranks with other windows would wait for each other for ever."""
     job = tiny_job("gpt")

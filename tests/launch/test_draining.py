@@ -54,3 +54,15 @@ def test_a_signal_is_for_the_next_batch():
         seen.append(draining.now())
         draining.look()
     assert [*seen, draining.now()] == [False, False, True, True]
+
+
+def test_time_that_is_over_is_for_the_next_batch(monkeypatch):
+    """Beside a handler of signals, too, that has received none."""
+    training = SimpleNamespace(get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: [False]))
+    draining = Draining(SimpleNamespace(**NOTHING | {"exit_signal_handler": True}, curr_iteration=0), training)
+    seen = []
+    for over in (False, True):
+        monkeypatch.setattr(draining, "_out_of_time", lambda over=over: over)
+        draining.look()
+        seen.append(draining.now())
+    assert seen == [False, True]

@@ -156,18 +156,58 @@ def test_what_was_planned_is_that_of_the_own_stage():
         assert f"planned: {planned} at the stage's fullest" in said
 
 
+IN_CHUNKS = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4)
+
+
 @pytest.mark.parametrize(
-    ("stage", "half", "embedding"),
-    [(0, (1, "attention"), True), (0, (2, "attention"), False), (0, (1, "mlp"), False), (1, (3, "attention"), False)],
-    ids=["first half of all", "another layer", "another half", "first half of the last stage"],
+    ("job", "stage", "chunk", "half", "embedding"),
+    [
+        (TWO_STAGES, 0, 0, (1, "attention"), True),
+        (TWO_STAGES, 0, 0, (2, "attention"), False),
+        (TWO_STAGES, 0, 0, (1, "mlp"), False),
+        (TWO_STAGES, 1, 0, (3, "attention"), False),
+        (IN_CHUNKS, 0, 0, (1, "attention"), True),
+        (IN_CHUNKS, 0, 1, (3, "attention"), False),
+    ],
+    ids=[
+        "first half of all",
+        "another layer",
+        "another half",
+        "first half of the last stage",
+        "of all chunks",
+        "of another chunk",
+    ],
 )
-def test_only_behind_the_models_first_half_comes_the_embeddings_backward(stage, half, embedding):
-    error = torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB"))
-    note(error, Whereabouts("backward", 0, half=half))
-    moment = moment_of(error, Rank(uniform_plan(TWO_STAGES), stage))
-    assert moment is not None
+def test_only_behind_the_models_first_half_comes_the_embeddings_backward(job, stage, chunk, half, embedding):
+    moment = moment_at(Whereabouts("backward", 0, chunk, half), Rank(uniform_plan(job), stage))
     assert ("embedding" in moment.words) == embedding
     assert moment.planned == (("backward", "embedding_backward") if embedding else ("backward",))
+
+
+def moment_at(where, rank):
+    error = torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB"))
+    note(error, where)
+    moment = moment_of(error, rank)
+    assert moment is not None
+    return moment
+
+
+@pytest.mark.parametrize(("stage", "chunk", "name"), [(0, 0, "forward"), (0, 1, "forward"), (1, 0, "forward"), (1, 1, "loss")])
+def test_the_loss_is_behind_the_last_chunk_of_the_last_stage(stage, chunk, name):
+    rank = Rank(uniform_plan(IN_CHUNKS), stage)
+    assert moment_at(Whereabouts("forward", 0, chunk), rank).name == name
+    assert moment_at(Whereabouts("backward", 0, chunk), rank).name == ("backward" if name == "forward" else "head_backward")
+
+
+def test_gradients_may_be_reduced_while_a_backward_runs():
+    """With --overlap-grad-reduce: what ran out of memory is the reduction, not the half."""
+    namespace = {"__name__": "megatron.core.distributed.param_and_grad_buffer", "raised": torch.OutOfMemoryError("CUDA")}
+    exec("def start_grad_sync():\n    raise raised", namespace)
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        namespace["start_grad_sync"]()
+    note(failed.value, Whereabouts("backward", 3, half=(2, "mlp")))
+    moment = moment_of(failed.value, Rank(uniform_plan(LONG_SEQUENCES), 0))
+    assert (moment.name, moment.words) == ("reduction", "the reduction of gradients, beside the backward of micro-batch 3")
 
 
 @pytest.mark.parametrize(

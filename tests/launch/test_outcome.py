@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.outcome.device_peak import Peak
 from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
-from megatron_lynx.launch.outcome.reporter import path_of
+from megatron_lynx.launch.outcome.reporter import Reporter, path_of
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
 from megatron_lynx.launch.outcome.step_met import most, step_met
 from megatron_lynx.launch.outcome.table import lines
@@ -32,6 +34,7 @@ from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.trace import ON_DEMAND, ReplayClock, ReplaySeconds
@@ -91,6 +94,42 @@ def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):
     assert known is not None
     assert known.memory_bytes == predicting.stages[1].predicted.memory_bytes
     assert "predicts nothing" not in "\n".join(lines(report(predicting, figures(0), figures(1))))
+
+
+def test_what_a_stage_is_predicted_to_replay_is_that_of_all_its_chunks():
+    plan = uniform_plan(tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4, **SIZE))
+    said = [{"step_s": 9.0, "hidden_replay_s": 1.0 + at, "exposed_replay_s": 0.5 + at} for at in range(4)]
+    stages = [
+        entry.model_copy(update={"predicted": entry.predicted.model_copy(update=figures)})
+        for entry, figures in zip(plan.stages, said, strict=True)
+    ]
+    found = [predicted_of(plan.model_copy(update={"stages": tuple(stages)}), stage) for stage in range(2)]
+    assert [(each.hidden_replay_s, each.exposed_replay_s, each.passes_s) for each in found] == [(4.0, 3.0, 9.0), (6.0, 5.0, 9.0)]
+
+
+def reported(plan, path, steps) -> Report:
+    """What is told at the end of steps, each with the rows of its micro-batches and the load of experts."""
+    device = device_for(torch.device("cpu"))
+    peak = SimpleNamespace(counting=nullcontext, most=lambda: Peak(1, None), with_outside=lambda: Peak(1, None))
+    reporter = Reporter(engine := Engine(), device, peak, plan, 0, "plan.yaml", path)
+    for rows_of_one, load in steps:
+        with reporter.step({"forward_backward_func": lambda: None}, usual=True):
+            for _ in range(plan.batch.microbatches):
+                engine.met.add(rows_of_one, rows_of_one * SIZE["seq"])
+        reporter.step_ends(Counts(expert_load=load, fell_back=int(load > 1.4)), usual=True)
+    reporter.ends()
+    return load_outcome(path).reports[-1]
+
+
+def test_the_most_that_experts_got_in_any_step_is_told(predicting, tmp_path):
+    told = reported(predicting, tmp_path / "o.json", [(FULL, 1.1), (FULL, 1.5), (FULL, 1.2)])
+    assert (told.stages[0].measured.expert_load, told.stages[0].measured.fell_back) == (1.5, 1)
+
+
+def test_what_came_is_that_of_the_steps_whose_seconds_are_told(predicting, tmp_path):
+    """The third one is traced, so that it is longer, and none of these."""
+    told = reported(predicting, tmp_path / "o.json", [(FULL, 1.0), (FULL, 1.0), (FULL // 2, 1.0), (FULL, 1.0)])
+    assert told.met is None, "as planned"
 
 
 def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):

@@ -97,6 +97,13 @@ def test_an_input_is_needed_where_the_last_half_of_its_group_begins():
     assert [found[layer, half] for layer in (1, 2) for half in ("attention", "mlp")] == [4, 3, 2, 1]
 
 
+def test_an_input_is_needed_where_it_begins_to_travel():
+    """Where backward enters the attention half of the layer above. The model's last layer has none above."""
+    plan = ahead(checkpointed(plan_for(tiny_job("llama", tensor=2), lambda layer: ()), "layer"))
+    found = [half.ahead for half in timetable_of(plan, 0).all_halves if half.half == "attention"]
+    assert found == [3] * plan.model.layers
+
+
 def test_it_is_explained():
     console = Console(width=160, file=StringIO())
     console.print(explanation(checkpointed(NOTHING, {"layers": 2})))

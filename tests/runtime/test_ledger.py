@@ -63,6 +63,14 @@ def test_an_output_that_is_dropped_is_not_held() -> None:
     assert (again.number, again.index) == (1, 0)
 
 
+def test_a_step_without_backwards_leaves_nothing_in_flight_to_the_next() -> None:
+    """A loss that was only evaluated, with gradients on: halves of experts would fall back for rows that nobody holds."""
+    seen = ledger()
+    (_, _first), (_, _second) = forward(seen, 0), forward(seen, 1)
+    own, _made = forward(seen, 0)
+    assert seen.in_flight_beside(own) == []
+
+
 def test_no_backward_can_come_for_an_output_without_gradient() -> None:
     seen = ledger()
     seen.begin_forward(0, 0, 2)

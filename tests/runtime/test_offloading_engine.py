@@ -75,6 +75,15 @@ def test_gradients_and_counts(engine: Engine) -> None:
     assert engine.take_counts().offloaded_bytes == 0
 
 
+def test_a_half_that_stays_keeps_all_on_the_device(engine: Engine) -> None:
+    """Though what others of its chunk keep goes to the host: experts' rows, or what is made again before its own backward."""
+    with engine.forward_pass(0, 0, 2) as ended_with:
+        output = engine.half(replace(KEEPS_ALL, stays=True), code, (torch.ones(64, requires_grad=True) * 1,), {})
+        ended_with(output)
+    backward(engine, output)
+    assert engine.take_counts().offloaded_bytes == 0
+
+
 @pytest.mark.parametrize("overlapping", [False, True], ids=["steps", "batches that overlap"])
 def test_weights_that_move_between_steps_stay_and_activations_go(overlapping: bool) -> None:
     """The optimizer, or a second version of the weights, replaces them; an activation may then lie where they were."""

@@ -362,6 +362,16 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
     assert log == ["waited gather"]
 
 
+def test_outside_of_schedules_an_engine_is_busy_until_all_that_was_let_go_is_back() -> None:
+    """A plan that was removed in between would leave a backward nobody to ask (rule R7)."""
+    engine = Engine()
+    half = TinyHalf(reporting_to(engine))
+    output = engine.half(policy(REPLAYED), half.forward, (torch.randn(3, WIDTH, requires_grad=True),), {})
+    assert engine.busy
+    output.sum().backward()
+    assert not engine.busy
+
+
 def test_a_trace_shows_every_window() -> None:
     stage = Stage()
     stage.engine.trace.start()

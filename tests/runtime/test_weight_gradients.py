@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
+from megatron_lynx.runtime.policy import DeferralPolicy
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+from tests.runtime.tiny_half import policy
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
 ADDRESSES = count()
@@ -86,6 +90,33 @@ def test_a_wait_takes_those_of_one_micro_batch() -> None:
         gradients.run(FC1, "pipe.recv_backward")
         assert ran == [(done, expert) for done in range(micro_batch + 1) for expert in range(2)]
     assert progress.counts.filled == 6
+
+
+def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
+    """Deferring two linears of layer 3, while the backward of a half of this layer runs; and the progress."""
+    frame = Frame(policy(layer=layer), MicroBatch(0), lambda hidden: hidden)
+    running = ScheduledPass("B", 0, 0, "steady")
+    ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
+    progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Counts())
+    policies = [DeferralPolicy(frozenset({FC1, QKV}), most_bytes)]
+    return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=False), progress
+
+
+def test_one_that_is_larger_than_all_that_may_be_pending_is_computed_at_once() -> None:
+    """Behind those before it: each sum is stock's in every bit."""
+    gradients, progress = in_backward_of(3, most_bytes=100)
+    ran: list[str] = []
+    gradients.put_off(FC1, [torch.empty(20)], lambda: ran.append("small"))
+    assert (ran, progress.pending.bytes) == ([], 80)
+    gradients.put_off(FC1, [torch.empty(30)], lambda: ran.append("large"))
+    assert (ran, progress.pending.bytes) == (["small", "large"], 0)
+    assert (progress.counts.deferred, progress.counts.flushed, progress.counts.deferred_bytes) == (2, 2, 80)
+
+
+def test_only_linears_of_the_layer_whose_backward_runs_are_put_off() -> None:
+    """One of another layer is called outside of its half: nobody knows when its gradient is read."""
+    assert in_backward_of(3, 100)[0].puts_off(FC1)
+    assert not in_backward_of(2, 100)[0].puts_off(FC1)
 
 
 @pytest.mark.parametrize(("completing", "ends"), [(None, [(1, 0), (1, 1)]), ({(0, 1)}, [(0, 1)])])

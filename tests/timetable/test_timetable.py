@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.plan.stage import Offload
 from megatron_lynx.timetable import Layout, Linear, Place, PlannedHalf, Replay, Timetable
 
 
@@ -34,6 +35,28 @@ def test_a_replay_over_a_forward_and_a_backward() -> None:
     assert left == dict.fromkeys(("warmup", "steady"), Replay((1, "mlp"), "activation"))
     assert stage.backward(0, "warmup").busy[then].replays == (Replay((1, "mlp"), None, "activation"),)
     assert not stage.forward(0).busy
+
+
+def test_only_the_first_part_of_a_replay_is_the_one_whose_input_is_gathered() -> None:
+    gather, first, second = at("fwd", 2), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
+    halves = [mlp(1, (first, "activation"), (second, None), gather=gather), mlp(2), mlp(3)]
+    stage = Timetable([halves], Layout(sequence_parallel=True))
+    found = [stage.backward(0, "steady").busy[window].replays for window in (first, second)]
+    assert found == [
+        (Replay((1, "mlp"), None, "activation", gathered=gather),),
+        (Replay((1, "mlp"), "activation", None),),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window", "early"), [(at("fwd", 1), True), (RECV_BACKWARD, True), (at("bwd", 2), False), (ON_DEMAND, False)], ids=str
+)
+def test_what_is_replayed_before_its_own_backward_stays_where_all_goes_half_by_half(window: Window, early: bool) -> None:
+    half = mlp(1, (window, None))
+    assert half.begins_early == early
+    for which in ("all", "at_once"):
+        offload = Offload(bytes=1000, pace_bytes=100, half_by_half=which)  # type: ignore[arg-type]
+        assert offload.stays(half) == (early and which == "all")
 
 
 def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
@@ -78,6 +101,7 @@ def test_a_forward_of_another_chunk_serves_the_same_place() -> None:
     assert stage.forward(1, 1).busy[at("fwd", 5)].replays == (replay,)
     assert [stage.forward(chunk, 1).busy for chunk in (2, 3)] == [{}, {}]
     assert [stage.forward(chunk, 0).busy for chunk in range(4)] == [{}] * 4
+    assert [stage.forward(chunk, 3).busy for chunk in range(4)] == [{}] * 4, "a chunk without layers needs nothing"
     assert stage.in_forwards
 
 
@@ -107,3 +131,5 @@ def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
     stage = Timetable([[mlp(1), mlp(2, (window, None))]]).beside_kept(0)
     assert stage.forward(1, 0).busy[window].replays == (Replay((2, "mlp")),)
     assert all(half.on_demand is None for half in stage.backward(1, "steady").halves)
+    second = Timetable([[mlp(1)], [mlp(5), mlp(6)]]).beside_kept(1)
+    assert [half.layer for half in second.chunks[-1]] == [5, 6], "its layers are that chunk's"

@@ -6,6 +6,7 @@ sum over all tokens before, and dropout, so that a hook inside would show.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
@@ -101,15 +102,18 @@ def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list
         return compare_with_stock(rank, job, plans, trial)
 
 
-def refused(rank: int, job: Job, plan: Plan, pattern: str) -> str:
-    """What installing says of a stack with this pattern."""
+def refused(rank: int, job: Job, plan: Plan, pattern: str, spoil: Any = None) -> str:
+    """What installing says of a stack with this pattern, in a run that `spoil` has changed."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import LynxError
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
-    try:
-        install(build_hybrid(job, pattern=pattern), plan)
-    except LynxError as error:
-        return str(error)
+    with ExitStack() as undo:
+        if spoil is not None:
+            spoil(None, undo)
+        try:
+            install(build_hybrid(job, pattern=pattern), plan)
+        except LynxError as error:
+            return str(error)
     return "installed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.apply.on_ranks import reads_otherwise
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency.checkpoints import checkpointed
@@ -80,3 +82,6 @@ def test_another_stack_is_refused(pool_of: Pools) -> None:
     [said] = pool_of(1).run(refused, job, plan_for(job, lambda layer: ()), "**--")
     assert "layers: found 1-2, needed 1-3, as this rank has them" in said
     assert "plan: model.opaque_layers: layers 1: found no_mlp in this run alone" in said
+    rewritten = partial(reads_otherwise, what="hybrid")
+    [said] = pool_of(1).run(refused, job, plan_for(job, lambda layer: ()), pattern_of(job), rewritten)
+    assert "megatron-core's hybrid stack does not read as recorded" in said
