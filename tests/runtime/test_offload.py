@@ -223,6 +223,25 @@ def test_looking_whether_copies_are_over_never_ends_a_step() -> None:
             handle.tensor()
 
 
+@pytest.mark.parametrize("looked", [True, False], ids=["seen", "not seen"])
+def test_a_copy_that_failed_ends_the_step_at_the_next_forwards_end(looked: bool) -> None:
+    """Whether anybody had seen by then that it failed, or not (rule R1)."""
+
+    def broken(target: Tensor, source: Tensor) -> None:
+        raise OSError("the link is down")
+
+    with offloader(10**6) as made:
+        made.out.move = broken
+        group = made.open(0, 0)
+        _handles = pushed(group, torch.zeros(64))
+        made.depart(group, None)
+        if looked:
+            made.out.drain()
+            made.settle()
+        with pytest.raises(OffloadError, match="copying activations to the host failed"):
+            made.depart(made.open(1, 0), None)
+
+
 def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
     policy = OffloadPolicy(10**6, 1, 1, 1, avoids_messages=True)
     made = Offloader({0: policy}, device=CPU, limit=HostLimit(10**7))

@@ -204,6 +204,25 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     engine.close()
 
 
+def test_each_chunk_comes_back_as_far_ahead_as_its_own_plan_says() -> None:
+    """Chunk 1 two backwards ahead, chunk 0 one: when chunk 1's first backward begins, its second one is on its way, too."""
+    policies = {chunk: OffloadPolicy(10**6, 1, prefetch, 2) for chunk, prefetch in ((0, 1), (1, 2))}
+    offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
+    engine = Engine(chunks=[ChunkPolicy(), ChunkPolicy()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
+    outputs = {}
+    for one in INTERLEAVED.all[:4]:
+        policy = replace(KEEPS_ALL, layer=one.chunk + 1, chunk=one.chunk)
+        with engine.forward_pass(*one.virtual, 2) as ended_with:
+            outputs[one.virtual] = engine.half(policy, code, (torch.ones(64, requires_grad=True) * 1,), {})
+            ended_with(outputs[one.virtual])
+    engine.take_counts()
+    with engine.backward_pass(outputs[0, 1]):
+        engine.offloader.back.drain()
+        assert engine.take_counts().reloaded_bytes == 2 * 3 * 256
+    engine.abandon()
+    engine.close()
+
+
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     engine = Engine(chunks=[ChunkPolicy(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)

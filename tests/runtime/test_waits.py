@@ -20,6 +20,7 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.errors import ReplayError
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
@@ -360,6 +361,17 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
     with engine.backward_pass(output):
         output.sum().backward()
     assert log == ["waited gather"]
+
+
+def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
+    """The same half gathers its gradient, too: it would read what was gathered of its input."""
+    engine, log = Engine(), []
+    frame = Frame(policy(REPLAYED), MicroBatch(0), lambda hidden: hidden)
+    buffer = torch.empty(6, WIDTH)
+    frame.gathering = buffer, Work(log, "input")
+    engine._ledger.enter(frame)
+    assert engine.served(torch.empty(6, WIDTH)) is None
+    assert engine.served(buffer.view(-1)) is frame.gathering[1]
 
 
 def test_outside_of_schedules_an_engine_is_busy_until_all_that_was_let_go_is_back() -> None:
