@@ -263,7 +263,7 @@ def test_an_outcome_comes_back_as_it_was(predicting, tmp_path):
 @pytest.mark.parametrize(
     ("spoilt", "says"),
     [
-        (lambda text: text[: len(text) // 2], "no JSON"),
+        (lambda text: text[: len(text) // 2], "JSON that breaks off"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "is from the future"),
         (lambda text: text.replace('"ranks": 2,', '"ranks": "all",', 1), "ranks"),
         (lambda text: "[]", "a list"),
