@@ -96,7 +96,7 @@ def test_without_matplotlib_a_picture_is_refused_with_what_to_install(files: tup
     trace = tmp_path / "step.json"
     refused = lynx("simulate", plan, "--profile", profile, "--plot", tmp_path / "step.png", "--trace", trace)
     assert refused.exit_code == 2
-    assert "--plot: no matplotlib is installed; pip install 'megatron-lynx[plot]'" in refused.stderr
+    assert "--plot: no matplotlib is installed; pip install matplotlib" in refused.stderr
     assert not trace.exists(), "refused before anything is written"
     assert lynx("simulate", plan, "--profile", profile, "--trace", trace).exit_code == 0
 
@@ -108,4 +108,4 @@ def test_without_matplotlib_a_comparison_is_written_without_its_picture(
     written = write_comparison(Comparison(measurement(), timeline_of({0: STEP})), tmp_path)
     assert {path.name for path in written} == {"compare.md", "compare.json", "measurement.json", "trace.json"}
     assert "timeline.png" not in (tmp_path / "compare.md").read_text()
-    assert "pip install 'megatron-lynx[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -115,3 +115,11 @@ def test_a_plan_for_the_testbed_keeps_its_profile_and_is_launched_there(tmp_path
     assert " -m megatron_lynx.testbed pretrain_gpt.py " in made.stdout
     assert (tmp_path / "tiny.profile.yaml").is_file()
     assert lynx("simulate", plan).exit_code == 0
+
+
+def test_an_option_of_ours_in_a_launch_is_pointed_out(tmp_path: Path) -> None:
+    """It was taken for a flag of the script's own."""
+    done = lynx("estimate", "--cluster", "h100", "--", *LAUNCH.split(), "--memory-gib", 60, "--own-flag", 3)
+    assert done.exit_code == 0, done.output
+    assert "warning: --memory-gib is an option of megatron-lynx, and was not read: give it before --" in done.stderr
+    assert "--own-flag is an option" not in done.stderr

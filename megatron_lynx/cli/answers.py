@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
-INSTALL_PLOT = "pip install 'megatron-lynx[plot]'"
+INSTALL_PLOT = "pip install matplotlib"
 
 
 def can_plot() -> bool:

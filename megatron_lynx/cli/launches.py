@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from megatron_lynx.cli.app import app
 from megatron_lynx.cli.terminal import say, show, show_lines
 
 if TYPE_CHECKING:
@@ -215,12 +219,21 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     for line in (unknown_in_words(reading), *unsaid(reading)):
         if line is not None:
             say(f"warning: {line}", err=True)
+    for option in _misplaced(reading):
+        say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
     mention_experts(job, reading.given)
     if learns_from_rollouts(reading.given):
         shape = LayerShape.of(job)
         found, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
         say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)
         say(f"  may hold {found} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
+
+
+def _misplaced(reading: Reading) -> Iterator[str]:
+    """Options of our own among the words of a launch that Megatron does not know."""
+    commands = cast("TyperGroup", get_command(app)).commands.values()
+    own = {name for command in commands for parameter in command.params for name in parameter.opts}
+    yield from dict.fromkeys(option for words in reading.given.unknown if (option := words.split()[0].partition("=")[0]) in own)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:
