@@ -29,7 +29,7 @@ each 14 GB/s of NIC (`ncclTopoComputeP2pChannels`, read in 2.18 to 2.30). So an 
 near peers, too, and one among 64 GPUs of an NVL72 rack 63 x 32 x 14 MiB = 28 GiB.
 
 Together, a check on a run that chose none of them: of a GB300 with t 4, p 8, d 8 6.2 GiB were not PyTorch's
-(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context and this are 5.3.
+(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context, libraries and this are 5.8.
 Newer releases connect what is used, when it is used, which makes these the most, not the mean.
 """
 
