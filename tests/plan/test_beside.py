@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megatron_lynx.anatomy import MLP
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.plan import test_latent
 from tests.transparency.checkpoints import ahead, checkpointed
@@ -31,6 +33,10 @@ def overlapped() -> Plan:
 
 def latent() -> Plan:
     return Plan.model_validate(test_latent.plan_data(te=True, **SP))
+
+
+def userbuffers() -> Plan:
+    return checkpointed(uniform_plan(tiny_job("gpt", **TE, **SP, userbuffers=True), "none"), "layer")
 
 
 def gathered_ahead() -> Plan:
@@ -58,6 +64,13 @@ CASES: list[tuple[Any, dict[str, Any], str]] = [
     (captured, {"schedule": "double_buffered"}, "schedule is double_buffered, needed flush beside captured graphs"),
     (captured, {"model.mtp": 1}, "model.mtp is 1, needed 0 beside captured graphs"),
     (captured, {"parallel.userbuffers": True}, "parallel.userbuffers is True, needed False beside captured graphs"),
+    (
+        captured,
+        {"stages.0.rules.0.checkpoint": "attention", "stages.0.rules.0.keep": list(MLP.names)},
+        "checkpoint is attention, needed the other half or none: it runs as a captured graph",
+    ),
+    (userbuffers, {"stages.0.rules.0.ahead": True}, "but with parallel.userbuffers .* reductions lie inside GEMMs"),
+    (interleaved, {"parallel.expert": 2}, "parallel.expert is 2, but no layer has experts"),
     (overlapped, {"model.moe_layers": []}, "model.moe_overlapped is true, but no layer has experts"),
     (overlapped, {"parallel.pipeline": 2}, "parallel.chunks is 1, needed several in a pipeline beside overlapped"),
     (overlapped, {"parallel.expert": 2}, "parallel.expert is 2, needed 1 beside overlapped"),
