@@ -31,7 +31,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
-from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.stock.setting import OF_POLICY, StockSetting
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes, format_seconds
 
@@ -156,6 +156,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
     _check_stays(job)
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
+    setting = OF_POLICY.get(job.policy) if setting is None else setting
     if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
         return _of_stock(job, costs, setting)
     ratio, missing = _ratio(job)

@@ -94,7 +94,7 @@ def test_host_bound_is_said_wherever_the_plan_is_shown(bound: Decision, tmp_path
     plan = load_plan(tmp_path / "plan.yaml")
     assert (plan.stages[0].predicted.host_s, plan.stages[0].predicted.device_s) == pytest.approx((load.host_s, load.device_s))
     assert "host-bound: the host needs" in text_of(plan)
-    assert figures.as_json(bound.simulation)["stages"][0]["host_late_s"] > 0
+    assert figures.as_json(bound.simulation, None)["stages"][0]["host_late_s"] > 0
 
 
 def test_an_unknown_host_time_is_said_and_changes_nothing(unknown: Decision) -> None:
@@ -102,7 +102,7 @@ def test_an_unknown_host_time_is_said_and_changes_nothing(unknown: Decision) -> 
     assert "not known" in unknown.host.lines[0]
     assert "host_s" not in dump_plan(unknown.plan)
     assert "no stage is said to be host-bound" in text_of(unknown.plan)
-    assert "host_s" not in json.dumps(figures.as_json(unknown.simulation))
+    assert "host_s" not in json.dumps(figures.as_json(unknown.simulation, None))
 
 
 @pytest.mark.parametrize("offload_ratio", [0.0, "auto"])

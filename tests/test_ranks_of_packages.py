@@ -83,7 +83,7 @@ MAY_IMPORT = {
     "measure": set(),
     "compare": {"plan", "simulator.timeline", "measure"},
     "report": {
-        *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
+        *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "stock"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
         *("launch_arguments", "advise.today"),
     },

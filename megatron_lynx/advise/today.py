@@ -16,6 +16,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import Today, cannot_train
 from megatron_lynx.planner import Decision
+from megatron_lynx.planner.figures import figures_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import priced
 from megatron_lynx.units import format_bytes, format_seconds
@@ -153,8 +154,8 @@ class Row:
 
 def row_of(decision: Decision, costs: Profile, what: str) -> Row:
     """A plan's."""
-    step_s = decision.simulation.step_s + update_s(decision.job, costs)
-    return Row(what, step_s, max(memory.total for memory in decision.memory))
+    figures = figures_of(decision.job, costs, decision.simulation)
+    return Row(what, figures.step_s, figures.memory_bytes)
 
 
 def gain(row: Row, before_s: float) -> float:

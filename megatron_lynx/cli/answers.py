@@ -58,7 +58,12 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def write_simulation(
-    simulation: Simulation, plan_file: Path, plot: Path | None, trace: Path | None, budget_mib: float | None
+    simulation: Simulation,
+    update_s: float | None,
+    plan_file: Path,
+    plot: Path | None,
+    trace: Path | None,
+    budget_mib: float | None,
 ) -> list[Path]:
     from megatron_lynx.simulator.figures import headline, note
     from megatron_lynx.units import MIB
@@ -70,7 +75,7 @@ def write_simulation(
 
         notes = {stage: note(simulation, stage) for stage in stages}
         shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
-        plot_simulation(shown, plot, f"Simulated under {plan_file.name}: {headline(simulation)}")
+        plot_simulation(shown, plot, f"Simulated under {plan_file.name}: {headline(simulation, update_s)}")
     if trace is not None:
         from megatron_lynx.compare.perfetto import write_trace
 
@@ -190,7 +195,7 @@ def show_simulated(rows: list[SimulatedRow]) -> None:
     from megatron_lynx.units import format_bytes, format_seconds
 
     columns = ("setting", "step", "ratio to none", "fullest device", "on the host")
-    table = WrappedTable(columns, words=("setting",), title="one step, without its update, simulated")
+    table = WrappedTable(columns, words=("setting",), title="one step, the optimizer's update included, simulated")
     for row in rows:
         host = format_bytes(row.host_bytes) if row.host_bytes else "-"
         figures = (format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)

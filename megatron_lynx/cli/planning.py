@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -103,7 +104,6 @@ def plan(
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
-    from megatron_lynx.cost.update import update_s
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
@@ -133,8 +133,7 @@ def plan(
         found |= {} if lesson is None else {"from_run": lesson.as_json}
         own = as_json_of(answer)
         plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
-        update = {"update_s": update_s(decision.job, costs)}
-        show_json({**own, **plan_, **update, **summary(decision, costs), **found, **understood_as_json(reading)})
+        show_json({**own, **plan_, **summary(decision, costs), **found, **understood_as_json(reading)})
         return
     show_answer(answer)
     if lesson is not None:
@@ -277,8 +276,10 @@ def simulate(
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
     from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
+    from megatron_lynx.planner import figures_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
+    from megatron_lynx.units import format_bytes
 
     check_plot(plot)
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
@@ -287,19 +288,30 @@ def simulate(
         job, costs = _job_and_figures(plan, profile_file, job_file)
         reduced = job is not None and job.overlap.gradients
         simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
-        written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
+        own = None if job is None else figures_of(job, costs, simulation)
+        update_s = plan.stages[0].predicted.update_s if own is None else own.update_s
+        written = write_simulation(simulation, update_s, plan_file, plot, trace, budget_mib)
     if as_json:
-        show_json(figures.as_json(simulation))
+        show_json({**figures.as_json(simulation, update_s), **({} if own is None else {"memory_bytes": own.memory_bytes})})
     else:
-        show(figures.table(simulation))
+        show(figures.table(simulation, update_s))
+        if own is not None:
+            say(f"fullest device: {format_bytes(own.memory_bytes)}")
         show_lines(*HostReport.of(costs, simulation.host_bound).lines)
         for path in written:
             say(f"wrote {path}")
 
 
 def _job_and_figures(plan: Plan, profile_file: Path | None, job_file: str | None) -> tuple[Job | None, Profile]:
-    """The job that is given, else the plan's own, with figures to simulate with. Nothing is measured."""
-    origin = planned_from(plan) if job_file is None and profile_file is None else None
-    job, profile_file = (None, profile_file) if origin is None else (origin[0], origin[2])
-    job = job if job_file is None else job_named(job_file)
-    return job, figures_for(plan, profile_file, job)
+    """The job that is given, else the plan's own, as it is under the plan, with figures to simulate with. Nothing is measured.
+    With a profile the plan's own job need not be there any more."""
+    from megatron_lynx.errors import LynxError
+    from megatron_lynx.planner import as_planned
+
+    job = None if job_file is None else job_named(job_file)
+    if job is None:
+        with nullcontext() if profile_file is None else suppress(LynxError):
+            if (origin := planned_from(plan)) is not None:
+                job, profile_file = origin[0], profile_file or origin[2]
+    costs = figures_for(plan, profile_file, job)
+    return None if job is None else as_planned(job, plan), costs

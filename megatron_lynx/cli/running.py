@@ -63,7 +63,7 @@ def compare(
     """
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
-    from megatron_lynx.planner import partitioned_as
+    from megatron_lynx.planner import as_planned
     from megatron_lynx.testbed.comparison import compare as run
 
     changes = budget_changes(memory_gib, share) | expert_changes(load, hold)
@@ -82,7 +82,7 @@ def compare(
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
-        comparison = run(partitioned_as(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
+        comparison = run(as_planned(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
     written = write_comparison(comparison, output)
     if as_json:
         show_json(rows_as_json(comparison.measurement))
@@ -97,19 +97,17 @@ def compare(
 def _compare_simulated(
     job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool, today: StockSetting | None
 ) -> None:
-    from megatron_lynx.planner import partitioned_as
-    from megatron_lynx.planner.held import fullest_bytes
+    from megatron_lynx.planner import as_planned
+    from megatron_lynx.planner.figures import figures_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
-    if (learned := made.provenance.learned) is not None:
-        job = job.model_copy(update={"learned": learned})
-    parted = partitioned_as(job, made)
+    parted = as_planned(job, made)
     simulation = rehearse(made, costs, reduced_in_backward=job.overlap.gradients, job=parted)
-    ours_bytes = fullest_bytes(parted, simulation)
-    budget_bytes = allowed_bytes(parted, ours_bytes)
-    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes, today=today)
+    ours = figures_of(parted, costs, simulation)
+    budget_bytes = allowed_bytes(parted, ours.memory_bytes)
+    rows = side_by_side(parted, costs, ours.step_s, ours.memory_bytes, budget_bytes, today=today)
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
     else:

@@ -191,11 +191,21 @@ def _beside(stage: Stage) -> Text | None:
     return Text("\n".join(lines)) if lines else None
 
 
+def _step(predicted: Predicted) -> Iterator[str]:
+    if predicted.step_s is None:
+        return
+    if predicted.update_s is None:
+        yield f"step {format_seconds(predicted.step_s)} and the optimizer's update"
+    else:
+        whole = format_seconds(predicted.step_s + predicted.update_s)
+        yield f"step {whole}, of which the optimizer's update {format_seconds(predicted.update_s)}"
+
+
 def _expected(predicted: Predicted) -> Text:
     if predicted == Predicted():
         return Text("predicted: nothing is stated\n")
-    facts = [] if predicted.step_s is None else [f"step {format_seconds(predicted.step_s)} and the optimizer's update"]
-    facts += [
+    facts = [
+        *_step(predicted),
         f"replay hidden {format_seconds(predicted.hidden_replay_s)}, exposed {format_seconds(predicted.exposed_replay_s)}",
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",

@@ -222,6 +222,8 @@ class PlannedDevice(Part):
     """What the plan might use, by what PyTorch allocates: a job's own figure, or what the reserve leaves."""
     reserve_bytes: Mapping[str, Annotated[int, Field(ge=0)]] = {}
     """What the cluster's description leaves alone, by part; and what the job leaves to others, by whom."""
+    optimizer_offload: float = Field(default=0.0, ge=0, le=1)
+    """Share of a rank's optimizer that is stepped on the host (`--optimizer-offload-fraction`)."""
 
     @property
     def outside_bytes(self) -> int | None:

@@ -22,7 +22,9 @@ class Predicted(Part):
     """What the planner expects of one stage. Seconds and bytes are of one step on one rank."""
 
     step_s: float | None = None
-    """Seconds of the step's forwards and backwards over all stages; reducing gradients and the optimizer's update come on top."""
+    """Seconds of the step's forwards and backwards over all stages; `update_s` comes on top."""
+    update_s: float | None = None
+    """Seconds that reducing gradients and the optimizer's update add to the step."""
     hidden_replay_s: float = 0.0
     """Seconds of replay that run inside windows."""
     exposed_replay_s: float = 0.0

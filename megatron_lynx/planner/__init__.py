@@ -3,7 +3,8 @@
 decision.py      make_plan, which runs all of it
 partitioning.py  layers of each stage, where the job leaves them open
 nearest.py       what would fit: changes of a job that does not, the load of experts with which a plan does
-summary.py       a plan in figures, for programs
+figures.py       seconds and bytes of a plan, which all commands print;  held.py: these bytes, at every moment, against the budget
+summary.py       a plan for programs
 filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them
                  (in turns with many linears), slack.py for which there is memory
 writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
@@ -15,7 +16,8 @@ left_open.py     what a job leaves open beside its layers: the share of its opti
 from megatron_lynx.anatomy import REPLAYABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.decision import Decision, begun_early, decide, fitting, least_memory, make_plan
-from megatron_lynx.planner.partitioning import partitioned_as
+from megatron_lynx.planner.figures import PlanFigures, figures_of
+from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.planner.userbuffers import AgainstWindows, against_windows
 
@@ -23,14 +25,16 @@ __all__ = [
     "REPLAYABLE",
     "AgainstWindows",
     "Decision",
+    "PlanFigures",
     "against_windows",
+    "as_planned",
     "begun_early",
     "check_plannable",
     "check_profile",
     "decide",
+    "figures_of",
     "fitting",
     "least_memory",
     "make_plan",
-    "partitioned_as",
     "uniform_plan",
 ]

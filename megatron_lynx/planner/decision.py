@@ -100,7 +100,7 @@ def decide(job: Job, profile: Profile) -> Decision:
 def _beside_graphs(job: Job, profile: Profile) -> Decision:
     """The decision for a job whose launch captures graphs: beside these, or without them where that is faster, or where no plan
     fits beside them. What no plan can have without graphs either is raised."""
-    without = job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
+    without = left_open.without_graphs(job)
     try:
         beside = _without_graphs(job, profile)
     except Infeasible:
@@ -311,8 +311,7 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
             if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
         }
         if not over:
-            rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
-            return Decision(parted, answers, rehearsed, simulation, host), stages
+            return _rehearsed(parted, profile, answers, plan, simulation), stages
         if isinstance(simulation, SideBySide) and stages.copied_bytes < max(simulation.more_bytes):
             stages = replace(stages, copied_bytes=max(simulation.more_bytes), before=stages.worked)
         else:
@@ -354,8 +353,15 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
     simulation = rehearse(plan, profile, job=decision.job)
     if not _faster(simulation, decision) or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
         return decision
-    rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
-    return Decision(decision.job, answers, rehearsed, simulation, host)
+    return _rehearsed(decision.job, profile, answers, plan, simulation)
+
+
+def _rehearsed(
+    job: Job, profile: Profile, answers: tuple[StageAnswer, ...], plan: Plan, simulation: Simulation, weight_gradients: str = ""
+) -> Decision:
+    """The decision for a plan, which gets what its rehearsal predicts."""
+    predicted, host = with_rehearsed(plan, job, profile, answers, simulation), HostReport.of(profile, simulation.host_bound)
+    return Decision(job, answers, predicted, simulation, host, weight_gradients)
 
 
 def _filled(decision: Decision, profile: Profile, known: Known) -> tuple[Decision, Refused]:
@@ -386,10 +392,9 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
         if not any(over):
             if not _faster(simulation, decision):
                 break
-            rehearsed = with_rehearsed(plan, decision.job, decision.stages, simulation)
-            host, gained = HostReport.of(profile, simulation.host_bound), 1 - simulation.step_s / decision.simulation.step_s
+            gained = 1 - simulation.step_s / decision.simulation.step_s
             said = f"deferred into waits: the step is {100 * gained:.1f} % shorter"
-            return Decision(decision.job, decision.stages, rehearsed, simulation, host, said), filler.refused
+            return _rehearsed(decision.job, profile, decision.stages, plan, simulation, said), filler.refused
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
         if again:  # less memory alone did not help
             waiting -= {stage for stage, size in enumerate(over) if size}

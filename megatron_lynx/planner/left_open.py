@@ -29,6 +29,8 @@ from megatron_lynx.config.job import Head, Job
 from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.partitioning import with_partition
 from megatron_lynx.profiler.profile import Profile
 
 DecisionT = TypeVar("DecisionT")
@@ -36,6 +38,25 @@ DecisionT = TypeVar("DecisionT")
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
 """A share is given in hundredths, rounded up."""
+
+
+def as_planned(job: Job, plan: Plan) -> Job:
+    """The job as it is under a plan for it: with all that was left to the plan, and what a run before had taught the planner."""
+    if job.parallel.partition == "auto":
+        job = with_partition(job, tuple(len(stage.layers) for stage in plan.stages))
+    if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
+        job = with_copies(job, kept=plan.model.fp8_copies_kept)
+    if job.model.captured and not plan.model.captured:
+        job = without_graphs(job)
+    if plan.device is not None:
+        job = with_share(job, plan.device.optimizer_offload)
+    learned = job.learned if plan.provenance.learned is None else plan.provenance.learned
+    return job.model_copy(update={"head": None if plan.head is None else Head(pieces=plan.head.pieces), "learned": learned})
+
+
+def without_graphs(job: Job) -> Job:
+    """The job whose launch captures nothing."""
+    return job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
 
 
 def with_rotary_again(job: Job) -> Iterator[Job]:

@@ -13,7 +13,6 @@ from math import inf
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.partition import best, even, spread, step_s
@@ -42,13 +41,6 @@ def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
     parallel = job.parallel.model_copy(update={"partition": partition, "layers_per_chunk": None})
     model = job.model.model_copy(update={"layers": sum(partition)})
     return job.model_copy(update={"parallel": parallel, "model": model})
-
-
-def partitioned_as(job: Job, plan: Plan) -> Job:
-    """The same job with a plan's layers of every virtual stage, if they were open."""
-    if job.parallel.partition != "auto":
-        return job
-    return with_partition(job, tuple(len(stage.layers) for stage in plan.stages))
 
 
 def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import norms_in_windows
 from megatron_lynx.planner.decision import Decision
+from megatron_lynx.planner.figures import figures_of
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -21,7 +22,7 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
     """As `megatron-lynx plan --json` prints it. `layer_trade_offs`: sets of replayed items of a layer that no other beats."""
     plan = decision.plan
     return {
-        "step_s": decision.simulation.step_s,
+        **figures_of(decision.job, profile, decision.simulation).as_json,
         "host_time": decision.host.as_json,
         "weight_gradients": decision.weight_gradients,
         "partition": [len(stage.layers) for stage in plan.stages],

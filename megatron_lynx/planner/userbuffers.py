@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.profiler.profile import Profile
@@ -23,7 +24,7 @@ from megatron_lynx.units import format_seconds
 
 @dataclass(frozen=True)
 class AgainstWindows:
-    """One step under each plan. Its seconds are those of forwards and backwards over all stages, without the update."""
+    """One step under each plan, the optimizer's update included."""
 
     at_worst: Decision
     """With userbuffers that hide nothing more than stock hides without them."""
@@ -31,18 +32,20 @@ class AgainstWindows:
     """The same plan, with userbuffers that hide every exchange behind its GEMM, as far as that lasts."""
     without: Decision | None
     """Without userbuffers. None: no plan fits the budget then."""
+    update_s: float
+    """Of each step."""
 
     @property
     def at_worst_s(self) -> float:
-        return self.at_worst.simulation.step_s
+        return self.at_worst.simulation.step_s + self.update_s
 
     @property
     def at_best_s(self) -> float:
-        return self.at_best.simulation.step_s
+        return self.at_best.simulation.step_s + self.update_s
 
     @property
     def without_s(self) -> float | None:
-        return None if self.without is None else self.without.simulation.step_s
+        return None if self.without is None else self.without.simulation.step_s + self.update_s
 
     @property
     def faster(self) -> Literal["with", "without", "either"]:
@@ -92,4 +95,4 @@ def against_windows(decision: Decision, job: Job, profile: Profile) -> AgainstWi
         without = decide(job.model_copy(update={"overlap": overlap}), profile)
     except Infeasible:
         without = None
-    return AgainstWindows(decision, replace(decision, simulation=hidden), without)
+    return AgainstWindows(decision, replace(decision, simulation=hidden), without, update_s(decision.job, profile))

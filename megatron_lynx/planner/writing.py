@@ -18,6 +18,7 @@ from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Moment, StageMemory
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan import order
 from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
@@ -39,6 +40,7 @@ from megatron_lynx.plan.rule import Ahead, CheckpointName, joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner.held import held_by_moment
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
@@ -54,16 +56,18 @@ def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: s
     return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile, note=note))
 
 
-def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
+def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
     """The plan with what a rehearsal predicts of its step, its copies and its memory."""
     loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
+    added_s = round(update_s(parted, profile), SECOND_DIGITS)
     held_of = [held_by_moment(parted, simulation, answer.stage) for answer in answers]
     stages = []
     for entry in plan.stages:
         held = held_of[entry.stage]
         found: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
+            "update_s": added_s,
             "exposed_copy_s": waits_s[entry.stage],
             "memory_bytes": max(memory.total for memory in held.values()),
             "memory": _by_moment(held) if entry.chunk == 0 else {},
@@ -159,7 +163,10 @@ def planned_device(job: Job) -> PlannedDevice | None:
         return None
     reserve = job.device_reserve
     return PlannedDevice(
-        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes={**reserve.others, **reserve.parts}
+        memory_bytes=reserve.memory_bytes,
+        budget_bytes=job.memory_budget_bytes,
+        reserve_bytes={**reserve.others, **reserve.parts},
+        optimizer_offload=job.optimizer.offloaded,
     )
 
 

@@ -15,7 +15,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import decide
+from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.figures import (
@@ -72,13 +72,13 @@ def contents(asked: Asked) -> Island:
         subject="" if plan is None else subject_of(plan),
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
         notes=[*notes_of(plan, asked.costs, simulation), *([] if given.measurement is None else how_measured(given.measurement))],
-        tiles=list(tiles_of(seen, points, given.outcome)),
+        tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
         kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
         memory_kinds=with_fallbacks(MEMORY_KINDS, _memory_kinds(views, points)),
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
         views=views,
         points=points,
-        tables=list(_tables(asked, seen)),
+        tables=list(_tables(asked, seen, own)),
     )
 
 
@@ -98,28 +98,35 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     """The plan, its step as far as there are figures, and its point on the front."""
     given, costs = asked.given, asked.costs
     if given.plan is not None:
-        reduced = asked.job is not None and asked.job.overlap.gradients
-        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced, job=asked.job)
+        job, simulation, figures = None if asked.job is None else as_planned(asked.job, given.plan), None, None
+        if costs is not None:
+            reduced = job is not None and job.overlap.gradients
+            simulation = rehearse(given.plan, costs, reduced_in_backward=reduced, job=job)
+            figures = None if job is None else figures_of(job, costs, simulation)
         measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
-        return given.plan, simulation, [_point_of(given.plan, simulation, measured_bytes)]
+        return given.plan, simulation, [_point_of(given.plan, simulation, figures, measured_bytes)]
     if given.job is None:
         return None, None, []
     if costs is None:
         needed, todo = "figures of the cluster, or a profile", "megatron-lynx profile measures one, which --profile takes"
         raise ConfigError("there are no figures to plan with", [Problem("--profile", "none", needed, todo)])
     decision = decide(given.job, costs)
-    return decision.plan, decision.simulation, [point(decision, "the plan", None, shown=True)]
+    return decision.plan, decision.simulation, [point(decision, costs, "the plan", None, shown=True)]
 
 
-def _point_of(plan: Plan, simulation: Simulation | None, measured_bytes: Mapping[int, int]) -> Point:
-    """A plan from a file. `measured_bytes`: what devices of a run under it held at most, by stage."""
-    step_s = plan.stages[0].predicted.step_s if simulation is None else simulation.step_s
+def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int]) -> Point:
+    """A plan from a file. `figures`: where its job is known, else those that it states. `measured_bytes`: what devices of a run
+    under it held at most, by stage."""
+    predicted = plan.stages[0].predicted
+    passes_s = predicted.step_s if simulation is None else simulation.step_s
+    step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
+    memory_bytes = max(entry.predicted.memory_bytes for entry in plan.stages) or None
     return Point(
         label="the plan",
         by="plan",
         budget_bytes=None,
-        memory_bytes=max(entry.predicted.memory_bytes for entry in plan.stages) or None,
-        step_s=step_s or 0.0,
+        memory_bytes=memory_bytes if figures is None else figures.memory_bytes,
+        step_s=(step_s or 0.0) if figures is None else figures.step_s,
         shown=True,
         stages=stages_of(plan, simulation, measured_bytes=measured_bytes),
     )
@@ -136,12 +143,13 @@ def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
     return over_time | {kind for each in points for stage in each["stages"] for kind in stage["memory_bytes"]}
 
 
-def _tables(asked: Asked, seen: list[Seen]) -> Iterator[Table]:
+def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]:
+    """`own`: the plan's point."""
     given, job, costs, reading = asked.given, asked.job, asked.costs, asked.reading
     today: list[Table] = []
     read: list[Table] = []
     if given.plan is not None and job is not None and costs is not None and reading is not None:
-        today, read = ([each] for each in planned_launch(given.plan, job, costs, reading).tables())
+        today, read = ([each] for each in planned_launch(given.plan, job, costs, reading, own[0]).tables())
     yield from today
     if given.outcome is not None:
         yield outcome_table(given.outcome)

@@ -55,7 +55,7 @@ class Seen:
     """One view's timeline, and of each row that is shown its label, its layers and what it holds at most."""
 
     name: str
-    step_s: float
+    passes_s: float
     timeline: Timeline
     labels: Mapping[int, str]
     layers: Mapping[int, str]
@@ -103,24 +103,31 @@ def stage_table(views: Sequence[Seen]) -> Table:
 
 
 FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
-    ("step", "s", "forwards and backwards; reducing gradients and the update come on top", lambda seen: seen.step_s),
+    ("passes", "s", "forwards and backwards of one step", lambda seen: seen.passes_s),
     ("replays hidden", "share", "of all seconds of replays, those behind waits", lambda seen: seen.hidden_share),
     ("replays exposed", "s", "in one step, on the stage that has most", lambda seen: seen.exposed_s),
     ("collectives unused", "share", "of all seconds of waits for tensor-parallel collectives", lambda seen: seen.unused_share),
 )
 
 
-def tiles_of(views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None) -> Iterator[Tile]:
-    """Those of which there is a figure."""
+WITH_UPDATE = "the optimizer's update included"
+
+
+def tiles_of(
+    views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None, stated_s: float | None = None
+) -> Iterator[Tile]:
+    """Those of which there is a figure. `stated_s`: of passes, as the plan says, for where nothing is simulated."""
     predicted = next((seen for seen in views if seen.name == "predicted"), None)
     measured = next((seen for seen in views if seen.name == "measured"), None)
     shown = next((point for point in points if point["shown"]), None)
+    if shown is not None and shown["step_s"]:
+        measured_s = None if outcome is None else whole_step_s(outcome)
+        yield Tile(label="step", unit="s", predicted=shown["step_s"], measured=measured_s, note=WITH_UPDATE)
     for label, unit, note, figure in FIGURES:
         values = [None if seen is None else figure(seen) for seen in (predicted, measured)]
-        if label == "step" and values[0] is None and shown is not None:
-            values[0] = shown["step_s"] or None
-        if label == "step" and values[1] is None and outcome is not None:
-            values[1] = passes_s(outcome)
+        if label == "passes":
+            values[0] = stated_s if values[0] is None else values[0]
+            values[1] = passes_s(outcome) if values[1] is None and outcome is not None else values[1]
         if values != [None, None]:
             yield Tile(label=label, unit=unit, predicted=values[0], measured=values[1], note=note)
     if shown is not None and shown["memory_bytes"]:
@@ -193,14 +200,21 @@ def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
 
 def passes_s(outcome: RunOutcome) -> float | None:
     """Seconds of a step's forwards and backwards, of the last time at which they were known."""
-    return next(_known(outcome), None)
+    return _last_known(outcome, lambda row: row.measured.passes_s)
 
 
-def _known(outcome: RunOutcome) -> Iterator[float]:
+def whole_step_s(outcome: RunOutcome) -> float | None:
+    """Seconds of a whole step, of the last time at which they were known."""
+    return _last_known(outcome, lambda row: row.measured.step_s)
+
+
+def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None]) -> float | None:
+    """The largest of all stages."""
     for report in reversed(outcome.reports):
-        seconds = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
+        seconds = [value for row in report.stages if (value := figure(row)) is not None]
         if seconds:
-            yield max(seconds)
+            return max(seconds)
+    return None
 
 
 def settings_table(measurement: Measurement) -> Table:

@@ -35,7 +35,7 @@ KEYS: dict[FileKind, frozenset[str]] = {
     "profile": frozenset(("source", "shape", "links")),
     "job": frozenset(("model", "cluster")),
     "trace": frozenset(("traceEvents",)),
-    "simulation": frozenset(("step_s", "stages")),
+    "simulation": frozenset(("passes_s", "stages")),
     "measurement": frozenset(("subject", "settings", "machine")),
     "outcome": frozenset(("plan_digest", "reports")),
 }

@@ -138,7 +138,7 @@ class Point(TypedDict):
     memory_bytes: int | None
     """What the fullest device holds."""
     step_s: float
-    """Forwards and backwards; reducing gradients and updating come on top."""
+    """A whole step, the optimizer's update included."""
     shown: bool
     """Whether it is the plan that the rest of the page is about."""
     stages: list[PointStage]

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from megatron_lynx.advise.today import Launch, Row, launch_today
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.update import update_s
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import partitioned_as
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.report.island import Cell, Column, Table, Unit
+from megatron_lynx.report.island import Cell, Column, Point, Table, Unit
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,10 @@ class PlannedLaunch:
         return [row.step_s, None if before is None else row.step_s / before.step_s, row.memory_bytes]
 
 
-def planned_launch(plan: Plan, job: Job, costs: Profile, reading: Reading) -> PlannedLaunch:
-    """The launch that a plan was made of, with its job."""
-    step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
-    held = max(stage.predicted.memory_bytes for stage in plan.stages)
-    return PlannedLaunch(
-        reading, launch_today(job, costs, reading.with_graphs_of(plan.model.captured)), Row("plan", step_s, held)
-    )
+def planned_launch(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> PlannedLaunch:
+    """The launch that a plan was made of, with its job. `own`: the plan's figures."""
+    today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
+    return PlannedLaunch(reading, today, Row("plan", own["step_s"], own["memory_bytes"] or 0))
 
 
 def _table(name: str, title: str, note: str, columns: list[tuple[str, Unit]], rows: list[list[Cell]]) -> Table:

@@ -7,7 +7,7 @@
 
 What `megatron-lynx simulate --json` printed: passes over time, without their halves.
 
-{"step_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
+{"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
 
 A traced run is one of the plan beside which it is to be shown, if there fit:
 
@@ -105,7 +105,7 @@ ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --jso
 class ReadSimulation:
     """A simulated step, pass by pass. `figures`: of each stage, by their names in the file."""
 
-    step_s: float
+    passes_s: float
     timeline: Timeline
     figures: tuple[Mapping[str, Cell], ...]
 
@@ -115,7 +115,7 @@ def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
     try:
         rows = {int(stage["stage"]): tuple(_spans(stage["actions"])) for stage in data["stages"]}
         figures = tuple({key: value for key, value in stage.items() if key != "actions"} for stage in data["stages"])
-        return ReadSimulation(float(data["step_s"]), Timeline(rows), figures)
+        return ReadSimulation(float(data["passes_s"]), Timeline(rows), figures)
     except (KeyError, TypeError, ValueError) as error:
         problem = Problem(where, f"{error!r}", "the figures of a simulated step", ABOUT_SIMULATIONS)
         raise ConfigError(f"{where} is no simulation that can be drawn", [problem]) from error

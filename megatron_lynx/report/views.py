@@ -161,7 +161,7 @@ def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -
     if given.simulation is not None:
         read = given.simulation
         title = f"simulated, from {given.sources['simulation']}: passes without their halves"
-        return _drawn("predicted", title, read.timeline, {row: row for row in read.timeline.ranks}, {}, plan, read.step_s)
+        return _drawn("predicted", title, read.timeline, {row: row for row in read.timeline.ranks}, {}, plan, read.passes_s)
     return None
 
 
@@ -179,7 +179,7 @@ def _drawn(
     stages: Mapping[int, int],
     memory: Mapping[int, Memory],
     plan: Plan | None,
-    step_s: float,
+    passes_s: float,
 ) -> Drawn:
     timeline = trimmed(timeline)
     made = view(name, title, timeline, stages, memory)
@@ -189,7 +189,7 @@ def _drawn(
         made,
         Seen(
             name=name,
-            step_s=step_s,
+            passes_s=passes_s,
             timeline=timeline,
             labels={number: row["label"] for number, row in rows.items()},
             layers={number: ", ".join(str(entry.layers) for entry in chunks) for number, chunks in owned.items()},

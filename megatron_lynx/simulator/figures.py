@@ -10,22 +10,25 @@ from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
 
 
-def as_json(simulation: Simulation) -> dict[str, Any]:
+def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
     """Seconds of the step and, by stage, where they go; bytes at the peak; every action's begin and end.
 
-    Without flushes a step is one batch in the steady state, and the actions are those of a whole run.
+    `update_s`: of the optimizer's update; None where it is not known, and then a whole step is not either. Without flushes a step
+    is one batch in the steady state, and the actions are those of a whole run.
     """
     stages = [_stage(simulation, stage) for stage in range(len(simulation.executed))]
-    return {"step_s": simulation.step_s, **_of_a_run(simulation), "stages": stages}
+    whole_s = None if update_s is None else simulation.step_s + update_s
+    seconds = {"step_s": whole_s, "passes_s": simulation.step_s, "update_s": update_s}
+    return {**seconds, **_of_a_run(simulation), "stages": stages}
 
 
-def table(simulation: Simulation) -> WrappedTable:
+def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
     """The figures as a table with a row for each stage."""
     replays = ("replay hidden", "replay exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
     columns = ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most")
-    result = WrappedTable(columns, title=headline(simulation))
-    for row in as_json(simulation)["stages"]:
+    result = WrappedTable(columns, title=headline(simulation, update_s))
+    for row in as_json(simulation, update_s)["stages"]:
         seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
         copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
@@ -39,13 +42,15 @@ def table(simulation: Simulation) -> WrappedTable:
 DEFERRED = ("hidden_weight_gradient_s", "exposed_weight_gradient_s")
 
 
-def headline(simulation: Simulation) -> str:
-    """What was simulated."""
+def headline(simulation: Simulation, update_s: float | None) -> str:
+    """What was simulated, with the seconds of the whole step where those of its update are known."""
+    what, old = "one step", ""
     if isinstance(simulation, Unflushed):
-        return (
-            f"one batch without flushes, in the steady state: {format_seconds(simulation.step_s)} (gradients are one update old)"
-        )
-    return f"one step: {format_seconds(simulation.step_s)}"
+        what, old = "one batch without flushes, in the steady state", " (gradients are one update old)"
+    if update_s is None:
+        return f"{what}, without the optimizer's update: {format_seconds(simulation.step_s)}{old}"
+    whole, update = format_seconds(simulation.step_s + update_s), format_seconds(update_s)
+    return f"{what}: {whole}, of which the optimizer's update {update}{old}"
 
 
 def _of_a_run(simulation: Simulation) -> dict[str, Any]:

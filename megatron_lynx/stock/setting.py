@@ -13,7 +13,9 @@ head         the head's weight gradients of so many micro-batches (0: of all) at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 Method = Literal["uniform", "block"]
@@ -105,6 +107,8 @@ class StockSetting:
 NONE = StockSetting()
 SELECTIVE = StockSetting(recompute=("core_attn",))
 FULL = StockSetting(method="uniform", layers=1)
+OF_POLICY: Mapping[str, StockSetting] = MappingProxyType({"none": NONE, "selective": SELECTIVE, "full": FULL})
+"""Policies of a job that are settings of stock Megatron's."""
 
 
 def block(layers: int) -> StockSetting:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Priced, priced
@@ -24,7 +25,7 @@ STRONGEST = 5
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """One setting: seconds of a step without the optimizer's update."""
+    """One setting: seconds of a step, the optimizer's update included."""
 
     setting: str
     ours: bool
@@ -57,22 +58,25 @@ def side_by_side(
     release: str = NEWEST,
     today: StockSetting | None = None,
 ) -> list[SimulatedRow]:
-    """`ours_bytes`: what the plan holds on its fullest device. `release`: of megatron-core. `today`: the launch's setting, which
-    gets the first row whatever it holds."""
+    """`ours_s`, `ours_bytes`: a step under the plan, and what its fullest device holds. `release`: of megatron-core. `today`: the
+    launch's setting, which gets the first row whatever it holds."""
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     found = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
     others = [price for price in found if price.setting not in (NONE, FULL)]
-    rows = [_row(price, none.step_s) for price in (none, full, *others[:STRONGEST])]
+    added_s = update_s(job, profile)
+    none_s = none.step_s + added_s
+    rows = [_row(price, none_s, added_s) for price in (none, full, *others[:STRONGEST])]
     if today is not None:
-        first = _row(priced(job, profile, today), none.step_s)
+        first = _row(priced(job, profile, today), none_s, added_s)
         rows = [replace(first, setting=f"today: {first.setting}"), *(row for row in rows if row.setting != first.setting)]
-    ours = SimulatedRow("ours", True, ours_s, ours_s / none.step_s, ours_bytes, 0, ())
+    ours = SimulatedRow("ours", True, ours_s, ours_s / none_s, ours_bytes, 0, ())
     return [*rows, ours]
 
 
-def _row(price: Priced, none_s: float) -> SimulatedRow:
-    setting = price.setting
-    figures = (price.step_s, price.step_s / none_s, price.most_bytes, price.host_bytes)
+def _row(price: Priced, none_s: float, added_s: float) -> SimulatedRow:
+    """`added_s`: of the update, the same for all settings."""
+    setting, step_s = price.setting, price.step_s + added_s
+    figures = (step_s, step_s / none_s, price.most_bytes, price.host_bytes)
     return SimulatedRow(f"stock {setting.name}", False, *figures, setting.flags)
 
 

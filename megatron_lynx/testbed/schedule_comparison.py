@@ -21,8 +21,8 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import make_plan, partitioned_as
-from megatron_lynx.planner.held import fullest_bytes
+from megatron_lynx.planner import as_planned, make_plan
+from megatron_lynx.planner.figures import figures_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
@@ -89,7 +89,7 @@ def trained_side_by_side(
 ) -> list[ScheduleRow]:
     """The same, and trained on ranks of this machine; seconds of updates are measured, too."""
     ways = list(_ways(job, plan, profile))
-    flushing = with_flushes(partitioned_as(job, plan))
+    flushing = with_flushes(as_planned(job, plan))
     with announce("comparing weights with the version rule's"):
         equal = {
             each.way.name: not any(hosts.run(differing, flushing, each.way, BATCHES_COMPARED, unshaped=True))
@@ -107,7 +107,7 @@ def with_flushes(job: Job) -> Job:
 
 
 def _ways(job: Job, plan: Plan, profile: Profile) -> Iterator[_Predicted]:
-    job = partitioned_as(job, plan)
+    job = as_planned(job, plan)
     flushing = with_flushes(job)
     yield _of_policy(flushing, profile, "none", Way("stock none, flush"))
     yield _of_policy(flushing, profile, "full", Way("stock full, flush", fields=FULL.fields))
@@ -126,7 +126,7 @@ def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predict
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
     simulation = rehearse(way.plan, profile, job=job)
-    return _Predicted(way, simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
+    return _Predicted(way, *figures_of(job, profile, simulation))
 
 
 def _row(

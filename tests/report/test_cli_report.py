@@ -37,7 +37,7 @@ def test_a_plan_with_its_profile_is_simulated(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     island = reported(tmp_path, folder / "plan.yaml", "--profile", folder / "profile.yaml")
     assert [view["name"] for view in island["views"]] == ["predicted"]
-    assert tiles(island)["step"] == (simulated().step_s, None)
+    assert tiles(island)["passes"] == (simulated().step_s, None)
     assert [row["stage"] for row in island["views"][0]["rows"]] == [0, 1]
     assert island["subject"].endswith("tensor 2, pipeline 2; 3 micro-batches of 2 a step")
 
@@ -52,7 +52,7 @@ def test_a_plan_without_figures_is_shown_as_it_is(tmp_path: Path) -> None:
 def test_a_comparison_is_predicted_beside_measured(tmp_path: Path) -> None:
     island = reported(tmp_path, run_folder(tmp_path / "run"))
     assert [view["name"] for view in island["views"]] == ["predicted", "measured"]
-    predicted_s, measured_s = tiles(island)["step"]
+    predicted_s, measured_s = tiles(island)["passes"]
     assert predicted_s == simulated().step_s
     assert measured_s == pytest.approx(as_if_run().seconds)
     assert [row["label"] for row in island["views"][1]["rows"]] == [f"stage {rank // 2}, rank {rank}" for rank in range(4)]
@@ -74,7 +74,7 @@ def test_a_job_is_planned_for_several_budgets(tmp_path: Path) -> None:
 
 def test_what_simulate_wrote_is_drawn(tmp_path: Path) -> None:
     simulation = simulated()
-    (tmp_path / "step.json").write_text(json.dumps(figures.as_json(simulation)))
+    (tmp_path / "step.json").write_text(json.dumps(figures.as_json(simulation, None)))
     island = reported(tmp_path, tmp_path / "step.json")
     kinds = [island["views"][0]["subjects"][place]["kind"] for place in island["views"][0]["rows"][1]["spans"]["subject"]]
     assert kinds == ["forward", "backward"] * 3

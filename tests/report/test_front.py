@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from megatron_lynx.anatomy import ITEMS
 from megatron_lynx.config import load_job
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.report.front import plans_over_budgets, point, stock_points
@@ -30,8 +31,8 @@ def test_more_memory_is_never_slower_and_no_plan_is_over_its_budget() -> None:
 
 def test_a_point_says_what_its_plan_does() -> None:
     decision = decide(JOB, PROFILE)
-    made = point(decision, "the plan", None, shown=True)
-    assert made["step_s"] == decision.simulation.step_s
+    made = point(decision, PROFILE, "the plan", None, shown=True)
+    assert made["step_s"] == decision.simulation.step_s + update_s(decision.job, PROFILE)
     stage, entry = made["stages"][0], decision.plan.stages[0]
     assert [name for treatment in stage["treatments"][:2] for name, _ in treatment["items"]] == list(ITEMS)
     replayed = {name for treatment in stage["treatments"][:2] for name, what in treatment["items"] if what == "replay"}

@@ -29,7 +29,7 @@ PARTS = {
 
 def plan() -> Plan:
     """The plan, saying what stage 0 holds at each moment."""
-    first = PLAN.stages[0].model_copy(update={"predicted": Predicted(step_s=2.0, memory_bytes=920, memory=PARTS)})
+    first = PLAN.stages[0].model_copy(update={"predicted": Predicted(step_s=2.0, update_s=0.25, memory_bytes=920, memory=PARTS)})
     return PLAN.model_copy(update={"stages": (first, *PLAN.stages[1:])})
 
 
@@ -69,7 +69,7 @@ def test_predicted_and_measured_of_every_stage(tmp_path: Path) -> None:
     )
     assert table["rows"][2] == ["the end", 0, 920, 910, None, 2.0, None, 2.5, 0.5, 0.4, 0.0, None]
     assert table["rows"][3][2] is None, "nothing was predicted of stage 1"
-    assert tiles(island) == {"step": (2.0, 2.25), "fullest device": (920, 910)}
+    assert tiles(island) == {"step": (2.25, 2.5), "passes": (2.0, 2.25), "fullest device": (920, 910)}
     stages = island["points"][0]["stages"]
     assert stages[0]["memory_bytes"] == {"parameters": 500, "optimizer": 300, "activations": 80, "logits": 40}
     assert (stages[0]["moment"], [stage["measured_bytes"] for stage in stages]) == ("loss", [910, 720])

@@ -1,0 +1,207 @@
+"""A plan has one step and one count of bytes, and so has each setting of stock Megatron: all commands print the same.
+
+    plan ──> plan.yaml ──> explain, simulate, report, compare --simulate --plan
+    advise, compare --simulate, estimate: of the same job or launch
+
+`ONE_FIGURE_LAUNCHES=FOLDER` walks the launch files of a folder (`*.args`), too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.yaml_file import write_yaml
+from scripts.make_plans import launch_words
+from tests.test_budgets import jobs_on_gpus
+from tests.test_cli import lynx
+from tests.test_cli_launch import LAUNCH
+
+ROUNDING = 1e-9
+"""Plan files have twelve digits of a second."""
+
+
+class Figure(NamedTuple):
+    """What one command prints of one plan, or of one stock setting."""
+
+    by: str
+    step_s: float | None
+    memory_bytes: int | None
+
+
+def asked(*words: object) -> Any:
+    """What a command answers with --json; None where it refuses."""
+    result = lynx(*words)
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout) if result.stdout.startswith("{") else None
+
+
+def island(page: Path) -> Any:
+    return json.loads(page.read_text().split('<script id="island" type="application/json">')[1].split("</script>")[0])
+
+
+def options_of(subject: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options before --, and the rest."""
+    words = list(subject)
+    cut = words.index("--") if "--" in words else len(words)
+    return words[:cut], words[cut:]
+
+
+PLANS_OWN = ("--inexact", "--offload-ratio")
+"""Options that `compare` lacks: the plan says what became of them."""
+
+
+def shared(options: Sequence[str]) -> list[str]:
+    """The options that all commands take."""
+    ours = {at for at, word in enumerate(options) if word in PLANS_OWN}
+    return [word for at, word in enumerate(options) if at not in ours and at - 1 not in ours]
+
+
+def of_the_plan(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
+    """The figures of the plan, or none where there is no plan."""
+    options, launch = options_of(subject)
+    path, page = folder / "plan.yaml", folder / "report.html"
+    made = asked("plan", "-o", path, "--json", *options, *launch)
+    if made is None or made.get("plan") is None:
+        return
+    yield Figure("plan", made["plan"]["step_s"], made["plan"]["memory_bytes"])
+    yield Figure("plan, as read by programs", made["step_s"], made["memory_bytes"])
+    stages = [stage["memory_bytes"]["total"] for stage in made["stages"]]
+    yield Figure("plan, by stage", None, max(stages))
+    predicted = [stage["predicted"] for stage in asked("explain", path, "--json")["stages"]]
+    yield Figure("explain", predicted[0]["step_s"] + predicted[0]["update_s"], max(each["memory_bytes"] for each in predicted))
+    simulated = asked("simulate", path, "--json")
+    yield Figure("simulate", simulated["step_s"], simulated["memory_bytes"])
+    assert lynx("report", path, "-o", page, "--budgets", 0).exit_code == 0
+    yield from of_the_page(island(page))
+    beside = asked("compare", "--simulate", "--plan", path, "--json", "-o", folder / "compare", *shared(options), *launch)
+    ours = next(row for row in beside["rows"] if row["ours"])
+    yield Figure("compare --simulate", ours["step_s"], ours["device_bytes"])
+    if "--inexact" not in options:
+        advised = asked("advise", "--json", *options, *launch)
+        yield Figure("advise", advised["plan"]["step_s"], advised["plan"]["memory_bytes"])
+
+
+def of_the_page(page: Any) -> Iterator[Figure]:
+    tiles = {tile["label"]: tile["predicted"] for tile in page["tiles"]}
+    yield Figure("report, at its top", tiles["step"], tiles["fullest device"])
+    point = next(point for point in page["points"] if point["shown"])
+    yield Figure("report, among plans", point["step_s"], point["memory_bytes"])
+    yield Figure("report, by stage", None, max(sum(stage["memory_bytes"].values()) for stage in point["stages"]))
+    for table in page["tables"]:
+        if table["id"] == "today":
+            step_s, _, memory_bytes = table["rows"][-1][1:]
+            yield Figure("report, beside today", step_s, memory_bytes)
+
+
+def of_today(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
+    """The figures of a launch as it is written; none where they are a range, or unknown."""
+    given, launch = options_of(subject)
+    options = shared(given)
+    estimated, advised = asked("estimate", "--json", *options, *launch), asked("advise", "--json", *options, *launch)
+    if estimated is None or advised is None or "launch" not in estimated or advised["launch"]["step_s"] is None:
+        return
+    yield Figure("estimate", estimated["launch"]["step_s"], estimated["launch"]["memory_bytes"])
+    yield Figure("advise", advised["launch"]["step_s"], advised["launch"]["memory_bytes"])
+    beside = asked("compare", "--simulate", "--json", "-o", folder / "compare", *options, *launch)
+    for row in () if beside is None else beside["rows"]:
+        if row["setting"].startswith("today: "):
+            yield Figure("compare --simulate", row["step_s"], row["device_bytes"])
+
+
+def differing(figures: Sequence[Figure]) -> list[str]:
+    """What is printed of one thing by several commands, where it is not the same."""
+    found = []
+    for what in ("step_s", "memory_bytes"):
+        values = {each.by: getattr(each, what) for each in figures if getattr(each, what) is not None}
+        if values and max(values.values()) > min(values.values()) * (1 + ROUNDING):
+            found.append(f"{what}: {values}")
+    return found
+
+
+def walk(subject: Sequence[str], folder: Path) -> list[Figure]:
+    """The figures of the plan, all of them the same, as those of the launch are."""
+    plan, today = list(of_the_plan(subject, folder)), list(of_today(subject, folder))
+    assert differing(plan) == []
+    assert differing(today) == []
+    return plan
+
+
+OF_EXPERTS = (
+    "--disable-bias-linear --expert-tensor-parallel-size 1 --num-experts 8 --moe-router-topk 2 "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+)
+IN_FP8 = "--fp8-format hybrid"
+PARTLY_ON_HOST = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+CHUNKS = LAUNCH.replace(
+    "pipeline-model-parallel-size 2", "pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
+)
+
+SUBJECTS = {
+    "dense": (["--cluster", "a100-80g"], LAUNCH),
+    "dense, tight": (["--cluster", "a100-80g", "--memory-gib", "9"], f"{LAUNCH} --overlap-grad-reduce"),
+    "chunks, copies": (["--cluster", "a100-80g", "--memory-gib", "8", "--offload-ratio", "auto"], CHUNKS),
+    "experts": (["--cluster", "h100-80g"], f"{LAUNCH} {OF_EXPERTS}"),
+    "optimizer on the host": (["--cluster", "h100-80g"], f"{LAUNCH} {PARTLY_ON_HOST}"),
+    "FP8, recomputed today": (
+        ["--cluster", "h100-80g", "--memory-gib", "8"],
+        f"{LAUNCH} {IN_FP8} --recompute-activations",
+    ),
+    "head in pieces": (["--cluster", "a100-80g", "--memory-gib", "13", "--inexact", "head"], f"{LAUNCH} --vocab-size 256000"),
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path) -> None:
+    options, launch = SUBJECTS[name]
+    assert walk([*options, "--", *shlex.split(launch)], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama3_8b", "gpt_13b", "llama3_70b"])
+def test_a_ready_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path) -> None:
+    assert walk(["--cluster", "h100-80g", "--", *launch_words(name, "h100-80g", "none")], tmp_path)
+
+
+def launch_files() -> list[Path]:
+    folder = os.environ.get("ONE_FIGURE_LAUNCHES")
+    return sorted(Path(folder).glob("*.args")) if folder else []
+
+
+@pytest.mark.parametrize("file", launch_files(), ids=lambda file: file.stem)
+def test_a_launch_file_has_one_figure_in_all_commands(file: Path, tmp_path: Path) -> None:
+    walk(["--launch-file", str(file)], tmp_path)
+
+
+def test_a_job_has_one_figure_in_all_commands(tmp_path: Path) -> None:
+    walk_job("jobs/llama-7b-a100-80g", tmp_path)
+
+
+def walk_job(job: str, folder: Path) -> None:
+    """A job of policy planned: what `estimate` says of it is its plan's, too."""
+    figures = walk([job], folder)
+    if figures:
+        estimated = asked("estimate", job, "--json")
+        held = max(stage["memory_bytes"]["total"] for stage in estimated["stages"])
+        assert differing([*figures, Figure("estimate", estimated["step_s"], held)]) == []
+
+
+@settings(max_examples=2, deadline=None)
+@given(job=jobs_on_gpus(), memory_gib=st.floats(30, 70))
+@pytest.mark.slow
+def test_drawn_jobs_have_one_figure_in_all_commands(
+    tmp_path_factory: pytest.TempPathFactory, job: Any, memory_gib: float
+) -> None:
+    folder = tmp_path_factory.mktemp("drawn")
+    budget = job.budget.model_copy(update={"memory_gib": memory_gib})
+    data = job.model_copy(update={"budget": budget}).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    (folder / "job.yaml").write_text(write_yaml(data))
+    walk_job(str(folder / "job.yaml"), folder)
