@@ -178,7 +178,7 @@ def test_a_plan_of_another_schedule_is_refused_before_anything_is_measured(tmp_p
 
 def test_hooks_are_as_recorded() -> None:
     """In a process of its own: Megatron is imported as a user's machine has it, without the stand-in."""
-    done = nursery.run("megatron_lynx.cli", "hooks", "--json")
+    done = nursery.run("megatron_lynx", "hooks", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["hooks"]
     hooks = {"halves", "sites", "collectives", "random_state", "steps", "receives", "double_buffered", "experts", "latents"}
