@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -18,6 +23,8 @@ from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.timeline import MemoryCurve
 from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
@@ -147,6 +154,40 @@ def test_a_last_chunk_with_the_whole_budget_is_found(monkeypatch) -> None:
     assert message.startswith("the planner made a plan that exceeds its budget; this is an error of megatron-lynx\n")
     assert "  - stage 1, chunk 1, loss: found 2.97 GiB on the device, " in message
     assert "; report it with the job (or the launch), the cluster and the budget" in message
+
+
+@dataclass(frozen=True)
+class Fuller(Simulation):
+    """A simulation whose first stage holds more for a while."""
+
+    begin_s: float
+    end_s: float
+    more_bytes: int
+
+    def memory(self, stage: int) -> MemoryCurve:
+        curve = super().memory(stage)
+        if stage:
+            return curve
+        times_s = sorted({*curve.times_s, self.begin_s, self.end_s})
+        held = [curve.bytes[bisect_right(curve.times_s, time_s) - 1] for time_s in times_s]
+        more = [self.more_bytes * (self.begin_s <= time_s < self.end_s) for time_s in times_s]
+        return MemoryCurve(tuple(times_s), tuple(map(sum, zip(held, more, strict=True))))
+
+
+def test_what_is_fullest_while_no_pass_runs_is_found() -> None:
+    """While a gradient is awaited, and between passes. The guard was blind there, and no test failed."""
+    job, profile = within(job_of({"pipeline": 4}, model={"vocab": 512}), 0.1)
+    decided = decide(job, profile)
+    simulation, room = decided.simulation, job.memory_budget_bytes - decided.memory[0].total
+    executed = simulation.executed[0]
+    received = next(each for each in executed if each.action.kind == "R" and each.end_s > each.start_s)
+    gaps = ((before.end_s, after.start_s) for before, after in pairwise(executed) if before.end_s < after.start_s)
+    for (begin_s, end_s), found in (((received.start_s, received.end_s), "chunk 0, backward"), (next(gaps), "between passes")):
+        third_s = (end_s - begin_s) / 3
+        fuller = partial(Fuller, simulation.executed, simulation.copied, begin_s + third_s, end_s - third_s)
+        check_budget_kept(decided.job, fuller(0))
+        with pytest.raises(PlannerFault, match=f"stage 0, {found}: found"):
+            check_budget_kept(decided.job, fuller(decided.memory[0].total + room))
 
 
 def test_weight_gradients_without_room_are_found(monkeypatch) -> None:

@@ -204,6 +204,10 @@ class Cluster(Part):
     host_time: HostTime | None = None
     """How long the nodes' CPUs take to issue a layer, or the name of a file that says it (`hosts/NAME`). None: not known."""
 
+    def keeps_together(self, ranks: int, gpus: int) -> bool:
+        """Whether so many consecutive ranks of a job on so many GPUs are always on one node."""
+        return self.node is None or gpus <= self.node.gpus or self.node.gpus % ranks == 0
+
     @property
     def transposes_fp8(self) -> bool:
         """Whether what is read in FP8 by columns has a transposed copy. The testbed plays a Hopper."""

@@ -126,8 +126,7 @@ class Space:
 
     def _together(self, tensor: int) -> bool:
         """Whether so many consecutive ranks are always on one node, or need not be."""
-        node = self.job.cluster.node
-        return self.across_nodes or node is None or self.gpus <= node.gpus or node.gpus % tensor == 0
+        return self.across_nodes or self.job.cluster.keeps_together(tensor, self.gpus)
 
     def _contexts(self, tensor: int) -> Iterator[int]:
         seq, fused = self.job.model.seq, self.job.model.attention == "flash"

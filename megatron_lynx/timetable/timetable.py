@@ -276,7 +276,7 @@ def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> No
         (whole,) = before
         begun, place = whole._replace(starts=item, whole=False), _place_ahead(above, layout)
         put.ahead[place] = (begun,)
-        if attention.gathers_ahead and above.section.core:
+        if attention.gathers_ahead:
             gathered = attention.section.gathered
             put.ahead[place] = (begun._replace(starts=gathered),)
             put.midway[above.key] = (begun._replace(started=gathered),)

@@ -17,6 +17,7 @@ from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.rival import families
 from megatron_lynx.stock.seconds import layer_seconds
+from megatron_lynx.stock.stage import StockStage
 
 LAYER = Nodes(before_f=2, before_b=5, before_weights=2, experts_f=3, experts_b=6, experts_weights=2, exchange=4)
 OVERLAPPED = StockSetting(overlap=True)
@@ -115,6 +116,20 @@ def test_overlapped_exchanges_take_less_time_and_a_layer_more_of_memory():
     assert layer < backward[1] - backward[0] < 3 * layer
     both = StockSetting(recompute=("layernorm", "moe_act"), overlap=True)
     assert best.step_s < priced(job, costs, both).step_s < none.step_s
+
+
+def test_copies_that_are_longer_than_a_pair_are_waited_for():
+    """Megatron offloads beside overlapped exchanges as well. A pair then lasts as long as the copies of one of its two passes:
+    if they cost nothing, a plan loses to a rival that does not exist."""
+    job, sent = job_of(), StockSetting(offload=("core_attn", "attn_proj", "moe_act"), overlap=True)
+    costs = analytic_profile(job)
+    slow = [link.model_copy(update={"seconds": 20 * link.seconds}) if link.kind == "host" else link for link in costs.links]
+    slower = costs.model_copy(update={"links": tuple(slow)})
+    near, far, kept = priced(job, costs, sent), priced(job, slower, sent), priced(job, slower, OVERLAPPED)
+    stage = StockStage(job, sent, 0)
+    copies_s = sum(slower.link_s("host", layer.copied) for layer in stage.chunks[0])
+    assert near.step_s == pytest.approx(kept.step_s)
+    assert far.step_s > (job.microbatches - 1) * copies_s
 
 
 def test_they_are_among_the_rivals_where_megatron_takes_them():

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.kinds.captured import in_graph
+from megatron_lynx.kinds.opaque.section import OPAQUE
+from megatron_lynx.kinds.sections import filling
 from megatron_lynx.plan.stage import Offload
 from megatron_lynx.timetable import Layout, Linear, Place, PlannedHalf, Replay, Timetable
+from megatron_lynx.timetable.events import Pass
 
 
 def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowAddress:
@@ -78,6 +82,36 @@ def test_an_input_that_is_gathered() -> None:
     late = stage.backward(0, "warmup").halves[-1]
     assert (late.on_demand, late.gathered) == (Replay((1, "mlp"), gathered=ON_DEMAND), None)
     assert not stage.backward(0, "warmup").busy
+
+
+GATED, CAPTURED = OPAQUE["gated_attention"], in_graph(ATTENTION, ["attn"])
+
+
+def below(above: Section, *, gathers: bool, sequence_parallel: bool) -> Pass:
+    """The backward of a checkpointed layer that begins ahead, with such an attention half in the layer above."""
+    attention = PlannedHalf(
+        1, ATTENTION, ATTENTION.names, checkpoint=True, fed_behind=1, ahead_to=ATTENTION.row_parallel, gathers_ahead=gathers
+    )
+    halves = [attention, PlannedHalf(1, MLP, MLP.names, checkpoint=True), PlannedHalf(2, above), mlp(2)]
+    return Timetable([halves], Layout(sequence_parallel=sequence_parallel)).backward(0, "steady")
+
+
+@pytest.mark.parametrize(("gathers", "sequence_parallel"), [(False, False), (False, True), (True, True)])
+def test_nothing_begins_ahead_at_a_half_that_is_kept_whole(gathers: bool, sequence_parallel: bool) -> None:
+    """No hook is on it: what was planned to begin there began nowhere, and the simulated step was too short."""
+    begun = below(ATTENTION, gathers=gathers, sequence_parallel=sequence_parallel)
+    assert begun.ahead or any(wait.ahead for wait in begun.busy.values())
+    assert bool(begun.midway) == gathers
+    for above in (CAPTURED, GATED):
+        late = below(above, gathers=gathers, sequence_parallel=sequence_parallel)
+        assert not any(wait.ahead for wait in late.busy.values())
+        assert (late.ahead, late.midway) == ({}, {})
+        assert late.halves[2].first == (Replay((1, "attention"), whole=True, communicates=True),)
+
+
+def test_whatever_a_gather_ahead_is_midway_of_has_a_core() -> None:
+    """Else nothing would come midway, and the reduction would never begin. What has none is kept whole."""
+    assert all(section.core or section.kept_whole for section in filling("attention"))
 
 
 def test_waits_that_a_half_has() -> None:
