@@ -93,7 +93,8 @@ def test_what_its_kernels_would_stop_at_is_told_before_anything_runs(
     dispatcher: str, ranks: int, micro: int, found: str | None
 ) -> None:
     job = job_of(dispatcher, ranks)
-    job = job.model_copy(update={"batch": job.batch.model_copy(update={"micro": micro})})
+    sizes = {"micro": micro, "global_": micro * job.batch.global_}
+    job = job.model_copy(update={"batch": job.batch.model_copy(update=sizes)})
     if found is None:
         check_plannable(job)
     else:
