@@ -83,7 +83,7 @@ def test_a_plan_knows_what_it_was_made_of(of: tuple[str, ...], tmp_path: Path) -
     simulated = lynx("simulate", plan, "--json")
     assert simulated.exit_code == 0, simulated.output
     assert "warning" not in simulated.stderr
-    assert json.loads(simulated.stdout)["step_s"] == pytest.approx(load_plan(plan).stages[0].predicted.step_s)
+    assert json.loads(simulated.stdout)["passes_s"] == pytest.approx(load_plan(plan).stages[0].predicted.step_s)
     reported = lynx("report", plan, "-o", tmp_path / "report.html", "--budgets", 0)
     assert reported.exit_code == 0, reported.output
 

@@ -86,9 +86,15 @@ class Planned(Advice):
 
 
 class Simulation(Answer):
-    """`simulate --json`: one step, without the optimizer's update."""
+    """`simulate --json`: one step."""
 
-    step_s: float
+    step_s: float | None
+    """The optimizer's update included; null where that is not known."""
+    passes_s: float
+    """Forwards and backwards over all stages."""
+    update_s: float | None = None
+    memory_bytes: int | None = None
+    """Of the fullest device."""
     stages: Rows
     """Seconds by what they are spent on, `peak_activation_bytes`, and every action's begin and end."""
 
