@@ -19,6 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.config import load_job
+from megatron_lynx.config.job import Policy
+from megatron_lynx.estimate import estimate
+from megatron_lynx.search import search
 from megatron_lynx.yaml_file import write_yaml
 from scripts.make_plans import launch_words
 from tests.test_budgets import jobs_on_gpus
@@ -192,6 +196,20 @@ def walk_job(job: str, folder: Path) -> None:
         estimated = asked("estimate", job, "--json")
         held = max(stage["memory_bytes"]["total"] for stage in estimated["stages"])
         assert differing([*figures, Figure("estimate", estimated["step_s"], held)]) == []
+
+
+@pytest.mark.parametrize("policy", ["planned", "selective"])
+def test_a_search_shows_the_figures_that_other_commands_have(policy: Policy) -> None:
+    """Plans were rehearsed with fewer micro-batches, and without weight gradients in waits."""
+    job = load_job("jobs/llama3-8b-a100-80g")
+    found = search(job, 16, top=3, policies=(policy,))
+    assert found.candidates
+    for number, candidate in enumerate(found.candidates):
+        answer = estimate(candidate.job)
+        assert answer.step is not None
+        shown = Figure(f"search, row {number}", candidate.step_s, candidate.memory_bytes)
+        own = Figure("estimate", answer.step.total_s, max(memory.total for memory in answer.stages))
+        assert differing([shown, own]) == []
 
 
 @settings(max_examples=2, deadline=None)

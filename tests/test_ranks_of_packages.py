@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "planner": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
-    "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
+    "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner", "stock"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},

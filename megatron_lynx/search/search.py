@@ -22,6 +22,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch, no_collections
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
+from megatron_lynx.search.finalists import finalists
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits
@@ -95,7 +96,7 @@ def search(
     asked = Asked(space, _checked(space, top, policies, strange), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     with no_collections():
-        candidates = running.run()
+        candidates = finalists(running.run())
         if not candidates:
             raise nothing_fits(asked, running.excesses, POLICIES)
         best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
@@ -108,7 +109,7 @@ def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Can
     for name in asked.space.schedules:
         found = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
         alone = replace(asked.space, schedules=(name,))
-        yield from found[:1] or BestFirst(alone, asked.policies, 1, asked.offload).run()
+        yield from found[:1] or finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
 
 
 def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:

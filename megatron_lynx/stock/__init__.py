@@ -13,6 +13,6 @@ rival.py            the fastest setting within given bytes;  side_by_side.py: a 
 
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import best_rival
-from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
+from megatron_lynx.stock.setting import FULL, NONE, OF_POLICY, SELECTIVE, StockSetting
 
-__all__ = ["FULL", "NONE", "SELECTIVE", "Priced", "StockSetting", "best_rival", "priced"]
+__all__ = ["FULL", "NONE", "OF_POLICY", "SELECTIVE", "Priced", "StockSetting", "best_rival", "priced"]
