@@ -88,7 +88,7 @@ MAY_IMPORT = {
         *("launch_arguments", "advise.today"),
     },
 }
-ANYTHING = {"cli", "launch", "bridge", "testbed"}
+ANYTHING = {"__main__", "cli", "launch", "bridge", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
