@@ -107,18 +107,19 @@ def of_the_page(page: Any) -> Iterator[Figure]:
 
 
 def of_today(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
-    """The figures of a launch as it is written; none where they are a range, or unknown."""
+    """The figures of a launch as it is written, where it is priced."""
     given, launch = options_of(subject)
     options = shared(given)
     estimated, advised = asked("estimate", "--json", *options, *launch), asked("advise", "--json", *options, *launch)
     if estimated is None or advised is None or "launch" not in estimated or advised["launch"]["step_s"] is None:
         return
-    yield Figure("estimate", estimated["launch"]["step_s"], estimated["launch"]["memory_bytes"])
-    yield Figure("advise", advised["launch"]["step_s"], advised["launch"]["memory_bytes"])
+    known = advised["launch"].keys().isdisjoint(("step_at_best_s", "step_most_s"))  # else it is a range
+    for name, found in (("estimate", estimated["launch"]), ("advise", advised["launch"])):
+        yield Figure(name, found["step_s"] if known else None, found["memory_bytes"])
     beside = asked("compare", "--simulate", "--json", "-o", folder / "compare", *options, *launch)
     for row in () if beside is None else beside["rows"]:
         if row["setting"].startswith("today: "):
-            yield Figure("compare --simulate", row["step_s"], row["device_bytes"])
+            yield Figure("compare --simulate", row["step_s"] if known else None, row["device_bytes"])
 
 
 def differing(figures: Sequence[Figure]) -> list[str]:
