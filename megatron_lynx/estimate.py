@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.between import BetweenSteps, between_steps
-from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
@@ -21,6 +20,7 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
+from megatron_lynx.cost.step_range import StepRange, hiding_all
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
@@ -33,7 +33,7 @@ from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import OF_POLICY, StockSetting
 from megatron_lynx.stock.stage import StockStage
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Estimate:
     host: HostReport | None = None
     """Which stages wait for Python. None where there is no step."""
     step_at_best: StepSeconds | None = None
-    """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock. With
-    exchanges of experts beside computing: if these hide all of them, or nothing."""
+    """Where the step is a range (`cost.step_range`) its shortest; `step` is then its longest."""
     against_windows: AgainstWindows | None = None
     """With userbuffers and policy planned: how that compares with a plan without them."""
 
@@ -62,6 +61,13 @@ class Estimate:
     def between(self) -> BetweenSteps | None:
         """What stays between two steps, where others have a part of the device."""
         return between_steps(self.job, self.stages)
+
+    @property
+    def range(self) -> StepRange | None:
+        """Seconds of a step, the optimizer's update included."""
+        if self.step is None:
+            return None
+        return StepRange((self.step_at_best or self.step).total_s, self.step.total_s)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -95,7 +101,6 @@ class Estimate:
             for stage, memory in enumerate(self.stages)
         ]
         without_flushes = self.job.schedule == "double_buffered"
-        at_best = {} if self.step_at_best is None else {"step_at_best_s": self.step_at_best.total_s}
         return {
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
             "fits": self.fits,
@@ -105,8 +110,7 @@ class Estimate:
             **({} if self.between is None else {"between_steps": self.between.as_json}),
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
-            "step_s": None if self.step is None else self.step.total_s,
-            **at_best,
+            **({"step_s": None} if self.range is None else self.range.as_json),
             **({} if self.against_windows is None else {"userbuffers": self.against_windows.as_json}),
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
@@ -131,14 +135,14 @@ class LaunchEstimate:
     @property
     def in_words(self) -> str:
         answer = self.estimate
-        step = "" if answer.step is None else f"{format_seconds(answer.step.total_s)} a step, "
+        step = "" if answer.range is None else f"{answer.range.in_words} a step, "
         held, budget = format_bytes(self.memory_bytes), format_bytes(answer.budget_bytes)
         return f"today ({self.setting}): {step}{held} on the fullest device: {answer.verdict} in {budget}"
 
     @property
     def as_json(self) -> dict[str, Any]:
-        step_s = None if self.estimate.step is None else self.estimate.step.total_s
-        launch = {"step_s": step_s, "memory_bytes": self.memory_bytes, "setting": self.setting, "flags": list(self.flags)}
+        step = {"step_s": None} if self.estimate.range is None else self.estimate.range.as_json
+        launch = {**step, "memory_bytes": self.memory_bytes, "setting": self.setting, "flags": list(self.flags)}
         return {"launch": launch, "verdict": self.in_words}
 
 
@@ -178,26 +182,18 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
     if costs is None:
         memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
-    price, hiding = priced(job, costs, setting, MEASURED), costs
-    if job.userbuffers:
-        hiding = hiding_all(costs)
-    ranged = bool(setting.range_in_words) or job.userbuffers
+    price = priced(job, costs, setting)
     return Estimate(
         job=job,
         offload_ratio=0.0,
         stages=price.stages,
         budget_bytes=job.memory_budget_bytes,
         shortages=(*too_much(job, price.stages), *_host_shortage(job, price.host_bytes)),
-        step=_of_price(job, costs, price),
+        step=_of_price(job, costs, price, price.step.most_s),
         host=host_report(job, costs),
-        step_at_best=_of_price(job, costs, priced(job, hiding, setting)) if ranged else None,
+        step_at_best=None if price.step.is_known else _of_price(job, costs, price, price.step.least_s),
         on_host=_on_host(job, costs),
     )
-
-
-def hiding_all(costs: Profile) -> Profile:
-    """As if userbuffers hid all that GEMMs can hide."""
-    return costs.model_copy(update={"hiding": "userbuffers"})
 
 
 def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
@@ -205,9 +201,10 @@ def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
     return [] if problem is None else [problem]
 
 
-def _of_price(job: Job, costs: Profile, price: Priced) -> StepSeconds:
+def _of_price(job: Job, costs: Profile, price: Priced, step_s: float) -> StepSeconds:
     """The parts of a simulated step; messages between stages are in its bubble, copies that nothing hides in its passes."""
-    return StepSeconds(price.busy_s, max(0.0, price.step_s - price.busy_s), 0.0, 0.0, update_s(job, costs))
+    busy_s = min(price.busy_s, step_s)
+    return StepSeconds(busy_s, step_s - busy_s, 0.0, 0.0, update_s(job, costs))
 
 
 def _check_stays(job: Job) -> None:

@@ -16,7 +16,7 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import keeping_all, nodes_of
+from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
@@ -80,8 +80,9 @@ def rehearse(
     apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
     if not plan.model.moe_overlapped:
         return apart
+    beside = shared_rates(profile, 1.0 if job is None else job.fused_dispatch.computing_kept)
     pairs = [
-        paired(list(_in_nodes(plan, stage, passes, prices[stage])), profile.interference, delayed=plan.model.moe_delayed)
+        paired(list(_in_nodes(plan, stage, passes, prices[stage])), beside, delayed=plan.model.moe_delayed)
         for stage, passes in enumerate(chunks)
     ]
     together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)

@@ -42,7 +42,7 @@ def takes_stocks_seconds(job: Job) -> bool:
     except ConfigError:
         return False
     setting = StockSetting(overlap=job.model.moe_overlapped, delayed=job.model.moe_delayed)
-    stock_s = priced(as_stock(job), costs, setting).step_s
+    stock_s = priced(as_stock(job), costs, setting).step.most_s
     assert rehearse(plan, costs, job=job).step_s == pytest.approx(stock_s, rel=1e-6), setting.name
     return True
 

@@ -68,7 +68,10 @@ MAY_IMPORT = {
     "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
-    "planner": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
+    "planner": {
+        *("config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"),
+        *("stock.legality", "stock.modules", "stock.setting"),
+    },
     "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner", "stock"},

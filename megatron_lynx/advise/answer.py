@@ -1,10 +1,11 @@
-"""What a launch takes today, what a plan would change, and what the memory that is left would buy.
+"""Four answers about a launch: stock Megatron's best setting and the plan, in the launch's layout and in layouts one step away.
 
-today ───────────────────────────────┐
-plan at the device's budget ─────────┤
-plan within today's bytes ───────────┼──> verdict
-neighbours, each under a plan ───────┤
-nothing fits: what would, nearest ───┘
+today ─────────────────────────────────────────────────────────┐
+stock's best within the device's budget ───────────────────────┤
+the plan: the fastest of `planner.variants`, copies to the host ┼──> verdict
+    of its own where they gain `WORTH_COPIES`                   │
+layouts one step away: stock's best, and the plan ─────────────┤
+no plan fits: what would, nearest first ───────────────────────┘
 
 Where no plan fits the budget: what would make one fit, nearest first.
 
@@ -14,23 +15,25 @@ Where no plan fits the budget: what would make one fit, nearest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from megatron_lynx.advise import flags
+from megatron_lynx.advise.flags import Edit
 from megatron_lynx.advise.neighbours import Neighbour, neighbours
-from megatron_lynx.advise.today import Launch, Row, launch_today, row_of
+from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.optimizer_facts import CHUNK, CHUNKED
-from megatron_lynx.planner import Decision, decide
+from megatron_lynx.planner import Decision
 from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
+from megatron_lynx.planner.variants import Planned, fastest, planned, planned_variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -40,6 +43,12 @@ PLAN_FILE = "plan.yaml"
 CHUNK_MIB = 256
 """Of the optimizer's moments in one copy, as Megatron's own example has it."""
 
+WORTH = 0.01
+"""The part of a step that more change, or more memory, must save: simulated ratios of settings were within 3 % on one H100."""
+
+WORTH_COPIES = 0.02
+"""The part of a step that copies to the host must save to be a choice of their own."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -48,22 +57,47 @@ class Answer:
     job: Job
     reading: Reading | None
     launch: Launch
-    plan: Row | None = None
-    """At the device's budget; None where no plan fits, or none can be made."""
-    in_todays_bytes: Row | None = None
+    stock: Stock | None = None
+    """Stock Megatron's best setting in the launch's layout, within the device's budget; None where none fits."""
+    without_copies: Planned | None = None
+    """The fastest plan within the device's budget that sends no activations to the host, unless the launch or job does."""
+    in_todays_bytes: Planned | None = None
     """The plan within what the launch holds today, where that is another one."""
+    copies: Planned | None = None
+    """The plan with copies to the host, where these gain `WORTH_COPIES`, or nothing else fits."""
     near: tuple[Neighbour, ...] = ()
     asked_near: bool = False
     """Whether neighbours were looked for."""
     error: LynxError | None = None
     """What the planner raised, where it made no plan."""
+    asked_copies: bool = True
+    """Whether copies to the host were looked for, or the launch or job has stated them."""
     would_fit: tuple[str, ...] = ()
     """What would make one fit, nearest first."""
     refused: tuple[Problem, ...] = ()
     """What no plan goes with, whatever the budget."""
-    decision: Decision | None = field(default=None, repr=False)
-    on_host: OnHost | None = None
+    on_host: OnHost | None = field(default=None, repr=False)
     """What of the optimizer is on the host under the plan; None where nothing is."""
+
+    @property
+    def planned(self) -> Planned | None:
+        """The plan that is recommended, and written: the fastest; within `WORTH` of it, that of fewer bytes which is still no
+        slower than stock's best."""
+        if self.copies is not None or self.without_copies is None:
+            return self.copies
+        best, less = self.without_copies, self.in_todays_bytes
+        if less is None or less.step.expected_s > (1 + WORTH) * best.step.expected_s:
+            return best
+        slower = self.stock is not None and less.step.expected_s > self.stock.row.expected_s >= best.step.expected_s
+        return best if slower else less
+
+    @property
+    def decision(self) -> Decision | None:
+        return None if self.planned is None else self.planned.decision
+
+    @property
+    def plan(self) -> Row | None:
+        return None if self.planned is None else row_of(self.planned)
 
     @property
     def none_in_todays_bytes(self) -> bool:
@@ -77,15 +111,46 @@ class Answer:
         """Why there is no plan; none where there is one."""
         return self.refused or (self.error.problems if self.error is not None else ())
 
+    @property
+    def stock_edit(self) -> Edit:
+        """What turns the launch into stock's best."""
+        return Edit() if self.stock is None else flags.of_setting(self.stock.setting, self.reading)
+
+    @property
+    def plan_edit(self) -> Edit:
+        """What the launch loses and gets under the plan, beside the plan itself."""
+        if self.planned is None:
+            return Edit()
+        switched = flags.of_variant(self.job, self.planned.job, self.reading)
+        lost = [flag for flag in self.launch.flags if flag not in {name for name, _ in switched.added}]
+        return Edit(tuple(dict.fromkeys([*lost, *switched.deleted])), switched.added)
+
+    @property
+    def switched(self) -> tuple[list[str], list[str]]:
+        """Flags that the plan needs beside the launch's own, and names of Megatron's whose flags it cannot have."""
+        if self.planned is None:
+            return [], []
+        edit = flags.of_variant(self.job, self.planned.job, self.reading)
+        return edit.flags, flags.names_lost(self.job, self.planned.job)
+
     def changed(self, neighbour: Neighbour) -> str:
-        """The flags of the launch that a neighbour changes."""
-        return flags.in_words(flags.changes(self.job, neighbour.job, neighbour.plan, self.reading), self.reading)
+        """The flags of the launch that a neighbour's layout changes."""
+        placed = neighbour.places
+        layout = Edit(added=flags.changes(self.job, neighbour.job, placed, self.reading))
+        return " ".join(layout.flags) if self.reading is None else self.reading.said(layout.flags)
+
+    def neighbours_edit(self, neighbour: Neighbour, *, stock: bool) -> Edit:
+        """What changes beside the layout."""
+        if stock:
+            return Edit() if neighbour.stock is None else flags.of_setting(neighbour.stock.setting, self.reading)
+        return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.job, self.reading)
 
     def command(self, neighbour: Neighbour) -> str | None:
-        """A neighbour's launch line; None for a job without a launch."""
-        if self.reading is None:
+        """A neighbour's launch line under its plan; None for a job without a launch."""
+        if self.reading is None or neighbour.planned is None:
             return None
-        return flags.command(self.reading, self.job, neighbour.job, neighbour.plan, PLAN_FILE)
+        made = neighbour.planned
+        return flags.command(self.reading, self.job, made.job, made.decision.plan, PLAN_FILE)
 
 
 @no_collections()
@@ -96,54 +161,66 @@ def answered(
     *,
     refused: Sequence[Problem] = (),
     near: bool = True,
+    copies: bool = False,
 ) -> Answer:
     """`refused`: why no plan can be made of the launch. `near`: whether neighbours are looked for; for that the cluster has to be
-    described."""
-    launch = launch_today(job, costs, reading)
+    described. `copies`: whether the plan may send activations to the host although `job.offload_ratio` is 0."""
+    launch, release = launch_today(job, costs, reading), None if reading is None else reading.given.release
+    stock = stocks_best(job, costs, release, launch, reading)
     if refused:
-        return Answer(job, reading, launch, refused=tuple(refused))
-    found = tuple(neighbours(job)) if near and job.cluster.matmul is not None else ()
+        return Answer(job, reading, launch, stock, refused=tuple(refused))
+    asked_near = near and job.cluster.matmul is not None
+    found = tuple(neighbours(job, release)) if asked_near else ()
+    may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
+    asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
+    answer = Answer(job, reading, launch, stock, near=found, asked_near=near, asked_copies=asked_copies)
     try:
-        made = decide(job, costs)
+        best = _best_plan(job, costs, release)
     except Infeasible as error:
-        return _without_plan(job, costs, reading, launch, found, near, error)
+        answer = replace(answer, error=error)
     except ConfigError as error:
-        return Answer(job, reading, launch, error=error, refused=error.problems)
+        return replace(answer, near=(), asked_near=False, error=error, refused=error.problems)
+    else:
+        answer = replace(answer, without_copies=best)
+    answer = replace(answer, in_todays_bytes=_within_today(job, costs, release, launch, answer.without_copies))
+    if may_copy:
+        answer = replace(answer, copies=_with_copies(answer, costs, release))
+    if answer.planned is None:
+        return replace(answer, would_fit=tuple(would_fit(job, costs, reading)))
+    made = answer.planned
     if reading is not None:
-        launch = launch.kept_beside(reading.with_graphs_of(made.plan.model.captured).today)
-    plan = row_of(made, costs, "plan")
-    within = _within_today(job, costs, launch, plan)
-    on_host = OnHost.of(made.job, costs.host_adam, priced=True)
-    return Answer(job, reading, launch, plan, within, found, near, decision=made, on_host=on_host)
+        launch = launch.kept_beside(reading.with_graphs_of(made.decision.plan.model.captured).today)
+    return replace(answer, launch=launch, error=None, on_host=OnHost.of(made.decision.job, costs.host_adam, priced=True))
 
 
-def _without_plan(
-    job: Job,
-    costs: Profile,
-    reading: Reading | None,
-    launch: Launch,
-    near: tuple[Neighbour, ...],
-    asked_near: bool,
-    error: Infeasible,
-) -> Answer:
-    within = _within_today(job, costs, launch, None)
-    fitting = tuple(would_fit(job, costs, reading))
-    return Answer(job, reading, launch, None, within, near, asked_near, error, fitting)
+def _best_plan(job: Job, costs: Profile, release: str | None) -> Planned:
+    """The fastest variant's plan. Raises what planning the job itself raises, where no variant has a plan."""
+    found = fastest(planned_variants(job, costs, release))
+    return planned(job, costs) if found is None else found
 
 
-def _within_today(job: Job, costs: Profile, launch: Launch, plan: Row | None) -> Row | None:
+def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Planned | None) -> Planned | None:
     """The plan that holds no more than the launch does today; None where the plan already does, or none does."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
-    return _or_none(lambda: row_of(decide(job.model_copy(update={"budget": budget}), costs), costs, "plan"))
-
-
-def _or_none(made: Callable[[], Row]) -> Row | None:
     try:
-        return made()
+        return _best_plan(job.model_copy(update={"budget": budget}), costs, release)
     except Infeasible:
         return None
+
+
+def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned | None:
+    """The plan that sends activations to the host, where it is worth a row. What recomputes nothing has nothing to gain."""
+    without = answer.without_copies
+    if without is not None and not without.recomputes:
+        return None
+    try:
+        found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release)
+    except LynxError:
+        return None
+    worth = without is None or found.step.expected_s < (1 - WORTH_COPIES) * without.step.expected_s
+    return found if worth else None
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -1,4 +1,4 @@
-"""Which flags of a launch another layout changes.
+"""Which flags of a launch another layout changes, another setting of stock Megatron's, or a plan beside other flags.
 
 micro-batch 4             --micro-batch-size 4
     packed by slime       --max-tokens-per-gpu n, with another context, too
@@ -11,7 +11,9 @@ pipeline, or chunks       also what places layers: the old flags go, the new one
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
@@ -19,8 +21,10 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, is_hybrid, stack_of
 from megatron_lynx.launch_arguments.packing import TOKENS, packs
 from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
+from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.stock.setting import DELAYED, OVERLAP, USERBUFFERS, StockSetting
 
 SIZES = {
     "tensor": "--tensor-model-parallel-size",
@@ -34,6 +38,73 @@ PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP)
 
 Changes = tuple[tuple[str, tuple[str, ...]], ...]
 """Flags with their words."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What changes in a launch: flags that it loses, and flags with their words that it gets."""
+
+    deleted: tuple[str, ...] = ()
+    added: Changes = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.deleted or self.added)
+
+    def __add__(self, other: Edit) -> Edit:
+        return Edit((*self.deleted, *other.deleted), (*self.added, *other.added))
+
+    @property
+    def flags(self) -> list[str]:
+        """Those that are added, each as a shell reads it."""
+        return [shlex.join([flag, *values]) for flag, values in self.added]
+
+    def in_words(self, reading: Reading | None = None) -> str:
+        """`delete ...`, then `add ...`; of a container of Megatron-Bridge its settings."""
+        said = " ".join if reading is None else reading.said
+        deleted = f"delete {' '.join(self.deleted)}" if self.deleted else ""
+        added = f"add {said(self.flags)}" if self.added else ""
+        return ", ".join(part for part in (deleted, added) if part)
+
+
+def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
+    """What turns a launch into stock Megatron's with this setting; without a launch all that the setting says."""
+    if reading is None:
+        return Edit(added=_said_by(setting.fields))
+    given, today = reading.given, reading.today.setting.fields
+    deleted = (given.origin(name) for name in REPLACED if name in given.values and name not in setting.fields)
+    news = {name: value for name, value in setting.fields.items() if today.get(name) != value}
+    return Edit(tuple(dict.fromkeys(deleted)) if today != setting.fields or reading.today.graphs else (), _said_by(news))
+
+
+def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
+    """What switches exchanges of experts and userbuffers from those of one job to those of another."""
+    names = _switches(before, after)
+    added = {name: True for name, (was, now) in names.items() if now and not was}
+    deleted = names_lost(before, after)
+    return Edit(tuple(_option(name) if reading is None else reading.given.origin(name) for name in deleted), _said_by(added))
+
+
+def names_lost(before: Job, after: Job) -> list[str]:
+    """Megatron's names of what `of_variant` switches off."""
+    return [name for name, (was, now) in _switches(before, after).items() if was and not now]
+
+
+def _switches(before: Job, after: Job) -> dict[str, tuple[bool, bool]]:
+    return {
+        OVERLAP: (before.model.moe_overlapped, after.model.moe_overlapped),
+        DELAYED: (before.model.moe_delayed, after.model.moe_delayed),
+        USERBUFFERS: (before.userbuffers, after.userbuffers),
+    }
+
+
+def _said_by(fields: Mapping[str, Any]) -> Changes:
+    """Flags for fields of Megatron's configuration."""
+    listed = {name: [] if value is True else value if isinstance(value, list) else [value] for name, value in fields.items()}
+    return tuple((_option(name), tuple(map(str, values))) for name, values in listed.items())
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Changes:
@@ -52,19 +123,15 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
     return (*found, *(_placing(made, reading) if _places(before, after) else ()))
 
 
-def in_words(found: Changes, reading: Reading | None = None) -> str:
-    """As a shell reads them; of a container of Megatron-Bridge's its settings."""
-    flags = [shlex.join([flag, *values]) for flag, values in found]
-    return " ".join(flags) if reading is None else reading.said(flags)
-
-
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
-    """The launch with another layout, under its plan."""
-    setting = dict(changes(before, after, made, reading))
+    """The launch with another layout, or other flags, under its plan."""
+    switched = of_variant(before, after, reading)
+    setting = dict(changes(before, after, made, reading)) | dict(switched.added)
     if "global_batch_size" not in reading.given.values and "step_batch_size_schedule" not in reading.given.values:
         setting["--global-batch-size"] = (str(after.batch.global_),)
     counted = () if _counts_ends(made, reading) else COUNTED
     without = (*PLACING, *counted) if _places(before, after) else ()
+    without = (*without, *names_lost(before, after))
     reading = reading.with_graphs_of(made.model.captured)
     if reading.container is not None:
         return reading.under_plan(plan, [shlex.join([flag, *values]) for flag, values in setting.items()], without=without)

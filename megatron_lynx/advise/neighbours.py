@@ -1,4 +1,4 @@
-"""Layouts one step away from a launch's, each under a plan: what the memory that is left would buy.
+"""Layouts one step away from a launch's, each with stock's best setting and under a plan.
 
     one of:   tensor x 2 or / 2     context     pipeline     chunks     ranks that share experts
     with:     the micro-batch as it is, half, twice, four times as large
@@ -16,19 +16,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_lynx.advise.today import Row, row_of
+from megatron_lynx.advise.today import Row, Stock, as_stock, row_of, stocks_best
 from megatron_lynx.config.job import Job
-from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import decide
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.planner.variants import Planned, fastest, planned_variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.space import Layout, Space
 
-MOST, MOST_OF_MANY = 3, 2
-"""Neighbours that are planned and shown; fewer where a pipeline has more than `MANY` virtual stages: each plan takes seconds."""
-
-MANY = 8
+MOST = 2
+"""Neighbours that are planned and shown."""
 
 STEPS = (2.0, 0.5)
 MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
@@ -36,11 +34,26 @@ MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout under its plan."""
+    """A layout with stock's best setting in it and its plan; at least one of the two fits."""
 
     job: Job
-    plan: Plan
-    row: Row
+    stock: Stock | None
+    planned: Planned | None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The plan's first."""
+        plans = () if self.planned is None else (row_of(self.planned),)
+        return plans if self.stock is None else (*plans, self.stock.row)
+
+    @property
+    def fastest(self) -> Row:
+        return min(self.rows, key=lambda row: row.expected_s)
+
+    @property
+    def places(self) -> Plan:
+        """A plan that says where layers are."""
+        return uniform_plan(as_stock(self.job)) if self.planned is None else self.planned.decision.plan
 
 
 @dataclass(frozen=True)
@@ -71,23 +84,19 @@ class Near(Space):
         return True
 
 
-def neighbours(job: Job) -> list[Neighbour]:
-    """The fastest few, best first; fewer where fewer fit. `job`: with the policy `planned`, on a described cluster."""
-    most = MOST if job.parallel.pipeline * job.chunks <= MANY else MOST_OF_MANY
-    found = BestFirst(Near(job, job.gpus), ("planned",), most, offload=job.offload_ratio != 0).run()
-    planned = [_planned(job, candidate.job) for candidate in found]
-    return sorted((each for each in planned if each is not None), key=lambda each: each.row.step_s)
+def neighbours(job: Job, release: str | None) -> list[Neighbour]:
+    """The fastest few, best first; fewer where fewer fit. `job`: with the policy `planned`, on a described cluster.
+    `release`: as in `planned_variants`."""
+    found = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
+    near = [_answered(job, candidate.job, release) for candidate in found]
+    return sorted((each for each in near if each.rows), key=lambda each: each.fastest.expected_s)
 
 
-def _planned(own: Job, found: Job) -> Neighbour | None:
-    """As `plan` makes it; the search leaves weight gradients where they are."""
+def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
+    """A layout's plan, as `plan` makes it, and stock's best; the search leaves weight gradients where they are."""
     job = found.model_copy(update={"policy": "planned", "offload_ratio": own.offload_ratio, "budget": own.budget})
     costs = analytic_profile(job)
-    try:
-        decision = decide(job, costs)
-    except LynxError:
-        return None
-    return Neighbour(job, decision.plan, row_of(decision, costs, ""))
+    return Neighbour(job, stocks_best(job, costs, release), fastest(planned_variants(job, costs, release)))
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:

@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.advise.answer import Answer
-from megatron_lynx.advise.today import Row
+from megatron_lynx.advise.flags import Edit
+from megatron_lynx.advise.neighbours import Neighbour
+from megatron_lynx.advise.today import Row, Stock, row_of
 from megatron_lynx.advise.verdict import verdict
 from megatron_lynx.cost.budget import if_it_runs
-from megatron_lynx.units import GIB, format_bytes, format_seconds
+from megatron_lynx.planner.variants import Planned
+from megatron_lynx.units import GIB, format_bytes
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
 MOST_REASONS = 8
@@ -24,7 +27,7 @@ MOST_REASONS = 8
 
 def screen(answer: Answer, *, reasons: bool = True) -> RenderableType:
     """All of it. `reasons`: whether why there is no plan is told, too."""
-    parts: list[RenderableType] = [Text(verdict(answer), style="bold"), Text(""), _rows(answer)]
+    parts: list[RenderableType] = [Text(verdict(answer).text, style="bold"), Text(""), _rows(answer)]
     if answer.asked_near:
         parts += [Text(""), *_near(answer)]
     return Group(*parts, *(Text(line) for line in _notes(answer, reasons=reasons)))
@@ -47,14 +50,35 @@ def _rows(answer: Answer) -> Table:
     if launch.row is None:
         table.add_row(first, f"{launch.setting}: not priced", "-", "-", "-")
     else:
-        table.add_row(first, launch.setting, launch.seconds, "1.00", _gib(launch.row))
-    if answer.plan is not None:
-        _add(table, answer, "plan", _budget(answer), answer.plan)
-    if answer.in_todays_bytes is not None:
-        _add(table, answer, "plan", "within what the launch holds today", answer.in_todays_bytes)
-    elif answer.none_in_todays_bytes:
+        _add(table, answer, first, launch.setting, launch.row)
+    if answer.stock is None:
+        table.add_row("stock", "nothing fits", "-", "-", "-")
+    elif not answer.stock.launch:
+        _add(table, answer, "stock", f"best that fits: {answer.stock.setting.name}", answer.stock.row)
+    for name, planned in _plans(answer):
+        _add(table, answer, "plan", name, row_of(planned))
+    if answer.none_in_todays_bytes:
         table.add_row("plan", "within what the launch holds today: none fits", "-", "-", "-")
     return table
+
+
+def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
+    """The plans to show; one is recommended, and one may be within what the launch holds today."""
+    within = "within what the launch holds today"
+    if answer.without_copies is not None and answer.planned is not answer.in_todays_bytes:
+        yield _budget(answer) + _beside(answer, answer.without_copies), answer.without_copies
+    if answer.copies is not None:
+        yield f"{_budget(answer)}, copies to the host{_beside(answer, answer.copies)}", answer.copies
+    if answer.in_todays_bytes is not None:
+        yield within + _beside(answer, answer.in_todays_bytes), answer.in_todays_bytes
+
+
+def _beside(answer: Answer, planned: Planned) -> str:
+    """Which flags a plan goes with that the launch has not, or has."""
+    was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
+    names = ("exchanges overlapped", "userbuffers")
+    said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]
+    return "".join(f", {each}" for each in said)
 
 
 def _budget(answer: Answer) -> str:
@@ -70,9 +94,9 @@ def _budget(answer: Answer) -> str:
 
 
 def _add(table: Table, answer: Answer, name: str, what: str, row: Row) -> None:
-    launch = answer.launch
-    ratio = "-" if launch.row is None else f"{row.step_s / launch.row.step_s:.2f}"
-    table.add_row(name, what, format_seconds(row.step_s), ratio, _gib(row))
+    before = answer.launch.row
+    ratio = "-" if before is None else f"{row.expected_s / before.expected_s:.2f}"
+    table.add_row(name, what, row.step.in_words, ratio, _gib(row))
 
 
 def _gib(row: Row) -> str:
@@ -81,12 +105,17 @@ def _gib(row: Row) -> str:
 
 def _near(answer: Answer) -> Iterator[RenderableType]:
     if not answer.near:
-        yield Text(f"No layout one step away fits under a plan ({AXES}).")
+        yield Text(f"No layout one step away fits, under a plan or without one ({AXES}).")
         return
-    yield Text("What the memory that is left would buy: layouts one step away, each under a plan")
+    yield Text("Layouts one step away")
     table = _table()
-    for number, each in enumerate(answer.near, start=1):
-        _add(table, answer, str(number), answer.changed(each), each.row)
+    for number, near in enumerate(answer.near, start=1):
+        names = iter((str(number), ""))
+        if near.planned is not None:
+            _add(table, answer, next(names), f"{answer.changed(near)}: plan{_beside(answer, near.planned)}", row_of(near.planned))
+        if near.stock is not None:
+            whose = f"{answer.changed(near)}: " if near.planned is None else ""
+            _add(table, answer, next(names), f"{whose}stock {near.stock.setting.name}", near.stock.row)
     yield table
 
 
@@ -102,17 +131,16 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield f"today: {launch.unknown}"
     if launch.written and launch.row is not None and launch.row.memory_bytes > answer.job.memory_budget_bytes:
         yield if_it_runs(launch.row.memory_bytes)
-    if launch.at_best_s is not None:
-        yield f"today's seconds: {launch.range_why}"
+    yield from dict.fromkeys(row.range_why for row in _shown(answer) if row.range_why)
     if launch.graphs:
         yield launch.graphs_priced_in_words
         yield launch.graphs_in_words
     if answer.on_host is not None:
         yield answer.on_host.in_words
     yield from _rotary(answer)
-    if _may_offload(answer):
+    if not answer.asked_copies and answer.planned is not None and answer.planned.recomputes:
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
-    if launch.flags and not answer.refused:
+    if launch.flags and answer.planned is not None and verdict(answer).run != "plan":
         yield f"left out of the launch under a plan: {' '.join(launch.flags)}"
     yield f"simulated from the figures of {answer.job.cluster.name}; a step includes the optimizer's update"
 
@@ -124,18 +152,55 @@ def _why_none(answer: Answer) -> Iterator[str]:
         yield f"- and {more} more (--verbose)"
 
 
+def _shown(answer: Answer) -> Iterator[Row]:
+    stock = None if answer.stock is None else answer.stock.row
+    yield from (row for row in (answer.launch.row, stock, answer.plan) if row is not None)
+    yield from (row for near in answer.near for row in near.rows)
+
+
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Seconds are of a whole step, the optimizer's update included; bytes of the fullest device."""
-    near = [{**each.row.as_json, "flags": answer.changed(each), "launch": answer.command(each)} for each in answer.near]
+    """Seconds are of a whole step, the optimizer's update included: `step_s`, and `step_at_best_s` where it is a range; bytes are
+    of the fullest device."""
+    copies = answer.without_copies if answer.copies is not None else None
+    within = answer.in_todays_bytes
     return {
         "launch": answer.launch.as_json,
-        "plan": None if answer.plan is None else answer.plan.as_json,
-        "plan_in_todays_bytes": None if answer.in_todays_bytes is None else answer.in_todays_bytes.as_json,
-        **({"neighbours": near} if answer.asked_near else {}),
+        "stock": None if answer.stock is None else _stock_as_json(answer.stock, answer.stock_edit),
+        "plan": None if answer.planned is None else _plan_as_json(answer.planned, answer.plan_edit),
+        **({} if copies is None else {"plan_without_copies": row_of(copies).as_json}),
+        "plan_in_todays_bytes": None if within is None else row_of(within).as_json,
+        **({"neighbours": [_near_as_json(answer, near) for near in answer.near]} if answer.asked_near else {}),
         **({"no_plan": [str(problem) for problem in answer.problems]} if answer.problems else {}),
         **({"would_fit": list(answer.would_fit)} if answer.would_fit else {}),
         "budget_bytes": answer.job.memory_budget_bytes,
-        "verdict": verdict(answer),
+        "verdict": verdict(answer).as_json,
+    }
+
+
+def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
+    """`flags`: all that the setting says; `change`: what the launch loses and gets."""
+    most = {"step_most_s": stock.row.step.most_s}
+    return {"setting": stock.setting.name, "flags": list(stock.setting.flags), **_change(edit), **stock.row.as_json, **most}
+
+
+def _plan_as_json(planned: Planned, edit: Edit) -> dict[str, Any]:
+    return {**row_of(planned).as_json, "flags": edit.flags, **_change(edit), "offload_ratio": planned.job.offload_ratio}
+
+
+def _change(edit: Edit) -> dict[str, Any]:
+    return {"change": {"delete": list(edit.deleted), "add": edit.flags}}
+
+
+def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
+    """`flags`: of the layout. Seconds and bytes beside `stock` and `plan` are those of the faster of the two."""
+    stock, planned = near.stock, near.planned
+    edits = {whose: answer.neighbours_edit(near, stock=whose == "stock") for whose in ("stock", "plan")}
+    return {
+        **near.fastest.as_json,
+        "flags": answer.changed(near),
+        "launch": answer.command(near),
+        "stock": None if stock is None else _stock_as_json(stock, edits["stock"]),
+        "plan": None if planned is None else _plan_as_json(planned, edits["plan"]),
     }
 
 
@@ -148,11 +213,3 @@ def _rotary(answer: Answer) -> Iterator[str]:
         yield f"rotary is kept: of packed sequences it would make the host wait in each recomputation; not so without {fuse}"
     else:
         yield f"rotary recomputes, as no plan fits with it kept: of packed sequences it makes the host wait, not without {fuse}"
-
-
-def _may_offload(answer: Answer) -> bool:
-    """Whether the plan recomputes, and was not allowed to send anything to the host instead."""
-    if answer.decision is None or answer.job.offload_ratio != 0 or answer.job.cluster.pcie is None:
-        return False
-    rules = (rule for entry in answer.decision.plan.stages for rule in entry.rules)
-    return any(rule.replay or rule.checkpoint is not None for rule in rules)

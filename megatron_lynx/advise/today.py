@@ -9,33 +9,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.step_range import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import Today, cannot_train
-from megatron_lynx.planner import Decision
-from megatron_lynx.planner.figures import figures_of
+from megatron_lynx.planner.variants import Planned
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock.price import priced
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.stock.legality import NEWEST
+from megatron_lynx.stock.price import Priced, priced
+from megatron_lynx.stock.rival import best_rival
+from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Launch:
     """What a launch, or a job without one, takes today.
 
-    `setting`: in words. `flags`: those that the launch under a plan is printed without. `row`: None where nobody can say;
+    `setting`: in words. `flags`: those that the launch under a plan is printed without. `row`: None where no figures are known;
     `unknown` then says why.
     """
 
     setting: str
     flags: tuple[str, ...]
     row: Row | None
-    at_best_s: float | None = None
-    """A step at best, where it is a range (`range_why`), as plans are priced; `row` has it at worst."""
-    range_why: str = ""
     unknown: str = ""
     graphs: bool = False
     """Whether anything is captured: then the host's time is not counted."""
@@ -73,25 +72,15 @@ class Launch:
         return f"today's graphs: as if the host took no time for anything; {held}"
 
     @property
-    def least_s(self) -> float:
-        """What a plan has to beat."""
-        assert self.row is not None, "it is priced"
-        return self.row.step_s if self.at_best_s is None else self.at_best_s
-
-    @property
-    def seconds(self) -> str:
-        """A step, or its range."""
-        if self.row is None:
-            return "-"
-        worst = format_seconds(self.row.step_s)
-        return worst if self.at_best_s is None else f"{format_seconds(self.at_best_s)} to {worst}"
+    def range_why(self) -> str:
+        """Why the step is a range; empty where it is not."""
+        return "" if self.row is None else self.row.range_why
 
     @property
     def as_json(self) -> dict[str, Any]:
         figures = {"step_s": None, "memory_bytes": None} if self.row is None else self.row.as_json
-        best = {} if self.at_best_s is None else {"step_at_best_s": self.at_best_s}
         why = {"not_priced": self.unknown} if self.unknown else {}
-        return {**figures, **best, "setting": self.setting, "flags": list(self.flags), **why}
+        return {**figures, "setting": self.setting, "flags": list(self.flags), **why}
 
 
 def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
@@ -103,10 +92,8 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
     more = graph_bytes(job) if today.graphs else 0
-    row = _row(job, costs, today, MEASURED, more)
-    why = today.setting.range_in_words
-    best = _row(job, costs, today).step_s if why else None
-    return Launch(today.name, today.flags, row, best, why, graphs=today.graphs, graph_bytes=more, alone=today.alone)
+    row = _row(job, costs, today, more)
+    return Launch(today.name, today.flags, row, graphs=today.graphs, graph_bytes=more, alone=today.alone)
 
 
 def _unknown(job: Job, reading: Reading) -> str:
@@ -115,6 +102,11 @@ def _unknown(job: Job, reading: Reading) -> str:
         return "; ".join(reading.today.not_priced)
     if (why := cannot_train(reading.given, reading.today, job)) is not None:
         return why
+    return _undivided(job)
+
+
+def _undivided(job: Job) -> str:
+    """Why stock Megatron cannot place the layers; empty where it can."""
     stages = job.parallel.pipeline
     if job.parallel.partition == "auto" and job.model.layers % stages:
         return f"{job.model.layers} layers do not divide among {stages} stages: Megatron stops, a plan may place them"
@@ -132,35 +124,86 @@ def _fullest(job: Job) -> int:
     return max(memory.total for memory in memory_of_stages(job))
 
 
-def _row(job: Job, costs: Profile, today: Today, beside: Beside = UNDISTURBED, more_bytes: int = 0) -> Row:
+def _row(job: Job, costs: Profile, today: Today, more_bytes: int = 0) -> Row:
     own = as_stock(job)
     issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
-    price = priced(own, issued, today.setting, beside)
-    return Row(today.name, price.step_s + update_s(own, costs), price.most_bytes + more_bytes)
+    row = stock_row(own, costs, priced(own, issued, today.setting))
+    return replace(row, what=today.name, memory_bytes=row.memory_bytes + more_bytes)
 
 
 @dataclass(frozen=True)
 class Row:
-    """`step_s`: a whole step, the optimizer's update included. `memory_bytes`: what the fullest device holds."""
+    """`step`: a whole step, the optimizer's update included. `memory_bytes`: what the fullest device holds."""
 
     what: str
-    step_s: float
+    step: StepRange
     memory_bytes: int
+    range_why: str = ""
+    """Why the step is a range."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.step.expected_s
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return {"step_s": self.step_s, "memory_bytes": self.memory_bytes}
+        return {**self.step.as_json, "memory_bytes": self.memory_bytes}
 
 
-def row_of(decision: Decision, costs: Profile, what: str) -> Row:
+BY_USERBUFFERS = "range: userbuffers hide all that their GEMMs can, to no more than without"
+BY_DEFERRED_HEAD = "range: the step's end hides the head's deferred weight gradients, or not"
+
+
+def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
+    """A setting of stock Megatron's."""
+    with_userbuffers = job.userbuffers or price.setting.userbuffers
+    why = "" if price.step.is_known else BY_USERBUFFERS if with_userbuffers else BY_DEFERRED_HEAD
+    return Row(f"stock {price.setting.name}", price.step.plus(update_s(job, costs)), price.most_bytes, why)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Stock Megatron under one setting. `launch`: whether that is the launch as it is written."""
+
+    setting: StockSetting
+    row: Row
+    launch: bool = False
+
+
+def stocks_best(
+    job: Job, costs: Profile, release: str | None, launch: Launch | None = None, reading: Reading | None = None
+) -> Stock | None:
+    """The fastest setting that fits, of equals that with fewer bytes; the launch's own where nothing is faster. None where no
+    setting fits, or stock cannot place the layers. `release`: of megatron-core; None: the newest."""
+    own, budget_bytes = as_stock(job), job.memory_budget_bytes
+    best = None if _undivided(job) else best_rival(own, costs, budget_bytes, release or NEWEST)
+    found = None if best is None else Stock(best.setting, stock_row(own, costs, best))
+    if launch is None or launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
+        return found
+    if found is not None and found.row.expected_s < launch.row.expected_s * (1 - EQUAL):
+        return found
+    return Stock(reading.today.setting, launch.row, launch=True)
+
+
+EQUAL = 1e-6
+"""Rounding of seconds that are sums in another order."""
+
+
+def row_of(planned: Planned, what: str = "plan") -> Row:
     """A plan's."""
-    figures = figures_of(decision.job, costs, decision.simulation)
-    return Row(what, figures.step_s, figures.memory_bytes)
+    why = "" if planned.step.is_known else BY_USERBUFFERS
+    return Row(what, planned.step, planned.memory_bytes, why)
 
 
-def gain(row: Row, before_s: float) -> float:
-    """The part of a step that a row saves."""
-    return 1 - row.step_s / before_s
+def gain(row: Row, before: Row) -> float:
+    """The part of another step that a row saves, by the middles of ranges."""
+    return 1 - row.expected_s / before.expected_s
+
+
+def gains(row: Row, before: Row) -> tuple[float, float]:
+    """The least and the most that a row saves of another step: of two ranges both ends are held against each other."""
+    found = (1 - row.step.most_s / before.step.most_s, 1 - row.step.least_s / before.step.least_s)
+    return min(found), max(found)
 
 
 STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}

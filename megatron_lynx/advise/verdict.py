@@ -1,133 +1,213 @@
-"""One sentence: run the plan, take another layout under a plan, or keep the launch."""
+"""What to run: the launch as it is, stock Megatron with other flags, the plan, or another layout.
+
+The fastest that fits; of those within `WORTH` of it the one that changes least, in this order, then the one of fewest bytes.
+Each sentence has one baseline, which it names.
+"""
 
 from __future__ import annotations
 
-from megatron_lynx.advise.answer import Answer
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_lynx.advise.answer import WORTH, Answer
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.today import Row, gain
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.advise.today import Row, gain, gains, row_of
+from megatron_lynx.units import format_bytes
 
-WORTH = 0.02
-"""The part of a step that a change must save to be worth making: simulated ratios of settings were within 3 % on one H100."""
+Run = Literal["launch", "stock", "plan", "neighbour"]
+CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
+"""By how much they change."""
 
-KEEP = "keep your launch"
+EVEN = 0.0005
+"""Parts of a step that are not worth a figure."""
 
 
-def verdict(answer: Answer) -> str:
+@dataclass(frozen=True)
+class Choice:
+    """Something to run that fits."""
+
+    run: Run
+    row: Row
+    neighbour: Neighbour | None = None
+    stock: bool = False
+    """Whether a neighbour is stock's."""
+
+    @property
+    def change(self) -> tuple[int, bool]:
+        return CHANGES.index(self.run), self.run == "neighbour" and not self.stock
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`step_s`: the shortest of what is to be run; None, as `run`, where nothing fits."""
+
+    text: str
+    run: Run | None = None
+    row: Row | None = None
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        step = {"step_s": None} if self.row is None else self.row.step.as_json
+        return {"text": self.text, "run": self.run, **step}
+
+
+def choices(answer: Answer) -> Iterator[Choice]:
+    """Everything that fits and that is priced."""
+    launch = answer.launch
+    if launch.written and launch.row is not None and launch.row.memory_bytes <= answer.job.memory_budget_bytes:
+        yield Choice("launch", launch.row)
+    if answer.stock is not None and not answer.stock.launch:
+        yield Choice("stock", answer.stock.row)
+    if answer.plan is not None:
+        yield Choice("plan", answer.plan)
+    for near in answer.near:
+        if near.stock is not None:
+            yield Choice("neighbour", near.stock.row, near, stock=True)
+        if near.planned is not None:
+            yield Choice("neighbour", row_of(near.planned), near)
+
+
+def chosen(answer: Answer) -> Choice | None:
+    """What to run; None where nothing fits."""
+    found = list(choices(answer))
+    if not found:
+        return None
+    least_s = min(choice.row.expected_s for choice in found)
+    close = [choice for choice in found if choice.row.expected_s <= (1 + WORTH) * least_s]
+    return min(close, key=lambda choice: (choice.change, choice.row.memory_bytes))
+
+
+def verdict(answer: Answer) -> Verdict:
     """Of everything that was found."""
+    choice, said = chosen(answer), " ".join(_sentences(answer))
+    return Verdict(said) if choice is None else Verdict(said, choice.run, choice.row)
+
+
+def _sentences(answer: Answer) -> Iterator[str]:
+    choice = chosen(answer)
     if answer.refused:
-        named = ", ".join(dict.fromkeys(problem.where for problem in answer.refused))
-        return f"No plan goes with {named}.{_keep(answer)}"
-    if answer.launch.row is None:
-        return _unpriced(answer)
-    if answer.plan is None:
-        return _no_plan(answer)
-    return _of_plan(answer, answer.plan)
+        yield f"No plan goes with {', '.join(dict.fromkeys(problem.where for problem in answer.refused))}."
+    yield from _too_large(answer)
+    if choice is None:
+        if not answer.refused or answer.stock is None:
+            yield f"Nothing fits in {format_bytes(answer.job.memory_budget_bytes)}: no plan, and no setting of stock Megatron's."
+        if answer.in_todays_bytes is not None and answer.launch.row is not None:
+            within = row_of(answer.in_todays_bytes)
+            yield f"Within what today holds the plan takes {_compared(within, answer.launch.row)} today."
+        return
+    if answer.plan is None and not answer.refused:
+        yield f"No plan fits in {format_bytes(answer.job.memory_budget_bytes)}."
+    if choice.run == "launch":
+        yield _keep(answer, choice)
+    elif choice.run == "stock" and not answer.launch.written and not answer.stock_edit:
+        yield f"Run stock Megatron without recomputation: nothing else that was found is over {100 * WORTH:.0f} % faster."
+    elif choice.run == "stock":
+        yield _run(answer, _sentence(_stock_words(answer)), choice.row)
+        yield from _plan_beside(answer)
+    elif choice.run == "plan":
+        yield _run(answer, _with(f"Run the plan{_written(answer)}", answer.plan_edit.in_words(answer.reading)), choice.row)
+        yield from _parts(answer)
+    else:
+        yield _run(answer, _layout_words(answer, choice), choice.row)
+        yield from _in_this_layout(answer)
 
 
-def _of_plan(answer: Answer, plan: Row) -> str:
-    """There is a plan, and the launch is priced."""
-    before_s, budget = answer.launch.least_s, answer.job.memory_budget_bytes
-    assert answer.launch.row is not None
-    fits, won, near = answer.launch.row.memory_bytes <= budget, gain(plan, before_s), _best(answer, plan)
-    if not fits:
-        return f"{_too_large(answer)}; {_plan(answer, plan, won)}.{_and_near(answer, near, before_s)}"
-    if won >= WORTH:
-        return (
-            f"Run the plan: {_percent(won)} less than {_today(answer)}, {_room(answer, plan)}.{_and_near(answer, near, before_s)}"
-        )
-    if near is not None:
-        changed = answer.changed(near)
-        return f"Nothing to gain in this layout ({_little(won)}); {changed} under a plan: {_less(near.row, before_s)}."
-    if answer.launch.written:
-        return f"Nothing to gain: {KEEP} ({_little(won)})."
-    if (spared_bytes := answer.launch.row.memory_bytes - plan.memory_bytes) > 0:
-        return f"The plan holds {format_bytes(spared_bytes)} less than stock Megatron without recomputation ({_little(won)})."
-    return f"Nothing to gain: stock Megatron without recomputation does as well ({_little(won)})."
-
-
-def _no_plan(answer: Answer) -> str:
+def _too_large(answer: Answer) -> Iterator[str]:
     row, budget = answer.launch.row, answer.job.memory_budget_bytes
-    assert row is not None
-    near = min(answer.near, key=lambda each: each.row.step_s, default=None)
-    other = "" if near is None else f" {answer.changed(near)} under a plan fits: {_compared(near.row, answer.launch.least_s)}."
-    held, may = format_bytes(row.memory_bytes), format_bytes(budget)
-    if row.memory_bytes <= budget:
-        return f"{_capital(_today(answer))} fits with {held}; no plan fits in {may}: {KEEP}.{other}"
-    if (within := answer.in_todays_bytes) is not None:
-        both = f"by this count {_today(answer)} holds {held}, and within that {_little(gain(within, answer.launch.least_s))}"
-        return f"No plan fits in {may}; {both}: if your devices hold that, say so by --memory-gib.{other}"
-    return f"No plan fits in {may}; {_today(answer)} holds {held} by this count.{other}"
+    if answer.launch.written and row is not None and row.memory_bytes > budget:
+        held = f"{format_bytes(row.memory_bytes)} of {format_bytes(budget)}"
+        yield f"By this count today holds {held}: too much."
 
 
-def _unpriced(answer: Answer) -> str:
-    why = f"what your launch takes is not known ({answer.launch.unknown})"
-    if answer.plan is None:
-        return f"No plan fits in {format_bytes(answer.job.memory_budget_bytes)}, and {why}."
-    figures = f"{format_seconds(answer.plan.step_s)} and {format_bytes(answer.plan.memory_bytes)}"
-    return f"The plan takes {figures}; {why}: compare them by measuring."
+def _keep(answer: Answer, choice: Choice) -> str:
+    others = [other for other in choices(answer) if other.run != "launch"]
+    best = min(others, key=lambda other: other.row.expected_s, default=None)
+    if best is None:
+        return "Keep your launch."
+    return f"Keep your launch: nothing else that was found is over {100 * WORTH:.0f} % faster."
 
 
-def _best(answer: Answer, plan: Row) -> Neighbour | None:
-    """The fastest neighbour, where it is worth leaving the layout for."""
-    near = min(answer.near, key=lambda each: each.row.step_s, default=None)
-    assert answer.launch.row is not None
-    fits = answer.launch.row.memory_bytes <= answer.job.memory_budget_bytes
-    before_s = min(plan.step_s, answer.launch.least_s) if fits else plan.step_s
-    return near if near is not None and gain(near.row, before_s) >= WORTH else None
+def _run(answer: Answer, what: str, row: Row) -> str:
+    """What to do, and what that gains over today."""
+    before = answer.launch.row
+    if before is None:
+        unknown = f"What your launch takes is not known ({answer.launch.unknown})"
+        return f"{what}: {row.step.in_words}, {format_bytes(row.memory_bytes)}. {unknown}."
+    return f"{what}: {_compared(row, before)} {_today(answer)}, {_room(row, before)}."
 
 
-def _and_near(answer: Answer, near: Neighbour | None, before_s: float) -> str:
-    return "" if near is None else f" Another layout, {answer.changed(near)}, under a plan: {_less(near.row, before_s)}."
+def _parts(answer: Answer) -> Iterator[str]:
+    """What stock's flags alone would gain, and the plan beyond them."""
+    stock, before, plan = answer.stock, answer.launch.row, answer.plan
+    if stock is None or plan is None:
+        yield "No setting of stock Megatron's fits."
+        return
+    if not stock.launch and before is not None and answer.launch.written and gain(stock.row, before) > EVEN:
+        yield f"Stock's flags alone ({_stock_words(answer)}): {_compared(stock.row, before)} today."
+    if not stock.launch or before is None:
+        yield f"The plan takes {_compared(plan, stock.row)} stock's best ({stock.setting.name})."
 
 
-def _plan(answer: Answer, plan: Row, won: float) -> str:
-    """What a plan is where the launch does not fit."""
-    compared = f"{_percent(won)} less" if won > 0 else f"{_percent(-won)} more"
-    return f"run the plan: it fits, {_room(answer, plan)}, and takes {compared} than {_today(answer)}"
+def _plan_beside(answer: Answer) -> Iterator[str]:
+    if answer.plan is not None and answer.stock is not None:
+        yield f"The plan takes {_compared(answer.plan, answer.stock.row)} that."
 
 
-def _room(answer: Answer, plan: Row) -> str:
-    """Its bytes beside the launch's."""
-    assert answer.launch.row is not None
-    difference = plan.memory_bytes - answer.launch.row.memory_bytes
-    if abs(difference) < 0.005 * plan.memory_bytes:
+def _in_this_layout(answer: Answer) -> Iterator[str]:
+    stock, plan, before = answer.stock, answer.plan, answer.launch.row
+    found = [("stock's best", stock.row if stock is not None else None), ("the plan", plan)]
+    said = [f"{name} {_compared(row, before)} {_today(answer)}" for name, row in found if row is not None and before is not None]
+    if said:
+        yield f"In this layout: {'; '.join(said)}."
+
+
+def _layout_words(answer: Answer, choice: Choice) -> str:
+    near = choice.neighbour
+    assert near is not None, "the choice is a neighbour"
+    edit = answer.neighbours_edit(near, stock=choice.stock).in_words(answer.reading)
+    whose = "with stock's flags" if choice.stock else "under a plan"
+    return _with(f"Take another layout, {answer.changed(near)}, {whose}", edit)
+
+
+def _stock_words(answer: Answer) -> str:
+    return answer.stock_edit.in_words(answer.reading) or "as stock none"
+
+
+def _written(answer: Answer) -> str:
+    """What the plan has beyond the launch's layout."""
+    return ", with copies to the host" if answer.copies is not None else ""
+
+
+def _with(what: str, edit: str) -> str:
+    return f"{what} ({edit})" if edit else what
+
+
+def _compared(row: Row, before: Row) -> str:
+    least, most = gains(row, before)
+    if max(abs(least), abs(most)) < EVEN:
+        return "as long as"
+    if least * most < 0 and min(abs(least), abs(most)) >= EVEN:
+        return f"{_percent(-least)} more to {_percent(most)} less than"
+    low, high = sorted((_percent(abs(least)), _percent(abs(most))), key=lambda text: float(text.split()[0]))
+    part = low if low == high else f"{low.removesuffix(' %')} to {high}"
+    return f"{part} {'less' if gain(row, before) > 0 else 'more'} than"
+
+
+def _room(row: Row, before: Row) -> str:
+    difference = row.memory_bytes - before.memory_bytes
+    if abs(difference) < 0.005 * row.memory_bytes:
         return "in the same memory"
     return f"in {format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
-
-
-def _too_large(answer: Answer) -> str:
-    assert answer.launch.row is not None
-    held, budget = answer.launch.row.memory_bytes, answer.job.memory_budget_bytes
-    return f"By this count {_today(answer)} holds {format_bytes(held)} of {format_bytes(budget)}: too much"
-
-
-def _compared(row: Row, before_s: float) -> str:
-    won = gain(row, before_s)
-    return f"{_percent(won)} less" if won > 0 else f"{_percent(-won)} more"
-
-
-def _less(row: Row, before_s: float) -> str:
-    return f"{_compared(row, before_s)} than today"
-
-
-def _keep(answer: Answer) -> str:
-    return f" {_capital(KEEP)}." if answer.launch.written else ""
 
 
 def _today(answer: Answer) -> str:
     return "today" if answer.launch.written else "stock none"
 
 
-def _little(won: float) -> str:
-    if abs(won) < 0.0005:
-        return "the plan takes as long"
-    return f"the plan takes {_percent(abs(won))} {'less' if won > 0 else 'more'}"
-
-
 def _percent(part: float) -> str:
     return f"{100 * part:.0f} %" if abs(part) >= 0.1 else f"{100 * part:.1f} %"
 
 
-def _capital(text: str) -> str:
+def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]

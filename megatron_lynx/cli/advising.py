@@ -67,7 +67,8 @@ def advise(
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)
     with awaited("comparing layouts"):
-        answer = answered(job, costs, reading, refused=refused, near=profile_file is None)
+        copies = reading is not None and offload_ratio is None
+        answer = answered(job, costs, reading, refused=refused, near=profile_file is None, copies=copies)
     if as_json:
         show_json({**details_as_json(answer, costs), **as_json_of(answer), **understood_as_json(reading)})
     else:

@@ -192,13 +192,13 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 def show_simulated(rows: list[SimulatedRow]) -> None:
     """A table of a plan and of stock's settings, simulated, with the flags of each."""
     from megatron_lynx.tables import WrappedTable
-    from megatron_lynx.units import format_bytes, format_seconds
+    from megatron_lynx.units import format_bytes
 
     columns = ("setting", "step", "ratio to none", "fullest device", "on the host")
     table = WrappedTable(columns, words=("setting",), title="one step, the optimizer's update included, simulated")
     for row in rows:
         host = format_bytes(row.host_bytes) if row.host_bytes else "-"
-        figures = (format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)
+        figures = (row.step.in_words, f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)
         table.add(row.setting, *figures, style="bold" if row.ours else "")
     show(table)
 

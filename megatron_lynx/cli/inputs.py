@@ -5,7 +5,7 @@ measures a profile on this machine where none is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -193,10 +193,17 @@ def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path 
 
 
 def plan_and_costs(
-    job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, hosts: Hosts | None = None
+    job: Job,
+    plan_file: Path | None,
+    profile_file: Path | None,
+    folder: Path,
+    hosts: Hosts | None = None,
+    *,
+    make: Callable[[Job, Profile], Plan] | None = None,
 ) -> tuple[Plan, Profile]:
     """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept. The
-    costs that are returned have what the given plan has learned."""
+    costs that are returned have what the given plan has learned. `make`: the planner, where that is another one than
+    `make_plan`."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
@@ -206,7 +213,7 @@ def plan_and_costs(
     measured = hosts is not None and profile_file is None and job.cluster.matmul is None
     costs = measured_here(job, hosts) if measured and hosts is not None else costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
-    made = make_plan(job, costs) if given is None else given
+    made = (make or make_plan)(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
     return made, as_learned(costs, made.provenance.learned)
 
@@ -214,10 +221,11 @@ def plan_and_costs(
 def _given(job: Job, plan_file: Path) -> Plan:
     """The plan in a file, refused before anything is measured if it was made for another job."""
     from megatron_lynx.plan import load_plan
+    from megatron_lynx.planner import as_planned
     from megatron_lynx.testbed.comparison import check_plan
 
     plan = load_plan(plan_file)
-    check_plan(job, plan)
+    check_plan(as_planned(job, plan) if job.cluster.device == "cuda" else job, plan)
     return plan
 
 

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
-    from megatron_lynx.planner import Decision
     from megatron_lynx.profiler.profile import Profile
 
 
@@ -118,7 +117,7 @@ def plan(
         context.params["profile_file"] = measured
         say(f"wrote {measured}: what was measured here", err=True)
     with awaited("making the plan"):
-        answer = answered(job, costs, reading, near=False)
+        answer = answered(job, costs, reading, near=False, copies=reading is not None and offload_ratio is None)
     if (decision := answer.decision) is None:
         if lesson is not None:
             say("\n".join(lesson.lines), err=True)
@@ -142,7 +141,7 @@ def plan(
         say(compared.in_words)
     if verbose:
         show_details(answer)
-    say(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
+    say(f"wrote {output}; {_launched(answer, output, chosen=optimizer_offload is not None)}")
 
 
 def _requested(
@@ -208,12 +207,14 @@ def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
     return job, reading, context.params["profile_file"]
 
 
-def _launched(job: Job, decision: Decision, reading: Reading | None, output: Path, *, chosen: bool) -> str:
+def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     """What to launch with a plan. `chosen`: how much of the optimizer is on the host was asked of the plan, not of the launch."""
     from megatron_lynx.launch_arguments.optimizer_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
 
+    job, decision, reading = answer.job, answer.decision, answer.reading
+    assert decision is not None, "there is a plan"
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
         return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
@@ -221,7 +222,8 @@ def _launched(job: Job, decision: Decision, reading: Reading | None, output: Pat
     without = OF_THE_HOST if chosen and not own else ()
     file = reading.given["yaml_cfg"]
     drop = f"drop {ON_HOST} in {file}; " if without and file is not None and reading.given[ON_HOST] else ""
-    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, own, without)}"
+    added, lost = answer.switched
+    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *own], [*without, *lost])}"
 
 
 def _say_no(answer: Answer, *, as_json: bool) -> None:

@@ -30,7 +30,9 @@ from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
-    from megatron_lynx.stock.setting import StockSetting
+    from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.plan import Plan
+    from megatron_lynx.profiler.profile import Profile
 
 
 @app.command()
@@ -77,8 +79,7 @@ def compare(
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
         return
     if simulate:
-        priced = reading is not None and not reading.today.not_priced
-        _compare_simulated(job, plan_file, profile_file, output, as_json, reading.today.setting if reading and priced else None)
+        _compare_simulated(job, reading, plan_file, profile_file, output, as_json)
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
@@ -95,19 +96,35 @@ def compare(
 
 
 def _compare_simulated(
-    job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool, today: StockSetting | None
+    job: Job, reading: Reading | None, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool
 ) -> None:
+    from megatron_lynx.advise import answered
+    from megatron_lynx.advise.today import as_stock, launch_today
     from megatron_lynx.planner import as_planned
     from megatron_lynx.planner.figures import figures_of
+    from megatron_lynx.planner.variants import range_of
     from megatron_lynx.rehearsal import rehearse
-    from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
+    from megatron_lynx.stock.legality import NEWEST
+    from megatron_lynx.stock.side_by_side import SimulatedRow, allowed_bytes, side_by_side, verdict
 
-    made, costs = plan_and_costs(job, plan_file, profile_file, output)
+    def as_advised(job: Job, costs: Profile) -> Plan:
+        answer = answered(job, costs, reading, near=False, copies=reading is not None)
+        if answer.decision is None:
+            assert answer.error is not None, "there is no plan, and the planner has said why"
+            raise answer.error
+        return answer.decision.plan
+
+    made, costs = plan_and_costs(job, plan_file, profile_file, output, make=as_advised)
     parted = as_planned(job, made)
     simulation = rehearse(made, costs, reduced_in_backward=job.overlap.gradients, job=parted)
-    ours = figures_of(parted, costs, simulation)
-    budget_bytes = allowed_bytes(parted, ours.memory_bytes)
-    rows = side_by_side(parted, costs, ours.step_s, ours.memory_bytes, budget_bytes, today=today)
+    figures = figures_of(parted, costs, simulation)
+    step = range_of(made, parted, costs, simulation).plus(figures.update_s)
+    budget_bytes = allowed_bytes(parted, figures.memory_bytes)
+    today = launch_today(job, costs, reading).row if reading is not None else None
+    first = None if today is None else SimulatedRow(f"today: {today.what}", today.step, today.memory_bytes)
+    ours = SimulatedRow("ours", step, figures.memory_bytes, ours=True)
+    release = NEWEST if reading is None else reading.given.release
+    rows = side_by_side(as_stock(job), costs, ours, budget_bytes, release, first)
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
     else:

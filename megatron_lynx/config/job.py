@@ -284,6 +284,9 @@ class Job(Part):
         """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
 
+    def with_userbuffers(self, on: bool) -> Job:
+        return self.model_copy(update={"overlap": self.overlap.model_copy(update={"userbuffers": on})})
+
     @property
     def rotary_asks_host(self) -> bool:
         """Whether turning queries and keys makes the host wait for the device, to ask how long packed sequences are, each time it

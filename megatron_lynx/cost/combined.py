@@ -38,10 +38,17 @@ class Beside(NamedTuple):
 
 
 UNDISTURBED = Beside()
-"""As plans are priced: neither slows the other down, unless a profile has measured that (`interference`)."""
+"""Neither slows the other down."""
 MEASURED = Beside(exchange=0.7, computing=100 / 132)
 """As measured on H100 (`published.overlapped`): an exchange's kernels take 32 of 132 multiprocessors, as one launch says.
 What an exchange keeps was chosen by its rows."""
+
+
+def shared_rates(profile: Profile, kernels_leave: float = 1.0) -> Beside:
+    """The rates at which stock and plans are priced. `kernels_leave`: the share of a device's multiprocessors that a fused
+    dispatcher's kernels leave to compute (`FusedDispatch.computing_kept`); 1 for NCCL's, of which the measured share is taken."""
+    computing = MEASURED.computing if kernels_leave == 1.0 else kernels_leave
+    return MEASURED._replace(computing=min(computing, 1 / profile.interference))
 
 
 class Nodes(NamedTuple):

@@ -139,10 +139,13 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
 
 
 @lru_cache(maxsize=1024)
-def parts_beside_layers(job: Job, stage: int) -> Parts:
-    """Everything that a stage holds at some moment but what its layers keep and make again. Whichever half is made again right
-    before its backward, what that has in hand is counted. Remembered: the planner asks a dozen times for each stage."""
-    return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=False)
+def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False) -> Parts:
+    """Everything that a stage holds at some moment but what its layers keep and recompute.
+
+    `layer_whole`: whether a whole layer's workspace is counted, as stock's checkpoints need it; else that of the half that is
+    recomputed right before its backward. Cached: the planner asks a dozen times for each stage, and stock's settings thousands.
+    """
+    return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=layer_whole)
 
 
 def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: int, ratio: float) -> Parts:

@@ -48,10 +48,20 @@ def as_planned(job: Job, plan: Plan) -> Job:
         job = with_copies(job, kept=plan.model.fp8_copies_kept)
     if job.model.captured and not plan.model.captured:
         job = without_graphs(job)
+    job = with_exchanges(job, overlapped=plan.model.moe_overlapped, delayed=plan.model.moe_delayed)
+    job = job.with_userbuffers(plan.parallel.userbuffers) if job.userbuffers != plan.parallel.userbuffers else job
     if plan.device is not None:
         job = with_share(job, plan.device.optimizer_offload)
     learned = job.learned if plan.provenance.learned is None else plan.provenance.learned
     return job.model_copy(update={"head": None if plan.head is None else Head(pieces=plan.head.pieces), "learned": learned})
+
+
+def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
+    """The job whose experts exchange tokens beside other work, their weight gradients delayed, or not."""
+    if (experts := job.model.experts) is None or (experts.overlapped, experts.delayed) == (overlapped, delayed):
+        return job
+    experts = experts.model_copy(update={"overlapped": overlapped, "delayed": delayed})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
 
 
 def without_graphs(job: Job) -> Job:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.step_range import hiding_all
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner.decision import Decision, decide
@@ -89,7 +90,7 @@ def against_windows(decision: Decision, job: Job, profile: Profile) -> AgainstWi
     """The comparison for a job that was decided about; None where it has no userbuffers."""
     if not job.userbuffers:
         return None
-    hidden = rehearse(decision.plan, profile.model_copy(update={"hiding": "userbuffers"}), job=decision.job)
+    hidden = rehearse(decision.plan, hiding_all(profile), job=decision.job)
     overlap = job.overlap.model_copy(update={"userbuffers": False})
     try:
         without = decide(job.model_copy(update={"overlap": overlap}), profile)

@@ -63,9 +63,9 @@ def analytic_profile(job: Job) -> Profile:
 
 
 def _interference(job: Job, roof: Roofline) -> float:
-    """How much longer computing takes beside an exchange. HybridEP's run alone, but where exchanges are overlapped."""
+    """How much longer computing takes beside an exchange. HybridEP's run alone; `cost.combined` has them overlapped."""
     kept, experts = 1 - roof.matmul.beside_collective, job.model.experts
-    beside = experts is not None and (experts.dispatcher == "deepep" or experts.overlapped)
+    beside = experts is not None and experts.dispatcher == "deepep"
     return 1 / min(kept, job.fused_dispatch.computing_kept if beside else 1.0)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.config import Job
-from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import Row, catalogued_job
@@ -38,8 +37,8 @@ def _of_run(run: Run) -> Iterator[Row]:
     job, what = overlapped_job(run), f"Qwen3 30B-A3B, {run['dispatcher']}"
     costs = analytic_profile(job)
     measured = {NONE: run["step_s"], OVERLAPPED: run["overlapped_s"], DELAYED: run.get("delayed_s")}
-    found = {setting: priced(job, costs, setting, MEASURED) for setting, step_s in measured.items() if step_s is not None}
-    steps = {setting: price.step_s + update_s(job, costs) for setting, price in found.items()}
+    found = {setting: priced(job, costs, setting) for setting, step_s in measured.items() if step_s is not None}
+    steps = {setting: price.step.most_s + update_s(job, costs) for setting, price in found.items()}
     for setting, step_s in steps.items():
         yield Row(SOURCE, f"{what}: step, {setting.name}", measured[setting], step_s, "s", bound=STEP_PERCENT)
         if setting != NONE:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.advise.today import Launch, Row, launch_today
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.step_range import StepRange
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.plan.plan import Plan
@@ -41,13 +42,13 @@ class PlannedLaunch:
 
     def _figures(self, row: Row) -> list[Cell]:
         before = self.today.row
-        return [row.step_s, None if before is None else row.step_s / before.step_s, row.memory_bytes]
+        return [row.step.most_s, None if before is None else row.step.most_s / before.step.most_s, row.memory_bytes]
 
 
 def planned_launch(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> PlannedLaunch:
     """The launch that a plan was made of, with its job. `own`: the plan's figures."""
     today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
-    return PlannedLaunch(reading, today, Row("plan", own["step_s"], own["memory_bytes"] or 0))
+    return PlannedLaunch(reading, today, Row("plan", StepRange.known(own["step_s"]), own["memory_bytes"] or 0))
 
 
 def _table(name: str, title: str, note: str, columns: list[tuple[str, Unit]], rows: list[list[Cell]]) -> Table:

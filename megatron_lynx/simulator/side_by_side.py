@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
-from megatron_lynx.cost.combined import UNDISTURBED, Beside, Nodes, paired_s
+from megatron_lynx.cost.combined import Beside, Nodes, paired_s
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.simulator.timeline import MemoryCurve, Span
@@ -81,12 +81,9 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
         yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
 
 
-def paired(
-    chunks: Sequence[PairedChunk], interference: float, beside: Beside = UNDISTURBED, *, delayed: bool = False
-) -> list[ChunkPasses]:
+def paired(chunks: Sequence[PairedChunk], beside: Beside, *, delayed: bool = False) -> list[ChunkPasses]:
     """The passes of the chunks of one stage. A chunk's steady forward is beside a backward of each of them as often. `delayed`:
     gradients of weights are nodes of their own."""
-    beside = beside._replace(computing=min(beside.computing, 1 / interference))
     return [_paired(chunk, chunks, partial(paired_s, beside=beside, delayed=delayed)) for chunk in chunks]
 
 

@@ -32,6 +32,9 @@ FLAGS: dict[Fact, str] = {
 NOT_IN_DELAYED_FP8 = ("moe_act", "layernorm")
 """Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s own FP8 context."""
 
+WITH_USERBUFFERS = (None, "delayed", "tensorwise", "mxfp8")
+"""Recipes of FP8 (None: 16 bits) for which Transformer Engine's linears have userbuffers. NVFP4's have none."""
+
 IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
 """Offloaded from inside `moe`."""
 
@@ -59,6 +62,8 @@ class Facts:
     """Layers that predict further tokens."""
     gathers: bool = False
     """Whether tokens are gathered for experts (`--moe-token-dispatcher-type allgather`)."""
+    tensor: int = 1
+    sequence_parallel: bool = False
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -85,12 +90,19 @@ class Facts:
             sixteen_bits=model.dtype != "fp32",
             mtp=model.mtp,
             gathers=model.moe_dispatcher == "allgather",
+            tensor=job.parallel.tensor,
+            sequence_parallel=job.parallel.sequence_parallel,
         )
 
 
 def refused(setting: StockSetting, facts: Facts) -> list[str]:
     """Every reason for which TransformerConfig does not accept the setting; none where it does."""
-    return [*_recompute_refused(setting, facts), *_offload_refused(setting, facts), *_overlap_refused(setting, facts)]
+    return [
+        *_recompute_refused(setting, facts),
+        *_offload_refused(setting, facts),
+        *_overlap_refused(setting, facts),
+        *_userbuffers_refused(setting, facts),
+    ]
 
 
 def _recompute_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
@@ -151,10 +163,21 @@ def _overlap_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
         yield "exchanges are overlapped beside one layer of multi-token prediction at most, in a pipeline"
 
 
+def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
+    if not setting.userbuffers:
+        return
+    if facts.tensor == 1:
+        yield "userbuffers are for several tensor-parallel ranks"
+    elif not facts.sequence_parallel:
+        yield "userbuffers need --sequence-parallel"
+
+
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
     """Why a launch with this setting ends before it trains, although its configuration is accepted."""
     if setting.offload and not facts.transformer_engine:
         return "stock Megatron offloads from Transformer Engine's layers alone"
+    if setting.userbuffers and not facts.transformer_engine:
+        return "linears of Transformer Engine alone have userbuffers"
     return None
 
 
@@ -167,6 +190,18 @@ def fails(setting: StockSetting, facts: Facts) -> str | None:
     return None
 
 
+def untried(setting: StockSetting, facts: Facts) -> str | None:
+    """Why a setting that a launch may have is not recommended to one that has it not; None where it may be."""
+    if not setting.userbuffers:
+        return None
+    if facts.fp8_recipe not in WITH_USERBUFFERS:
+        return f"userbuffers are not shown with the recipe {facts.fp8_recipe}"
+    if "latent" in facts.has:
+        return "userbuffers are not shown with latent attention"
+    return "userbuffers are not shown with overlapped exchanges" if setting.overlap else None
+
+
 def offered(setting: StockSetting, facts: Facts) -> bool:
     """Whether somebody can train with it."""
-    return not refused(setting, facts) and not_launched(setting, facts) is None and fails(setting, facts) is None
+    refusals = (not_launched, fails, untried)
+    return not refused(setting, facts) and all(why(setting, facts) is None for why in refusals)

@@ -5,13 +5,14 @@ Seconds are of forwards and backwards, without gradients' reductions and the opt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import UNDISTURBED, Beside
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.cost.step_range import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
@@ -34,11 +35,16 @@ class Priced:
 
     setting: StockSetting
     stages: tuple[StageMemory, ...]
-    step_s: float
+    step: StepRange
     host_bytes: int = 0
     """Page-locked memory of the rank that needs most."""
     busy_s: float = 0.0
     """Of the step: forwards and backwards of the busiest stage."""
+
+    @property
+    def step_s(self) -> float:
+        """By which settings are ranked."""
+        return self.step.expected_s
 
     @property
     def most_bytes(self) -> int:
@@ -46,31 +52,41 @@ class Priced:
         return max(stage.total for stage in self.stages)
 
 
-def priced(job: Job, profile: Profile, setting: StockSetting, beside: Beside = UNDISTURBED) -> Priced:
-    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it. `beside`: how far
-    exchanges and what computes beside them slow each other down, where the setting overlaps them. `UNDISTURBED` is the best case:
-    then the end of the step hides the head's weight gradients, too, where they wait for it."""
+def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
+    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it.
+
+    The step is a range where userbuffers hide an unknown part of the exchanges, and where an unknown part of the head's deferred
+    weight gradients runs while the last stage waits at the end of the step."""
+    if setting.userbuffers and not job.userbuffers:
+        job = job.with_userbuffers(True)
     pipeline, more = job.parallel.pipeline, int(setting.overlap)
-    stages = [StockStage(job, setting, stage, beside) for stage in range(pipeline)]
+    stages = [StockStage(job, setting, stage) for stage in range(pipeline)]
     walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), more)
     copies = [stage.copies(profile, walked) for stage in stages]
     chunks = [stage.passes(profile, own) for stage, own in zip(stages, copies, strict=True)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
 
-    def simulated(microbatches: int) -> Simulation:
-        schedule = schedule_of(job, microbatches, more)
-        return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
+    def step_s(chunks: Sequence[Sequence[ChunkPasses]]) -> float:
+        def simulated(microbatches: int) -> Simulation:
+            schedule = schedule_of(job, microbatches, more)
+            return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
+        return in_steady_state(job, simulated)
+
+    most_s = least_s = step_s(chunks)
+    if job.userbuffers:
+        hidden = hiding_all(profile)
+        least_s = step_s([stage.passes(hidden, stage.copies(hidden, walked)) for stage in stages])
     return Priced(
         setting,
         tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
-        in_steady_state(job, simulated) - (_spared_s(job, profile, setting) if beside == UNDISTURBED else 0.0),
+        StepRange(least_s - _head_spared_s(job, profile, setting), most_s),
         max(stage.host_bytes for stage in stages),
         job.microbatches * max(sum(map(_steady_s, own)) for own in chunks),
     )
 
 
-def _spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
+def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
     """At most: each takes as long as the head's forward, and the last stage's backwards are shorter by that."""
     return deferred_heads(job, setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
 

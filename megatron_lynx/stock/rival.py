@@ -11,7 +11,8 @@ Settings come in families: each member holds less than the one before, and takes
     mlp                                                                 a set of modules
     mlp, offload core_attn + attn_proj of the first 1, 2, ... layers    from 0.19 on; before, of all layers
     block 1, 2, ..., and offload core_attn + attn_proj of the others
-    mlp, exchanges overlapped                                           each set, where experts exchange tokens
+    mlp, exchanges overlapped                                           each set, where experts exchange tokens; weight gradients
+                                                                        delayed, or not
 
 Left out: sets with a module of which the job's layers have none, or that another module of the set runs again anyway.
 """
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import chain, combinations
 
 from megatron_lynx.config.job import Job
@@ -32,31 +34,110 @@ from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
 from megatron_lynx.stock.price import Priced, least_bytes, priced
+from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
 
 def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Priced | None:
     """The fastest; None where nothing that stock offers fits. `release`: of megatron-core."""
-    return min(rivals(job, profile, budget_bytes, release), key=lambda price: price.step_s, default=None)
+    return _fastest(rivals(job, profile, budget_bytes, release))
 
 
-def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Iterator[Priced]:
-    """The fastest of every family, if one fits. Where a cluster's link to the host is not described, nothing is offloaded."""
-    for family in families(job, release):
-        if family[-1].offload and (not _has_host_link(job, profile) or _fits_without(job, family[-1], budget_bytes)):
-            continue
-        price = _first_that_fits(job, profile, family, budget_bytes)
-        if price is not None and host_shortage(job, price.host_bytes) is None:
-            yield price
+def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> list[Priced]:
+    """The fastest of every family that was faster than those before it; and the fastest of all with userbuffers, where these may
+    be switched on. Where a cluster's link to the host is not described, nothing is offloaded."""
+    running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
+    for family in families(job, release, running.promising):
+        running.take(family)
+    if (best := _fastest(running.found)) is not None:
+        running.found += _with_userbuffers(job, profile, budget_bytes, best.setting, release)
+    return running.found
 
 
-def _fits_without(job: Job, setting: StockSetting, budget_bytes: int) -> bool:
-    """Whether its recomputed modules are enough by themselves: then offloading gains nothing."""
-    return setting.method is None and least_bytes(job, replace(setting, offload=(), fraction=WHOLE)) <= budget_bytes
+@dataclass
+class _Rivals:
+    """What was found so far. A family whose copies would have to take less than no time to be faster is passed over."""
+
+    job: Job
+    profile: Profile
+    budget_bytes: int
+    facts: Facts
+    found: list[Priced] = field(default_factory=list)
+    _known_s: dict[StockSetting, float] = field(default_factory=dict)
+    _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
+
+    def take(self, family: Family) -> None:
+        """Prices a family that may be the fastest, if one of it fits."""
+        last = family[-1]
+        if last.method is None and (self._lacks(last) or self._is_slower(replace(last, offload=(), fraction=WHOLE))):
+            return
+        if last.offload and not self._has_link:
+            return
+        price = _first_that_fits(self.job, self.profile, family, self.budget_bytes)
+        if price is not None and host_shortage(self.job, price.host_bytes) is None:
+            self.found.append(price)
+
+    def _lacks(self, setting: StockSetting) -> bool:
+        """Whether a module is not offloaded without which no set with these recomputed modules fits."""
+        if setting.recompute not in self._needed:
+            all_but = {name: tuple(other for other in self._offloaded if other != name) for name in self._offloaded}
+            needed = (name for name, others in all_but.items() if not self._fits(setting.recompute, others))
+            self._needed[setting.recompute] = frozenset(needed)
+        return not self._needed[setting.recompute] <= {*setting.offload}
+
+    def _fits(self, recompute: Modules, offload: Modules) -> bool:
+        return least_bytes(self.job, StockSetting(recompute, offload=offload)) <= self.budget_bytes
+
+    @cached_property
+    def _offloaded(self) -> Modules:
+        """All that may be, if anything."""
+        return tuple(module.name for module in OFFLOADED if module.since <= self.facts.release) if self._has_link else ()
+
+    def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
+        """Sets of recomputed modules, the shortest recomputation first, without those that are hopeless when it is their turn."""
+        return (recompute for recompute in sorted(sets, key=self._recomputed_s) if not self._is_hopeless(recompute))
+
+    def _recomputed_s(self, recompute: Modules) -> float:
+        """Of one micro-batch in one layer of each kind."""
+        shape, setting = LayerShape.of(self.job), StockSetting(recompute)
+        kinds = self.job.model.kinds_of(range(1, self.job.model.layers + 1))
+        return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
+
+    def _is_hopeless(self, recompute: Modules) -> bool:
+        """Whether no set with these modules fits, or none is faster than what was found."""
+        ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
+        return all(map(self._is_slower, ways)) or not self._fits(recompute, self._offloaded)
+
+    def _is_slower(self, setting: StockSetting) -> bool:
+        """Whether a setting that copies nothing is no faster than the best that fits. What recomputes more takes no less time."""
+        best = _fastest(self.found)
+        if best is None:
+            return False
+        least_s = best.step_s * (1 - EQUAL)
+        alike = (known for known in self._known_s if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
+        if any(self._known_s[known] >= least_s for known in alike if {*known.recompute} <= {*setting.recompute}):
+            return True
+        if setting not in self._known_s:
+            self._known_s[setting] = priced(self.job, self.profile, setting).step_s
+        return self._known_s[setting] >= least_s
+
+    @property
+    def _has_link(self) -> bool:
+        return self.job.cluster.pcie is not None or any(point.kind == "host" for point in self.profile.links)
 
 
-def _has_host_link(job: Job, profile: Profile) -> bool:
-    return job.cluster.pcie is not None or any(point.kind == "host" for point in profile.links)
+def _fastest(prices: Iterable[Priced]) -> Priced | None:
+    return min(prices, key=lambda price: (price.step_s, price.most_bytes), default=None)
+
+
+def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: StockSetting, release: str) -> Iterator[Priced]:
+    """A setting with userbuffers, if the launch has none, its ranks are linked by NVLink, and it fits."""
+    beside = replace(setting, userbuffers=True)
+    if job.userbuffers or job.cluster.nvlink is None or not offered(beside, Facts.of(job, release)):
+        return
+    price = priced(job, profile, beside)
+    if price.most_bytes <= budget_bytes:
+        yield price
 
 
 def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: int) -> Priced | None:
@@ -77,49 +158,59 @@ def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: i
 
 
 Family = tuple[StockSetting, ...]
+Modules = tuple[str, ...]
+
+EQUAL = 1e-4
+"""The part of a step by which a setting must be faster to be looked at."""
 
 MILLION = 1_000_000
 
 
-def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
-    """All of them. `release`: of megatron-core, such as `0.17`."""
-    most, sets = max(job.partition), tuple(module_sets(job, release))
+Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
+"""Which sets of recomputed modules are looked at, in which order; asked for one after the other."""
+
+
+def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[Family]:
+    """All of them with the chosen sets of recomputed modules. `release`: of megatron-core."""
+    most, facts = max(job.partition), Facts.of(job, release)
     yield (NONE,)
+    yield from _overlapped(NONE, facts)
     yield (*(block(layers) for layers in range(1, most)), FULL)
     for layers in range(2, most + 1):
         if not any(count % layers for count in job.partition):  # releases before 0.18 need that
             yield (StockSetting(method="uniform", layers=layers),)
-    for setting in sets:
+    for setting in module_sets(job, release, choose=choose):
         shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(_of_part(setting, share) for share in shares), setting)
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
-        if beside and setting.offload and not setting.recompute and offered(beside[0], Facts.of(job, release)):
+        if beside and setting.offload and not setting.recompute and offered(beside[0], facts):
             yield beside
-    facts = Facts.of(job, release)
-    for setting in (NONE, *sets):
-        overlapped = replace(setting, overlap=True)
+        yield from _overlapped(setting, facts)
+
+
+def _overlapped(setting: StockSetting, facts: Facts) -> Iterator[Family]:
+    for delayed in (False, True):
+        overlapped = replace(setting, overlap=True, delayed=delayed)
         if offered(overlapped, facts) and "moe" not in setting.recompute:
             yield (overlapped,)
 
 
-def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS) -> Iterator[StockSetting]:
+def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, choose: Choose = tuple) -> Iterator[StockSetting]:
     """Every set of recomputed and offloaded modules with which the job can train, and in which each makes a difference."""
     facts, shape, kinds = Facts.of(job, release), LayerShape.of(job), tuple(job.model.kinds_of(range(1, job.model.layers + 1)))
 
+    @cache
     def held(recompute: Modules, offload: Modules) -> list[LayerBytes]:
         setting = StockSetting(recompute=recompute, offload=offload)
         return [layer_bytes(shape, setting, kind, least) for kind in kinds]
 
-    for recompute in _subsets([module.name for module in RECOMPUTED]):
-        if not _each_differs(held, recompute, ()):
-            continue
+    sets = (StockSetting(recompute) for recompute in _subsets([module.name for module in RECOMPUTED]))
+    sets = (each for each in sets if offered(each, facts) and _each_differs(held, each.recompute, ()))
+    for recompute in choose(each.recompute for each in sets):
         for offload in _subsets([module.name for module in OFFLOADED]):
             setting = StockSetting(recompute=recompute, offload=offload)
             if setting != NONE and offered(setting, facts) and _each_differs(held, recompute, offload):
                 yield setting
-
-
-Modules = tuple[str, ...]
 
 
 def _each_differs(held: Callable[[Modules, Modules], list[LayerBytes]], recompute: Modules, offload: Modules) -> bool:

@@ -7,6 +7,7 @@ fraction     the share of these that really goes (0.19 and later): the first lay
 overlap      exchanges of experts beside the computing of another micro-batch, a forward beside a backward (`combined`)
                                                                   --overlap-moe-expert-parallel-comm
 delayed      gradients of weights apart from the rest of a backward                 --delay-wgrad-compute
+userbuffers  linears exchange with other tensor-parallel ranks inside their GEMMs         --tp-comm-overlap
 head         the head's weight gradients of so many micro-batches (0: of all) at the end of the step
                                                                   --defer-embedding-wgrad-compute --wgrad-deferral-limit N
 """
@@ -21,7 +22,7 @@ from typing import Any, Literal
 Method = Literal["uniform", "block"]
 
 WHOLE = 1.0
-OVERLAP, DELAYED = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+OVERLAP, DELAYED, USERBUFFERS = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "tp_comm_overlap"
 DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferral_limit"
 """Megatron's names."""
 
@@ -40,22 +41,15 @@ class StockSetting:
     delayed: bool = False
     head: int | None = None
     """None where they are not deferred."""
+    userbuffers: bool = False
+    """Whether the setting switches them on; false also of a launch that has them anyway."""
 
     @property
     def name(self) -> str:
         """As tables show it, without the word stock."""
-        parts = (self._recomputation, self._offloading, self._overlapping, self._deferring)
+        with_buffers = "userbuffers" if self.userbuffers else ""
+        parts = (self._recomputation, self._offloading, self._overlapping, with_buffers, self._deferring)
         return ", ".join(part for part in parts if part) or "none"
-
-    @property
-    def range_in_words(self) -> str:
-        """Between what its seconds are; empty where they are one figure."""
-        whys = []
-        if self.overlap:
-            whys.append("if overlapped exchanges and computing slow each other down not at all, to as much as on H100s")
-        if self.head is not None:
-            whys.append("if the step's end hides all of the head's deferred weight gradients, to none of them")
-        return "; ".join(whys)
 
     @property
     def _recomputation(self) -> str:
@@ -91,6 +85,7 @@ class StockSetting:
             fields["activation_offload_fraction"] = self.fraction
         fields |= {OVERLAP: True} if self.overlap else {}
         fields |= {DELAYED: True} if self.delayed else {}
+        fields |= {USERBUFFERS: True} if self.userbuffers else {}
         fields |= {DEFERRED_HEAD: True, DEFERRED_AT_MOST: self.head} if self.head is not None else {}
         return fields
 

@@ -22,20 +22,14 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import UNDISTURBED, Beside, LayerSeconds, Nodes, nodes_of, paired_s
+from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.ends import logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage import most_in_flight_bytes
-from megatron_lynx.cost.stage_memory import (
-    activations_in_flight,
-    dispatched_bytes,
-    parts_beside_layers,
-    stage_parts,
-    without_overlap,
-)
+from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
@@ -59,7 +53,6 @@ class StockStage:
     job: Job
     setting: StockSetting
     stage: int
-    beside: Beside = UNDISTURBED
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "job", without_overlap(self.job))
@@ -78,8 +71,7 @@ class StockStage:
 
     def _memory(self, staging_bytes: int) -> StageMemory:
         job, stage = self.job.model_copy(update={"policy": "none", "head": None}), self.stage
-        whole = not self.setting.recompute
-        parts = (stage_parts if whole else parts_beside_layers)(job, stage)
+        parts = parts_beside_layers(job, stage, layer_whole=not self.setting.recompute)
         if self.setting.overlap:
             kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
@@ -131,8 +123,7 @@ class StockStage:
         """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
         backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
         layers = [self._nodes(profile, each) for each in range(self.job.chunks)]
-        kept = min(self.beside.computing, 1 / profile.interference, self.job.fused_dispatch.computing_kept)
-        beside = self.beside._replace(computing=kept)
+        beside = shared_rates(profile, self.job.fused_dispatch.computing_kept)
         timed, both_s = [self._timed(profile, each) for each in range(self.job.chunks)], 0.0
         for other in range(self.job.chunks):
             ends_s = sum(self._ends_s(profile, which)[way] for way, which in enumerate((chunk, other)))

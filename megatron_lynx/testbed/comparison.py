@@ -77,7 +77,8 @@ def compare(
 
 
 def check_plan(job: Job, plan: Plan) -> None:
-    """Raises `PlanMismatch` with every fact in which the plan was made for another job, before any rank is started."""
+    """Raises `PlanMismatch` with every fact in which the plan was made for another job, before any rank is started. `job`: as
+    planned (`planner.as_planned`), where a plan may choose flags of a launch."""
     found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": model_facts(job).model_dump(),

@@ -109,13 +109,13 @@ def test_nodes_are_a_whole_layer(dispatcher):
 def test_overlapped_exchanges_take_less_time_and_a_layer_more_of_memory():
     job = job_of()
     costs = analytic_profile(job)
-    none, best, measured = priced(job, costs, NONE), priced(job, costs, OVERLAPPED), priced(job, costs, OVERLAPPED, MEASURED)
-    assert 0.5 * none.step_s < best.step_s < measured.step_s < 0.9 * none.step_s
-    backward = [price.stages[0].totals["backward"] for price in (none, best)]
+    none, overlapped = priced(job, costs, NONE), priced(job, costs, OVERLAPPED)
+    assert 0.5 * none.step_s < overlapped.step_s < 0.9 * none.step_s
+    backward = [price.stages[0].totals["backward"] for price in (none, overlapped)]
     layer = none.stages[0].activations / 48
     assert layer < backward[1] - backward[0] < 3 * layer
     both = StockSetting(recompute=("layernorm", "moe_act"), overlap=True)
-    assert best.step_s < priced(job, costs, both).step_s < none.step_s
+    assert overlapped.step_s < priced(job, costs, both).step_s < none.step_s
 
 
 def test_copies_that_are_longer_than_a_pair_are_waited_for():
@@ -140,7 +140,8 @@ def test_they_are_among_the_rivals_where_megatron_takes_them():
     assert "several chunks" in refused(OVERLAPPED, Facts.of(pipeline))[0]
     for job in (whole, chunks):
         costs = analytic_profile(job)
-        price = priced(job, costs, OVERLAPPED)
+        price = priced(job, costs, StockSetting(overlap=True, delayed=True))
         best = best_rival(job, costs, price.most_bytes)
-        assert best.setting == OVERLAPPED
-        assert best.step_s == price.step_s < priced(job, costs, NONE).step_s
+        assert best.setting in (OVERLAPPED, price.setting)
+        assert price.step_s <= best.step_s < 1.001 * price.step_s
+        assert best.step_s < priced(job, costs, NONE).step_s

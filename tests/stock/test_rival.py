@@ -6,13 +6,14 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.step_range import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting, best_rival, priced
 from megatron_lynx.stock.legality import Facts, offered, refused
 from megatron_lynx.stock.rival import families, module_sets, rivals
-from megatron_lynx.stock.side_by_side import side_by_side, verdict
+from megatron_lynx.stock.side_by_side import SimulatedRow, side_by_side, verdict
 from tests.config.jobs import catalogued_job
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn": 14336}
@@ -126,11 +127,12 @@ def test_rows_are_against_the_fastest_that_fits():
     job = job_of()
     profile = analytic_profile(job)
     budget = priced(job, profile, StockSetting(recompute=("mlp",))).most_bytes
-    rows = side_by_side(job, profile, 0.9 * priced(job, profile, NONE).step_s, budget - 1, budget)
+    ours = SimulatedRow("ours", StepRange.known(0.9 * priced(job, profile, NONE).step_s), budget - 1, ours=True)
+    rows = side_by_side(job, profile, ours, budget)
     assert [row.setting for row in rows[:2]] == ["stock none", "stock full"]
     assert rows[-1].ours
     assert all(row.device_bytes <= budget for row in rows[2:])
-    fastest = min(rows[1:-1], key=lambda row: row.step_s if row.device_bytes <= budget else float("inf"))
+    fastest = min(rows[1:-1], key=lambda row: row.step.expected_s if row.device_bytes <= budget else float("inf"))
     assert fastest.setting in verdict(rows, budget)
     assert all(flag in verdict(rows, budget) for flag in fastest.flags)
-    assert best_rival(job, profile, budget).step_s + update_s(job, profile) == fastest.step_s
+    assert best_rival(job, profile, budget).step_s + update_s(job, profile) == pytest.approx(fastest.step.expected_s)

@@ -1,0 +1,104 @@
+"""Which of Megatron's flags a plan may go with, and what it takes with each: exchanges of experts overlapped or not, their weight
+gradients delayed, userbuffers on or off.
+
+job ──variants──> jobs that differ in these flags ──decide──> a plan each ──> the fastest
+
+A plan with userbuffers has a range (`cost.step_range`); plans are ranked by its middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.step_range import StepRange, hiding_all
+from megatron_lynx.errors import LynxError
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.checks import check_plannable
+from megatron_lynx.planner.decision import Decision, decide
+from megatron_lynx.planner.figures import figures_of
+from megatron_lynx.planner.left_open import with_exchanges
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.stock.legality import Facts, offered
+from megatron_lynx.stock.setting import StockSetting
+
+EQUAL = 1e-3
+"""The part of a step for which no flag is changed."""
+
+OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job with the flags that its plan keeps, its plan, and a whole step under it, the optimizer's update included.
+    `memory_bytes`: of the fullest device."""
+
+    job: Job
+    decision: Decision
+    step: StepRange
+    memory_bytes: int
+
+    @property
+    def recomputes(self) -> bool:
+        rules = (rule for entry in self.decision.plan.stages for rule in entry.rules)
+        return any(rule.replay or rule.checkpoint is not None for rule in rules)
+
+
+def planned(job: Job, profile: Profile) -> Planned:
+    """The job's plan with exactly the flags that it states. Raises as `decide` does."""
+    decision = decide(job, profile)
+    figures = figures_of(decision.job, profile, decision.simulation)
+    passes = range_of(decision.plan, decision.job, profile, decision.simulation)
+    return Planned(job, decision, passes.plus(figures.update_s), figures.memory_bytes)
+
+
+def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
+    """Forwards and backwards of a step that was simulated. With userbuffers from all that GEMMs can hide to what stock hides
+    without them."""
+    if not job.userbuffers:
+        return StepRange.known(simulation.step_s)
+    return StepRange(rehearse(plan, hiding_all(profile), job=job).step_s, simulation.step_s)
+
+
+def fastest(plans: Sequence[Planned]) -> Planned | None:
+    """The first of those that are within `EQUAL` of the fastest: they change flags in that order."""
+    least_s = min((each.step.expected_s for each in plans), default=0.0)
+    return next((each for each in plans if each.step.expected_s <= (1 + EQUAL) * least_s), None)
+
+
+def planned_variants(job: Job, profile: Profile, release: str | None) -> list[Planned]:
+    """The plans of all variants that have one. `release`: of megatron-core; None where the flags are not to be changed."""
+    found = []
+    for variant in [job] if release is None else variants(job, release):
+        try:
+            found.append(planned(variant, profile))
+        except LynxError:
+            continue
+    return found
+
+
+def variants(job: Job, release: str) -> Iterator[Job]:
+    """The job, then with other flags, as far as Megatron takes them and plans go with them."""
+    yield job
+    for other in _others(job, Facts.of(job, release)):
+        try:
+            check_plannable(other)
+        except LynxError:
+            continue
+        yield other
+
+
+def _others(job: Job, facts: Facts) -> Iterator[Job]:
+    experts = job.model.experts
+    if experts is not None and experts.overlapped:
+        yield with_exchanges(job, overlapped=False, delayed=False)
+    elif experts is not None and not experts.whole:
+        offers = (setting for setting in OVERLAPPED if offered(setting, facts))
+        yield from (with_exchanges(job, overlapped=True, delayed=setting.delayed) for setting in offers)
+    if job.userbuffers:
+        yield job.with_userbuffers(False)
+    elif job.cluster.nvlink is not None and not job.model.moe_overlapped and offered(StockSetting(userbuffers=True), facts):
+        yield job.with_userbuffers(True)
