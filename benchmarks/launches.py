@@ -1,4 +1,5 @@
-"""Advice about every launch of a folder, as a table: today, the plan, the best neighbour; and why some get no plan. Simulated.
+"""Advice about every launch of a folder, as a table: today, stock's best, the plan, the best neighbour; and why some get no plan.
+Simulated.
 
 python -m benchmarks.launches FOLDER                        FOLDER/*.args, one word a line, `# cluster: C` in their headers
 python -m benchmarks.launches FOLDER -o docs/launches.md    between the page's two marks, in place of the table of before
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lynx.advise import Answer, answered, verdict
-from megatron_lynx.advise.today import Row, asked_launch
+from megatron_lynx.advise.today import Row, asked_launch, row_of
 from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.launch_arguments.files import read_launch_file
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.units import GIB, format_seconds
+from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import write_whole
 
 BEGIN, END = "<!-- launches -->", "<!-- end of launches -->"
@@ -48,34 +49,50 @@ def advised(path: Path) -> Advised:
         asked = asked_launch(file.words, cluster)
     except ConfigError as error:
         return Advised(path.stem, cluster, None, error.problems, time.process_time() - began_s)
-    answer = answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused)
+    answer = answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused, copies=True)
     return Advised(path.stem, f"{asked.job.gpus} {cluster}", answer, answer.problems, time.process_time() - began_s)
 
 
 def table(found: list[Advised]) -> Iterator[str]:
     """Lines of Markdown."""
-    yield "| launch | GPUs | today | | plan | | best neighbour, under a plan | |"
-    yield "|---|---|---|--:|--:|--:|---|--:|"
+    yield "| launch | GPUs | today | | stock's best | | plan | plan / stock's best | best neighbour | stock's best | plan |"
+    yield "|---|---|---|--:|---|--:|--:|--:|---|--:|--:|"
     for each in found:
         answer = each.answer
         if answer is None:
             continue
-        best = min(answer.near, key=lambda near: near.row.step_s, default=None)
-        changed = "" if best is None else f"`{answer.changed(best)}`".replace("|", "\\|")
-        today = f"{answer.launch.setting} | {answer.launch.seconds}, {_gib(answer.launch.row)}"
-        ratio = _ratio(answer, answer.plan)
-        neighbour = f"{changed} | {'' if best is None else _figures(best.row) + ', ' + _ratio(answer, best.row)}"
-        yield f"| {each.name} | {each.gpus} | {today} | {_figures(answer.plan)} | {ratio} | {neighbour} |"
-    yield from ("", "No plan, and why:", "")
+        stock = None if answer.stock is None else answer.stock.row
+        setting = "nothing fits" if answer.stock is None else answer.stock.setting.name
+        near = min(answer.near, key=lambda near: near.fastest.expected_s, default=None)
+        changed = "" if near is None else f"`{answer.changed(near)}`".replace("|", "\\|")
+        theirs = None if near is None or near.stock is None else near.stock.row
+        ours = None if near is None or near.planned is None else row_of(near.planned)
+        cells = (
+            *(each.name, each.gpus, answer.launch.setting, _figures(answer.launch.row)),
+            *(setting, _figures(stock), _figures(answer.plan), _ratio(answer.plan, stock)),
+            *(changed, _figures(theirs), _figures(ours)),
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield from ("", _mean(found), "", "No plan, and why:", "")
     for each in found:
         if each.problems:
             yield f"* **{each.name}**: {_why_none(each)}"
 
 
+def _mean(found: list[Advised]) -> str:
+    """Over the launches that have both."""
+    pairs = [(each.answer.plan, each.answer.stock) for each in found if each.answer is not None]
+    ratios = [plan.expected_s / stock.row.expected_s for plan, stock in pairs if plan is not None and stock is not None]
+    faster, slower = sum(ratio < 0.99 for ratio in ratios), sum(ratio > 1.001 for ratio in ratios)
+    mean = sum(ratios) / len(ratios) if ratios else 1.0
+    said = f"{mean:.3f} in the mean over {len(ratios)} launches; over 1 % faster in {faster}, slower in {slower}"
+    return f"Plan / stock's best in the launch's layout, by the middles of ranges: {said}."
+
+
 def _why_none(each: Advised) -> str:
     """The flags by name; where nothing but memory is in the way, the verdict."""
     if each.answer is not None and not each.answer.refused:
-        return verdict(each.answer)
+        return verdict(each.answer).text
     return ", ".join(dict.fromkeys(map(_named, each.problems)))
 
 
@@ -86,16 +103,11 @@ def _named(problem: Problem) -> str:
 
 
 def _figures(row: Row | None) -> str:
-    return "none" if row is None else f"{format_seconds(row.step_s)}, {_gib(row)}"
+    return "none" if row is None else f"{row.step.in_words}, {row.memory_bytes / GIB:.1f} GiB"
 
 
-def _gib(row: Row | None) -> str:
-    return "-" if row is None else f"{row.memory_bytes / GIB:.1f} GiB"
-
-
-def _ratio(answer: Answer, row: Row | None) -> str:
-    launch = answer.launch.row
-    return "" if row is None or launch is None else f"{row.step_s / launch.step_s:.2f}"
+def _ratio(row: Row | None, before: Row | None) -> str:
+    return "" if row is None or before is None else f"{row.expected_s / before.expected_s:.2f}"
 
 
 def page(text: str) -> Path:

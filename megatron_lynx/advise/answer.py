@@ -64,7 +64,8 @@ class Answer:
     in_todays_bytes: Planned | None = None
     """The plan within what the launch holds today, where that is another one."""
     copies: Planned | None = None
-    """The plan with copies to the host, where these gain `WORTH_COPIES`, or nothing else fits."""
+    """The plan with copies to the host, where these gain `WORTH_COPIES`, or stock is faster than plans without, or nothing
+    else fits."""
     near: tuple[Neighbour, ...] = ()
     asked_near: bool = False
     """Whether neighbours were looked for."""
@@ -219,8 +220,11 @@ def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned
         found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release)
     except LynxError:
         return None
-    worth = without is None or found.step.expected_s < (1 - WORTH_COPIES) * without.step.expected_s
-    return found if worth else None
+    if without is None:
+        return found
+    beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
+    least = 0.0 if beaten else WORTH_COPIES
+    return found if found.step.expected_s < (1 - least) * without.step.expected_s else None
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -140,13 +140,7 @@ def _valid(job: Job, parallel: dict[str, Any], micro: int) -> Job | None:
         found = Job.model_validate(data)
     except ValidationError:
         return None
-    return None if _across_nodes(found) else found
-
-
-def _across_nodes(job: Job) -> bool:
-    """Whether tensor-parallel ranks would be on several nodes."""
-    node = job.cluster.node
-    return node is not None and job.gpus > node.gpus and node.gpus % job.parallel.tensor != 0
+    return found if found.cluster.keeps_together(found.parallel.tensor, found.gpus) else None
 
 
 def _same(found: Job, job: Job) -> bool:

@@ -334,15 +334,17 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     ways = [tuple(each[min(way, len(each) - 1)] for each in refined) for way in range(3)]
     for answers in dict.fromkeys(ways):
         best = _faster_of(best, answers, job, profile)
-    best = _faster_of(best, tuple(_kept_if_late(each, best.simulation, stages) for each in best.stages), job, profile)
+    for answers in zip(*(_kept_if_late(each, best.simulation, stages) for each in best.stages), strict=True):
+        best = _faster_of(best, answers, job, profile)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(late.longer_s - ahead.longer_s for late, ahead in zip(best.stages, begun, strict=True))
     return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
 
 
-def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
+def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
+    """As `Stages.keeping_all`, for a stage that waits for its recomputations or its host."""
     late_s = simulation.exposed_replay_s(answer.stage) + simulation.host_late_s(answer.stage)
-    return stages.keeping_all(answer) if late_s else answer
+    return stages.keeping_all(answer) if late_s else (answer, answer)
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:

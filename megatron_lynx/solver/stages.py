@@ -145,11 +145,12 @@ class Stages:
             answer = ways[fit - 1] if fit else answer
         return answer
 
-    def keeping_all(self, answer: StageAnswer) -> StageAnswer:
-        """The stage without recomputation and offloading, where that fits; else the answer as it is."""
+    def keeping_all(self, answer: StageAnswer) -> tuple[StageAnswer, StageAnswer]:
+        """The stage without recomputation and offloading: where that fits, else the answer as it is; and whether it fits or not,
+        because a rehearsal may count less where chunks differ."""
         keeping = partial(Chunks.solved, solver=baselines.keep_all)
         kept, budget_bytes = self._offloading(answer.stage, NOTHING, None, keeping), self._budget_bytes(answer.stage)
-        return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept
+        return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept, kept
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = self._budget_bytes(stage)

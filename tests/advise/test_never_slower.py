@@ -1,0 +1,55 @@
+"""A plan is never slower than stock Megatron's best setting in its layout: what stock can do, a plan can have."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.advise import answered
+from megatron_lynx.advise.today import asked_launch
+from megatron_lynx.profiler.analytic import analytic_profile
+from scripts.make_plans import launch_words
+from tests.advise.test_screen import EXPERTS, LAUNCH
+
+SLOWER_AT_MOST = 0.006
+"""Of a step. Stages are solved one by one, and copies to the host in twentieths."""
+
+OVERLAPPING = f"{EXPERTS} --moe-token-dispatcher-type alltoall --num-layers-per-virtual-pipeline-stage 6"
+
+
+def not_slower(words: list[str], cluster: str, memory_gib: float | None = None) -> bool:
+    """Whether there is a plan. Asserts that it then takes no longer than stock's best."""
+    asked = asked_launch(words, cluster, changes={} if memory_gib is None else {"budget.memory_gib": memory_gib})
+    found = answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused, near=False, copies=True)
+    if found.planned is None or found.stock is None:
+        return False
+    stock, plan = found.stock.row, found.planned
+    assert plan.step.expected_s <= (1 + SLOWER_AT_MOST) * stock.expected_s, (found.stock.setting.name, stock.memory_bytes)
+    assert plan.memory_bytes <= asked.job.memory_budget_bytes
+    return True
+
+
+@pytest.mark.parametrize("cluster", ["a100-80g", "h100-80g", "h800-80g"])
+@pytest.mark.parametrize("flags", ["", "--tp-comm-overlap", OVERLAPPING, f"{OVERLAPPING} --overlap-moe-expert-parallel-comm"])
+def test_a_launch(flags: str, cluster: str) -> None:
+    assert not_slower(shlex.split(f"{LAUNCH} {flags}"), cluster)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
+def test_a_ready_launch(name: str) -> None:
+    assert not_slower(launch_words(name, "h100-80g", "none"), "h100-80g")
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None)
+@given(
+    st.sampled_from(["a100-80g", "h100-80g", "h800-80g"]),
+    st.sampled_from(["", EXPERTS, OVERLAPPING]),
+    st.sampled_from([1, 2, 4]),
+    st.floats(20, 70),
+)
+def test_drawn_budgets(cluster: str, flags: str, micro: int, memory_gib: float) -> None:
+    not_slower(shlex.split(f"{LAUNCH} {flags} --micro-batch-size {micro}"), cluster, memory_gib)
