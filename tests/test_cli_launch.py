@@ -24,7 +24,7 @@ def test_a_plan_for_a_launch(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in (
         "model.ffn",
-        "4 hidden: no --ffn-hidden-size",
+        "4 hidden: no",
         "learning rate (--lr)",
         "-m megatron_lynx.launch pretrain_gpt.py",
     ):

@@ -176,7 +176,7 @@ def answered(
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, near=found, asked_near=near, asked_copies=asked_copies)
     try:
-        best = _best_plan(job, costs, release)
+        best = _best_plan(job, costs, release, stock)
     except Infeasible as error:
         answer = replace(answer, error=error)
     except ConfigError as error:
@@ -194,9 +194,9 @@ def answered(
     return replace(answer, launch=launch, error=None, on_host=OnHost.of(made.decision.job, costs.host_adam, priced=True))
 
 
-def _best_plan(job: Job, costs: Profile, release: str | None) -> Planned:
+def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned:
     """The fastest variant's plan. Raises what planning the job itself raises, where no variant has a plan."""
-    found = fastest(planned_variants(job, costs, release))
+    found = fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
     return planned(job, costs) if found is None else found
 
 
@@ -206,7 +206,7 @@ def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch,
         return None
     budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
     try:
-        return _best_plan(job.model_copy(update={"budget": budget}), costs, release)
+        return _best_plan(job.model_copy(update={"budget": budget}), costs, release, None)
     except Infeasible:
         return None
 
@@ -217,7 +217,7 @@ def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned
     if without is not None and not without.recomputes:
         return None
     try:
-        found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release)
+        found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release, answer.stock)
     except LynxError:
         return None
     if without is None:

@@ -96,7 +96,9 @@ def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
     """A layout's plan, as `plan` makes it, and stock's best; the search leaves weight gradients where they are."""
     job = found.model_copy(update={"policy": "planned", "offload_ratio": own.offload_ratio, "budget": own.budget})
     costs = analytic_profile(job)
-    return Neighbour(job, stocks_best(job, costs, release), fastest(planned_variants(job, costs, release)))
+    stock = stocks_best(job, costs, release)
+    rival_s = None if stock is None else stock.row.expected_s
+    return Neighbour(job, stock, fastest(planned_variants(job, costs, release), rival_s))
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:

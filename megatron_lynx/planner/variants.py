@@ -3,12 +3,13 @@ gradients delayed, userbuffers on or off.
 
 job ──variants──> jobs that differ in these flags ──decide──> a plan each ──> the fastest
 
-A plan with userbuffers has a range (`cost.step_range`); plans are ranked by its middle.
+A plan with userbuffers has a range (`cost.step_range`): it is taken where even its longest step is the shortest, or where stock's
+best is faster than every other plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
@@ -63,10 +64,18 @@ def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> 
     return StepRange(rehearse(plan, hiding_all(profile), job=job).step_s, simulation.step_s)
 
 
-def fastest(plans: Sequence[Planned]) -> Planned | None:
-    """The first of those that are within `EQUAL` of the fastest: they change flags in that order."""
-    least_s = min((each.step.expected_s for each in plans), default=0.0)
-    return next((each for each in plans if each.step.expected_s <= (1 + EQUAL) * least_s), None)
+def fastest(plans: Sequence[Planned], rival_s: float | None = None) -> Planned | None:
+    """The fastest by the longest step, which is certain. Where a rival's step is shorter than that, the fastest by the middles of
+    ranges. `rival_s`: that of stock's best, by its middle. Of plans within `EQUAL` the first, as later ones change more flags."""
+    certain = _first_of_fastest(plans, lambda each: each.step.most_s)
+    if certain is None or rival_s is None or certain.step.expected_s <= (1 + EQUAL) * rival_s:
+        return certain
+    return _first_of_fastest(plans, lambda each: each.step.expected_s)
+
+
+def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], float]) -> Planned | None:
+    least_s = min(map(seconds, plans), default=0.0)
+    return next((each for each in plans if seconds(each) <= (1 + EQUAL) * least_s), None)
 
 
 def planned_variants(job: Job, profile: Profile, release: str | None) -> list[Planned]:
