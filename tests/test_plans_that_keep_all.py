@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from megatron_lynx.advise.today import as_stock, asked_launch
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, job_path, load_job
+from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.kinds.opaque.section import IN_NODES, OpaqueName
 from megatron_lynx.launch_arguments.files import read_launch_file
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.uniform import uniform_plan
@@ -82,6 +84,16 @@ def test_dense_halves_wait_for_their_collectives_beside_overlapped_exchanges() -
     """A story: they did under stock alone, so that Qwen3-235B's plan seemed 1.8 % faster than it is."""
     layout = {"tensor": 4, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}
     job = job_of("deepseek-v2-lite", "h100-80g", experts={"overlapped": True}, parallel=layout)
+    assert takes_stocks_seconds(overlapping(job, overlapped=True))
+
+
+@pytest.mark.parametrize("kind", IN_NODES)
+def test_opaque_attention_beside_overlapped_exchanges(kind: OpaqueName) -> None:
+    """A story: no plan could go with them, and Qwen3-Next's was slower than stock's best, which overlapped them."""
+    figures = Opaque(kind=kind, layers=(1, 3), kept_bytes=95_232, in_hand_bytes=73_728, flops=71_000_000, parameters=33_554_432)
+    layout = {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}
+    job = job_of("qwen3-30b-a3b", "h100-80g", experts={"overlapped": True}, parallel=layout)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"opaque": (figures,)})})
     assert takes_stocks_seconds(overlapping(job, overlapped=True))
 
 

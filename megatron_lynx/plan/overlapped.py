@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from megatron_lynx.anatomy import HALVES, MLP
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
+from megatron_lynx.kinds.opaque.section import IN_NODES
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 
@@ -32,11 +33,13 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
     for name, found, needed in (
         ("parallel.expert", layout.expert, 1),
         ("schedule", plan.schedule, "flush"),
-        ("model.opaque_layers", ", ".join(model.opaque_layers) or None, None),
         ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
     ):
         if found != needed:
             yield f"{name} is {found}, needed {'none' if needed is None else needed} {BESIDE}: nothing else was tried"
+    if other := [name for name in model.opaque_layers if name not in IN_NODES]:
+        needed = f"none but {', '.join(IN_NODES)}"
+        yield f"model.opaque_layers has {', '.join(other)}, needed {needed} {BESIDE}: no others were run in its nodes"
     for entry in plan.stages:
         for name in ("weight_gradients", "whole"):
             if getattr(entry, name) is not None:

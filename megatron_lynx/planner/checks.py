@@ -47,7 +47,6 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
     parallel, model = job.parallel, job.model
     for place, found, needed in (
         ("schedule", job.schedule, "flush"),
-        ("model.opaque", ", ".join(each.kind for each in model.opaque) or None, None),
         ("head.pieces", job.head_pieces, 1),
     ):
         if found != needed:

@@ -187,6 +187,8 @@ def fails(setting: StockSetting, facts: Facts) -> str | None:
         return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
     if setting.offload and setting.method is not None and facts.pipeline > 1:
         return "stock Megatron loses its place among offloaded chunks when whole layers are recomputed (Chunk mismatch)"
+    if setting.overlap and "gated_delta" in facts.has and facts.release < "0.17":
+        return "gated delta nets have no backward_dw before 0.17, which overlapped exchanges ask every attention for"
     return None
 
 

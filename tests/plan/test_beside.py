@@ -75,7 +75,7 @@ CASES: list[tuple[Any, dict[str, Any], str]] = [
     (overlapped, {"parallel.pipeline": 2}, "parallel.chunks is 1, needed several in a pipeline beside overlapped"),
     (overlapped, {"parallel.expert": 2}, "parallel.expert is 2, needed 1 beside overlapped"),
     (overlapped, {"schedule": "double_buffered"}, "schedule is double_buffered, needed flush beside overlapped"),
-    (overlapped, {"model.opaque_layers": {"mamba": [1]}}, "model.opaque_layers is mamba, needed none beside overlapped"),
+    (overlapped, {"model.opaque_layers": {"mamba": [1]}}, "opaque_layers has mamba, needed none but gated_delta"),
     (overlapped, {"head": {"pieces": 2}}, "head is in 2 pieces, needed none beside overlapped"),
     (
         overlapped,

@@ -120,6 +120,9 @@ def test_what_is_accepted_and_cannot_train_is_said_apart():
     both = StockSetting(method="block", layers=1, offload=("core_attn",))
     assert fails(both, Facts(pipeline=1)) is None
     assert "loses its place" in (fails(both, Facts(pipeline=2)) or "")
+    overlap, delta = StockSetting(overlap=True), frozenset({"gated_delta"})
+    assert "backward_dw" in (fails(overlap, Facts("0.16", delta)) or "")
+    assert fails(overlap, Facts("0.16")) is fails(overlap, Facts("0.17", delta)) is None
     assert "without end" in (fails(StockSetting(recompute=("mlp",)), Facts(bias=True)) or "")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,16 +34,19 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
 def delta_nets(job: Job) -> Iterator[None]:
     """The testbed's models have them where the job says so."""
     from megatron.core.ssm import gated_delta_net as theirs
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from megatron_lynx.testbed import tiny_models
 
-    having = job.model.opaque[0].numbers(job.model.layers) if job.model.opaque else frozenset()
-    usual, library = tiny_models.block_spec, getattr(theirs, "common", theirs)  # a package from 0.19 on
+    class OwnAttention(theirs.GatedDeltaNet):
+        """A fork's."""
 
-    def block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    classes = {"gated_delta_net": theirs.GatedDeltaNet, "own_attention": OwnAttention}
+    modules = {number: classes.get(each.kind) for each in job.model.opaque for number in each.numbers(job.model.layers)}
+    library = getattr(theirs, "common", theirs)  # a package from 0.19 on
+
+    def block_spec(usual: Any, config: Any, vp_stage: int | None = None) -> Any:
         for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
             setattr(config, f"linear_{name}", SIZES[flag])
         config.linear_key_head_dim, config.linear_value_head_dim = SIZES["key_size"], SIZES["value_size"]
@@ -51,14 +55,16 @@ def delta_nets(job: Job) -> Iterator[None]:
         first = 1 + get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
         for number, spec in enumerate(block.layer_specs, start=first):
-            if number in having:
-                parts = {"in_proj": ColumnParallelLinear, "out_norm": tiny_models.Norm, "out_proj": RowParallelLinear}
+            if (module := modules.get(number)) is not None:
+                linears = spec.submodules.self_attention.submodules
+                parts = {"in_proj": linears.linear_qkv, "out_norm": tiny_models.Norm, "out_proj": linears.linear_proj}
                 submodules = theirs.GatedDeltaNetSubmodules(**parts)
-                spec.submodules.self_attention = ModuleSpec(module=theirs.GatedDeltaNet, submodules=submodules)
+                spec.submodules.self_attention = ModuleSpec(module=module, submodules=submodules)
         return block
 
     with (
-        patch.object(tiny_models, "block_spec", block_spec),
+        patch.object(tiny_models, "block_spec", partial(block_spec, tiny_models.block_spec)),
+        patch.object(tiny_models, "te_block_spec", partial(block_spec, tiny_models.te_block_spec)),
         patch.object(library, "HAVE_FLA", True),
         patch.object(library, "l2norm", l2norm, create=True),
     ):

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.opaque import Opaque, gated_attention
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import passes_of_chunks
@@ -27,6 +29,8 @@ from tests.te_releases import folder_of, pools_with, python_path
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves
 from tests.transparency.offloaded import offloading
+from tests.transparency.opaque_layers import compare as compare_opaque
+from tests.transparency.opaque_layers import delta_net_in
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, SPREAD, TP2, trial_of
@@ -151,6 +155,38 @@ def test_without_a_pace_nothing_of_one_stage_goes_to_the_host(pool_of: Pools) ->
     plan = offloading(plan_for(job_of("EP2"), lambda layer: ()), 1 << 20, experts=True)
     for outcomes in checked(pool_of, job_of("EP2"), [plan], trial_of(steps=1)):
         assert outcomes[0].planned.counts[-1].offloaded_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def newest_pool_of() -> Iterator[Pools]:
+    yield from pools_with("2.17", core="0.19", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
+
+
+@pytest.mark.parametrize(("layout", "delayed"), [("EP2", False), ("TP2xEP2, sequence parallel", False), ("PP2xVPP2, EP2", True)])
+def test_opaque_attention_is_kept_whole_in_its_node(newest_pool_of: Pools, layout: str, delayed: bool) -> None:
+    """Gated delta nets, a gated attention, and one of a fork; experts and MLPs recompute, or go to the host."""
+    gated = Opaque.model_validate({**gated_attention(32, 2, queries=32, keys=32, seq=16), "layers": (2,)})
+    own = gated.model_copy(update={"kind": "own_attention", "layers": (4,)})
+    implementation = "transformer_engine" if delayed else "local"
+    experts = {"layers": ("2-4",), "shared_ffn": 32, "delayed": delayed}
+    job = job_of(layout, experts=experts, opaque=(*delta_net_in([1, 3]), gated, own), implementation=implementation)
+    kept, everything = uniform_plan(job, "none"), uniform_plan(job)
+    pace = None if job.chunks > 1 else 1_000
+    candidates = [kept, everything, offloading(everything, 8_000, pace=pace, experts=True)]
+    trial = trial_of(canaries=True, model={"attention_output_gate": True})
+    for outcomes in newest_pool_of(job.gpus).run(compare_opaque, job, candidates, trial):
+        assert [(outcome.differing, outcome.planned.frames_left) for outcome in outcomes] == [([], 0)] * len(candidates)
+        assert all(outcome.planned.collectives == outcome.stock.collectives for outcome in outcomes)
+        last = [outcome.planned.counts[-1] for outcome in outcomes]
+        assert last[0].let_go_bytes == 0 < last[1].let_go_bytes
+        assert 0 < last[2].offloaded_bytes == last[2].reloaded_bytes
+        assert outcomes[1].planned.overwritten > 0
+
+
+def test_gated_delta_nets_of_0_16_have_no_nodes(pool_of: Pools) -> None:
+    """In stock Megatron, as `stock.legality.fails` says of it. From 0.17 on they have."""
+    with pytest.raises(RankError, match="'GatedDeltaNet' object has no attribute 'backward_dw'"):
+        pool_of(2).run(compare_opaque, job_of("EP2", opaque=delta_net_in([1, 3])), [], trial_of())
 
 
 @pytest.fixture(scope="module")

@@ -96,9 +96,6 @@ class OpaqueHalf(Planning):
                 f"1 with {self.section.name}: its state goes through the whole sequence, and what it exchanges is not counted"
             )
             yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
-        if job.model.moe_overlapped:
-            needed = f"false beside {self.section.name}: its halves are no nodes of the combined schedule"
-            yield Problem("job: model.experts.overlapped", "true", needed, "the job can be estimated")
 
     @property
     def _inside(self) -> list[str]:

@@ -26,6 +26,8 @@ from megatron_lynx.kinds.section import Item, Section
 OpaqueName = Literal["gated_delta_net", "gated_attention", "mamba", "own_attention", "no_attention", "own_mlp", "no_mlp"]
 NOTHING: tuple[OpaqueName, OpaqueName] = ("no_attention", "no_mlp")
 """Those of halves that are not there, by half."""
+IN_NODES: tuple[OpaqueName, ...] = ("gated_delta_net", "gated_attention", "own_attention")
+"""Those that a node of Megatron's combined schedule calls as it calls every attention half (`_forward_attention`)."""
 
 
 def _opaque(name: OpaqueName, usual: Section) -> Section:
