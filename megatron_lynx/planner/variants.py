@@ -19,7 +19,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.planner.figures import figures_of
-from megatron_lynx.planner.left_open import with_exchanges
+from megatron_lynx.planner.left_open import with_exchanges, without_graphs
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -101,7 +101,8 @@ def variants(job: Job, release: str) -> Iterator[Job]:
 
 
 def _others(job: Job, facts: Facts) -> Iterator[Job]:
-    experts = job.model.experts
+    """Without captured graphs, which neither goes with."""
+    job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
     if experts is not None and experts.overlapped:
         yield with_exchanges(job, overlapped=False, delayed=False)
     elif experts is not None and not experts.whole:
