@@ -55,27 +55,100 @@ class Search(Answer):
     seconds: float
 
 
-class Advice(Answer):
-    """`advise --json`: what the launch takes today, and what a plan would take."""
+class Step(BaseModel):
+    """A whole step, the optimizer's update included, and the bytes of the fullest device."""
 
-    launch: dict[str, Any]
-    """`step_s`, `memory_bytes`, `setting`, `flags`; null where it cannot be priced."""
-    plan: dict[str, Any] | None
-    plan_in_todays_bytes: dict[str, Any] | None = None
-    neighbours: Rows | None = None
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    step_s: float | None
+    """The longest of a range; null where it cannot be priced, or nothing fits."""
+    step_at_best_s: float | None = None
+    """The shortest of a range; missing where the step is one figure."""
+    memory_bytes: int | None = None
+
+
+class OfLaunch(Step):
+    """The launch as it is written."""
+
+    setting: str
+    flags: list[str]
+    """Left out under a plan."""
+    not_priced: str | None = None
+    """Why it has no figures."""
+
+
+class Change(BaseModel):
+    """What the launch loses and gets."""
+
+    delete: list[str]
+    add: list[str]
+
+
+class OfStock(Step):
+    """Stock Megatron's best setting that fits."""
+
+    setting: str
+    flags: list[str]
+    """All that state the setting."""
+    change: Change
+    step_most_s: float
+    """As `step_s`."""
+
+
+class OfPlan(Step):
+    """The plan that is recommended."""
+
+    flags: list[str]
+    """Added to the launch."""
+    change: Change
+    offload_ratio: float | Literal["auto"]
+    file: str | None = None
+    """Written by `plan`."""
+
+
+class OfNeighbour(Step):
+    """A layout one step away; its figures are those of the faster of `stock` and `plan`."""
+
+    flags: str
+    """Of the layout."""
+    launch: str | None
+    """The launch line under its plan."""
+    stock: OfStock | None
+    plan: OfPlan | None
+
+
+class Verdict(Step):
+    """What to run."""
+
+    text: str
+    run: Literal["launch", "stock", "plan", "neighbour"] | None
+    """null where nothing fits."""
+
+
+class Advice(Answer):
+    """`advise --json`: what the launch takes today, stock's best, the plan, and both in layouts one step away."""
+
+    launch: OfLaunch
+    stock: OfStock | None
+    """null where no setting fits."""
+    plan: OfPlan | None
+    """null where there is none: `no_plan` says why."""
+    plan_without_copies: Step | None = None
+    """Where `plan` sends activations to the host, and one that sends none fits."""
+    plan_in_todays_bytes: Step | None = None
+    """Of no more bytes than the launch."""
+    neighbours: list[OfNeighbour] | None = None
     budget_bytes: int
-    verdict: str | dict[str, Any]
+    verdict: Verdict
     no_plan: list[str] | None = None
     would_fit: list[str] | None = None
     understood: dict[str, Any] | None = None
-
-
-class Planned(Advice):
-    """`plan --json`: as `advise`, and what the plan does."""
-
-    update_s: float | None = None
-    """Of `step_s` it is no part."""
     step_s: float | None = None
+    """The longest of the plan, the optimizer's update included."""
+    update_s: float | None = None
+    """The optimizer's update, which is a part of `step_s`."""
+    memory_bytes: int | None = None
+    """Of the plan's fullest device."""
     stages: Rows | None = None
     partition: list[int] | None = None
     launch_flags: list[str] | None = None
@@ -83,6 +156,10 @@ class Planned(Advice):
     layer_trade_offs: Rows | None = None
     weight_gradients: str | None = None
     host_time: dict[str, Any] | None = None
+
+
+class Planned(Advice):
+    """`plan --json`: as `advise`, without layouts one step away."""
 
 
 class Simulation(Answer):
@@ -135,7 +212,9 @@ ANSWERS: dict[str, type[Answer]] = {
 
 def json_schema() -> dict[str, Any]:
     """One schema, with a definition for each command."""
-    schemas = {command: model.model_json_schema() for command, model in ANSWERS.items()}
+    schemas = {
+        command: model.model_json_schema(ref_template=f"#/$defs/{command}/$defs/{{model}}") for command, model in ANSWERS.items()
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "megatron-lynx COMMAND --json",
