@@ -149,7 +149,7 @@ def test_wrong_requests_end_with_status_2_before_anything_runs(tmp_path: Path) -
     job, other = job_file(tmp_path, SMALL), plan_file(tmp_path, uniform_plan(tiny_job("llama", tensor=2, layers=4, hidden=64)))
     (tmp_path / "file").write_text("")
     for answers, arguments in (
-        (["jobs/dem", "did you mean jobs/demo"], ("compare", "jobs/dem")),
+        (["jobs/demoo", "did you mean demo"], ("compare", "jobs/demoo")),
         (["no such file"], ("compare", job, "--plan", tmp_path / "none.yaml", "-o", tmp_path)),
         (["model.layers", "model.hidden", "batch.micro"], ("compare", job, "--plan", other, "-o", tmp_path)),
         (["'--rounds'"], ("compare", job, "--rounds", 0)),

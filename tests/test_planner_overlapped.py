@@ -59,15 +59,12 @@ def test_weight_gradients_that_megatron_delays_shorten_a_plan_as_they_do_stock()
 
 
 def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
-    """DeepEP over two nodes of H100: below what stock's overlap needs, and below what a plan without it takes, the more the fewer
-    multiprocessors its kernels take from what is beside them."""
-    deepep = {"dispatcher": "deepep", "multiprocessors": 4}
-    beside, usual = decided(58, experts=deepep), decided(58, overlapped=False, experts=deepep)
-    none_s = priced(usual.job, analytic_profile(usual.job), NONE).step_s
-    assert 0.8 * none_s < beside.simulation.step_s < usual.simulation.step_s
+    """All-to-all over two nodes of H100, below what stock's overlap needs: faster than stock none, which needs more."""
+    beside = decided(58)
+    stock = stock_job()
+    none = priced(stock, analytic_profile(stock), NONE)
+    assert 0.6 * none.step_s < beside.simulation.step_s < none.step_s
     assert max(each.total for each in beside.memory) <= 58 * GIB
-    many_s = decided(58, experts={"dispatcher": "deepep"}).simulation.step_s
-    assert beside.simulation.step_s < many_s < none_s, "20 multiprocessors, as Megatron sets them"
     rules = [rule for entry in beside.plan.stages for rule in entry.rules]
     assert any("experts_activation" in rule.replay for rule in rules)
     assert {rule.windows.of(half, "steady") for rule in rules for half in ("attention", "mlp")} == {ON_DEMAND}

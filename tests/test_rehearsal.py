@@ -188,7 +188,7 @@ def test_copies_are_in_the_timeline_and_what_they_carry_leaves_the_device():
     assert [sum(span.kind == kind for span in spans) for kind in ("offload", "reload")] == [10, 10]
     assert simulation.memory(0).peak_bytes < rehearse(kept, hosted).memory(0).peak_bytes
     assert simulation.memory(0).bytes[-1] == 0
-    assert as_json(simulation)["stages"][0]["exposed_copy_s"] == simulation.exposed_copy_s(0)
+    assert as_json(simulation, None)["stages"][0]["exposed_copy_s"] == simulation.exposed_copy_s(0)
 
 
 def with_whole(plan, **whole):

@@ -46,9 +46,8 @@ What an exchange keeps was chosen by its rows."""
 
 def shared_rates(profile: Profile, kernels_leave: float = 1.0) -> Beside:
     """The rates at which stock and plans are priced. `kernels_leave`: the share of a device's multiprocessors that a fused
-    dispatcher's kernels leave to compute (`FusedDispatch.computing_kept`); 1 for NCCL's, of which the measured share is taken."""
-    computing = MEASURED.computing if kernels_leave == 1.0 else kernels_leave
-    return MEASURED._replace(computing=min(computing, 1 / profile.interference))
+    dispatcher's kernels leave to compute (`FusedDispatch.computing_kept`)."""
+    return MEASURED._replace(computing=min(MEASURED.computing, 1 / profile.interference, kernels_leave))
 
 
 class Nodes(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.combined import MEASURED, shared_rates
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -69,7 +70,9 @@ def test_what_runs_beside_exchanges_has_the_other_multiprocessors() -> None:
     hybrid = job_of("hybridep", 8)
     assert hybrid.fused_dispatch.computing_kept == pytest.approx(116 / 132)
     assert analytic_profile(hybrid).interference == 1, "its kernels run alone"
-    assert analytic_profile(job_of("hybridep", 8, overlapped=True)).interference == pytest.approx(132 / 116)
+    many = job_of("hybridep", 8, multiprocessors=64)
+    rates = [shared_rates(analytic_profile(job), job.fused_dispatch.computing_kept) for job in (hybrid, many)]
+    assert [each.computing for each in rates] == pytest.approx([MEASURED.computing, 68 / 132])
 
 
 @pytest.mark.parametrize(

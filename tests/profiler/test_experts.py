@@ -311,7 +311,7 @@ def test_a_load_that_bytes_hold_for_costs_no_seconds() -> None:
     assert halves[0].forward_s == halves[1].forward_s
     assert halves[0].exchange_s == halves[1].exchange_s
     assert len({job.digest, held.digest, loaded.digest}) == 3
-    for load, said in ((0.5, "greater than or equal to 1"), (4.5, "model.experts.holds .4.5. must be at most 4")):
+    for load, said in ((0.5, r"holds .0.5. must be at least load .1."), (4.5, "model.experts.holds .4.5. must be at most 4")):
         with pytest.raises(ValidationError, match=said):
             Job.model_validate(with_hold(job, load).model_dump(by_alias=True))
     with pytest.raises(ValidationError, match=r"holds .1.5. must be at least load .2."):

@@ -67,7 +67,8 @@ def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None
     expected = everything(job, 8, STOCK, offload)
     for top in (1, 5, 1000):
         found = search(job, 8, top=top, policies=STOCK, offload=offload).candidates
-        assert [(each.job, each.step_s) for each in found] == [(each.job, each.step_s) for each in expected[:top]]
+        assert [each.job for each in found] == [each.job for each in expected[:top]]
+        assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[:top]])
 
 
 @pytest.mark.slow
@@ -76,7 +77,8 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     expected = everything(job, 4, ("full", "planned"), offload=True)
     found = search(job, 4, top=12, policies=("full", "planned")).candidates
     assert {each.job.policy for each in found} == {"full", "planned"}
-    assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[: len(found)]])
+    for shown, ranked in zip(found, expected, strict=False):
+        assert shown.step_s <= ranked.step_s * (1 + 1e-6), "what is shown is decided as plan does, which is no slower"
 
 
 @pytest.mark.parametrize("memory_gib", long(TIGHT_GIB, 60.0))
@@ -85,11 +87,13 @@ def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> Non
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)
     expected = everything(job, 8, STOCK, True, SCHEDULES)
     found = search(job, 8, top=20, policies=STOCK, schedules=SCHEDULES)
-    assert [(each.job, each.step_s) for each in found.candidates] == [(each.job, each.step_s) for each in expected[:20]]
+    assert [each.job for each in found.candidates] == [each.job for each in expected[:20]]
+    assert [each.step_s for each in found.candidates] == pytest.approx([each.step_s for each in expected[:20]])
     assert {schedule_of(each.job) for each in found.best_of} == set(SCHEDULES)
     for best in found.best_of:
         name = schedule_of(best.job)
-        assert best.step_s == min(each.step_s for each in expected if schedule_of(each.job) == name)
+        fastest_s = min(each.step_s for each in expected if schedule_of(each.job) == name)
+        assert best.step_s == pytest.approx(fastest_s)
 
 
 def test_without_flushes_everybody_is_accounted_for() -> None:
