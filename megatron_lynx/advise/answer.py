@@ -33,7 +33,7 @@ from megatron_lynx.planner import Decision
 from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
-from megatron_lynx.planner.variants import Planned, fastest, planned, planned_variants
+from megatron_lynx.planner.variants import EQUAL, Planned, fastest, planned, planned_variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -89,7 +89,8 @@ class Answer:
         best, less = self.without_copies, self.in_todays_bytes
         if less is None or less.step.expected_s > (1 + WORTH) * best.step.expected_s:
             return best
-        slower = self.stock is not None and less.step.expected_s > self.stock.row.expected_s >= best.step.expected_s
+        rival_s = best.step.expected_s if self.stock is None else max(self.stock.row.expected_s, best.step.expected_s)
+        slower = self.stock is not None and less.step.expected_s > (1 + EQUAL) * rival_s
         return best if slower else less
 
     @property

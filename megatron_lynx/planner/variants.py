@@ -103,11 +103,11 @@ def variants(job: Job, release: str) -> Iterator[Job]:
 def _others(job: Job, facts: Facts) -> Iterator[Job]:
     """Without captured graphs, which neither goes with."""
     job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
-    if experts is not None and experts.overlapped:
-        yield with_exchanges(job, overlapped=False, delayed=False)
-    elif experts is not None and not experts.whole:
-        offers = (setting for setting in OVERLAPPED if offered(setting, facts))
-        yield from (with_exchanges(job, overlapped=True, delayed=setting.delayed) for setting in offers)
+    if experts is not None:
+        own = experts.overlapped, experts.overlapped and experts.delayed
+        for setting in (StockSetting(), *(() if experts.whole else OVERLAPPED)):
+            if (setting.overlap, setting.delayed) != own and offered(setting, facts):
+                yield with_exchanges(job, overlapped=setting.overlap, delayed=setting.delayed)
     if job.userbuffers:
         yield job.with_userbuffers(False)
     elif job.cluster.nvlink is not None and not job.model.moe_overlapped and offered(StockSetting(userbuffers=True), facts):

@@ -168,8 +168,8 @@ def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: i
 Family = tuple[StockSetting, ...]
 Modules = tuple[str, ...]
 
-EQUAL = 1e-4
-"""The part of a step by which a setting must be faster to be looked at."""
+EQUAL = 2e-3
+"""The part of a step by which a setting must be able to be faster to be priced: with less, some launches take minutes."""
 
 MILLION = 1_000_000
 
