@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from megatron_lynx.advise import Answer, answered, screen, verdict
+from megatron_lynx.advise.neighbours import Neighbour
 from megatron_lynx.advise.today import as_stock, asked_launch
+from megatron_lynx.cost.step_range import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.fp8_recipes import _text_of_recipes, lacking
@@ -329,3 +331,16 @@ def test_a_recipe_that_the_installed_transformer_engine_lacks_is_refused_at_plan
         assert found.launch.row is not None, "what it takes today is told all the same"
     else:
         assert found.plan is not None
+
+
+@pytest.mark.parametrize(("share", "run"), [(1.02, "launch"), (0.995, "launch"), (0.98, "plan")])
+def test_one_percent_of_todays_step_decides(share: float, run: str) -> None:
+    """A plan that was 0.1 % faster was recommended, and a neighbour that was faster than a slower plan but not than today."""
+    found = answer("--tp-comm-overlap")
+    assert found.launch.row is not None
+    assert found.without_copies is not None
+    today = found.launch.row.step
+    plan = replace(found.without_copies, step=StepRange(share * today.least_s, share * today.most_s))
+    slower = Neighbour(found.job, None, replace(plan, step=StepRange(1.01 * today.least_s, 1.01 * today.most_s)))
+    said = verdict(replace(found, stock=None, without_copies=plan, in_todays_bytes=None, copies=None, near=(slower,)))
+    assert said.run == run
