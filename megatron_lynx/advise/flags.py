@@ -50,9 +50,6 @@ class Edit:
     def __bool__(self) -> bool:
         return bool(self.deleted or self.added)
 
-    def __add__(self, other: Edit) -> Edit:
-        return Edit((*self.deleted, *other.deleted), (*self.added, *other.added))
-
     @property
     def flags(self) -> list[str]:
         """Those that are added, each as a shell reads it."""

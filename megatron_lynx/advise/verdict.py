@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`step_s`: the shortest of what is to be run; None, as `run`, where nothing fits."""
+    """`run` and `row` are None where nothing fits."""
 
     text: str
     run: Run | None = None
@@ -80,12 +80,12 @@ def chosen(answer: Answer) -> Choice | None:
 
 def verdict(answer: Answer) -> Verdict:
     """Of everything that was found."""
-    choice, said = chosen(answer), " ".join(_sentences(answer))
+    choice = chosen(answer)
+    said = " ".join(_sentences(answer, choice))
     return Verdict(said) if choice is None else Verdict(said, choice.run, choice.row)
 
 
-def _sentences(answer: Answer) -> Iterator[str]:
-    choice = chosen(answer)
+def _sentences(answer: Answer, choice: Choice | None) -> Iterator[str]:
     if answer.refused:
         yield f"No plan goes with {', '.join(dict.fromkeys(problem.where for problem in answer.refused))}."
     yield from _too_large(answer)
@@ -99,7 +99,7 @@ def _sentences(answer: Answer) -> Iterator[str]:
     if answer.plan is None and not answer.refused:
         yield f"No plan fits in {format_bytes(answer.job.memory_budget_bytes)}."
     if choice.run == "launch":
-        yield _keep(answer, choice)
+        yield _keep(answer)
     elif choice.run == "stock" and not answer.launch.written and not answer.stock_edit:
         yield f"Run stock Megatron without recomputation: nothing else that was found is over {100 * WORTH:.0f} % faster."
     elif choice.run == "stock":
@@ -120,10 +120,8 @@ def _too_large(answer: Answer) -> Iterator[str]:
         yield f"By this count today holds {held}: too much."
 
 
-def _keep(answer: Answer, choice: Choice) -> str:
-    others = [other for other in choices(answer) if other.run != "launch"]
-    best = min(others, key=lambda other: other.row.expected_s, default=None)
-    if best is None:
+def _keep(answer: Answer) -> str:
+    if all(other.run == "launch" for other in choices(answer)):
         return "Keep your launch."
     return f"Keep your launch: nothing else that was found is over {100 * WORTH:.0f} % faster."
 
