@@ -26,7 +26,7 @@ def packages() -> list[Path]:
 
 
 def sources() -> list[Path]:
-    places = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    places = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     return [path for path in places if path != Path(__file__)]
 
 

@@ -21,8 +21,8 @@ from tests.cost.moments_on_ranks import count
 from tests.profiler.made_up import made_up_profile
 
 LONGER_AT_MOST = 0.001
-"""Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter. docs/decisions.md
-says how much longer more memory was seen to make a step, and why."""
+"""Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter.
+docs/decisions/planning.md says how much longer more memory was seen to make a step, and why."""
 STATES_OF_A_HALF = 5 * 5056
 """Random states that a frame remembers at most on this testbed; they are no activations."""
 

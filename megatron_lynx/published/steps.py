@@ -7,7 +7,7 @@
                                       in GB without decimals, so 30 is known to 1.7 %. It ran in fp16, so its gradients are, too
                                       (Megatron's default, `validate_args`): copies in fp32 are there only in updates
 
-What a job says beside the figures was read in the sources: `configs/published_more.yaml` and docs/decisions.md name them.
+Settings of the jobs were read in the code that ran: `configs/published_more.yaml` and docs/decisions/estimating.md name it.
 """
 
 from __future__ import annotations
