@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 
-MEGATRON = "megatron-core>=0.15,<0.20"  # the releases in megatron_lynx/apply/releases/core.py
+MEGATRON = "megatron-core>=0.15,<0.20"  # the releases in megatron_lynx/apply/releases.json
 
 PLOT = ["matplotlib"]
 """What pictures of `compare` and `simulate --plot` need."""
@@ -31,7 +31,7 @@ setup(
     packages=[*find_packages(include=["megatron_lynx", "megatron_lynx.*"]), "megatron_lynx.configs"],
     package_dir={"megatron_lynx": "megatron_lynx", "megatron_lynx.configs": "configs"},
     package_data={
-        "megatron_lynx": ["py.typed", "launch_arguments/flags.json"],
+        "megatron_lynx": ["py.typed", "**/*.json"],
         "megatron_lynx.report": [f"assets/*.{suffix}" for suffix in ("html", "css", "js")],
         "megatron_lynx.configs": ["*.json", "**/*.yaml"],
     },

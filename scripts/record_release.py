@@ -1,34 +1,34 @@
-"""Draft what reads otherwise in a release than in the one before it, as a statement for the file that records releases.
+"""Writes the entry of an installed release into a file of fingerprints: what differs from the release before.
 
-    PYTHONPATH=CHECKOUT python scripts/record_release.py                    for megatron_lynx/apply/releases/core.py
-    PYTHONPATH=CHECKOUT python scripts/record_release.py double_buffered    for megatron_lynx/double_buffered/releases.py
-    PYTHONPATH=TE python scripts/record_release.py transformer_engine       for megatron_lynx/apply/transformer_engine/releases.py
+    PYTHONPATH=CHECKOUT:TE python scripts/record_release.py core         writes apply/releases.json, in megatron_lynx/
+    PYTHONPATH=CHECKOUT python scripts/record_release.py double_buffered   writes double_buffered/releases.json
+    PYTHONPATH=TE python scripts/record_release.py transformer_engine      writes apply/transformer_engine/releases.json
 
-CHECKOUT is a checkout of megatron-core or an unpacked wheel; TE is an unpacked wheel of Transformer Engine. Some classes of
-megatron-core can be read only where both are on the path.
+CHECKOUT is a checkout of megatron-core or an unpacked wheel; TE is an unpacked wheel of Transformer Engine, which some modules of
+megatron-core import. `-o FILE` writes another file. A release that is recorded already is recorded again; its `also` stays.
 
-The draft holds fingerprints only. Before it is committed somebody reads what changed since the release before (`git diff` of the
-two, for the functions named), checks where a `LayerNormLinear` keeps what its norm made, and runs the tests against the release.
+Before the file is committed somebody reads what changed since the release before (`git diff` of the two, for the functions
+named), checks where a `LayerNormLinear` saves what its norm made (`apply/transformer_engine/norm.py`), and runs the tests.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_lynx.apply.releases import KNOWN, Release, fingerprint, installed_version, minor_of, number_of
-from megatron_lynx.apply.releases.core import LANGUAGE
-from megatron_lynx.apply.releases.release import GONE
-from megatron_lynx.apply.transformer_engine import KNOWN as KNOWN_TE
+from megatron_lynx.apply import releases, transformer_engine
+from megatron_lynx.apply.releases import GONE, Release, fingerprint, installed_version, minor_of, number_of
 from megatron_lynx.apply.transformer_engine import installed_te
-from megatron_lynx.apply.transformer_engine.release import ATTENTION
-from megatron_lynx.double_buffered.releases import KNOWN as KNOWN_WITHOUT_FLUSHES
+from megatron_lynx.double_buffered import releases as without_flushes
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
-LONG = {"ATTENTION": ATTENTION, "LANGUAGE": LANGUAGE}
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 COMING = (
     f"{LAYER}._run_input_layernorm",
@@ -41,88 +41,77 @@ COMING = (
 """The functions that will matter in megatron-core 0.20, and that no release before it has."""
 
 
-def core_draft() -> str:
-    """What differs in the megatron-core that can be imported."""
-    tables: dict[str, Sequence[str]] = {
-        "fingerprints": COMING,
-        "te": (),
-        "experts": (),
-        "latent": (),
-        "head": (),
-        "hybrid": (),
-        "overlapped": (),
-    }
-    unread = []
+@dataclass(frozen=True)
+class Recorded:
+    """One file of fingerprints."""
+
+    file: Path
+    known: Mapping[str, Release]
+    installed: Callable[[], str]
+    needs_te: bool = False
+    """Whether some of its functions can be imported only beside Transformer Engine."""
+    coming: tuple[str, ...] = ()
+    """Functions that matter in every run of the next release, and that no known release has."""
+
+
+PACKAGE = Path(__file__).parents[1] / "megatron_lynx"
+FILES = {
+    "core": Recorded(PACKAGE / "apply/releases.json", releases.KNOWN, installed_version, True, COMING),
+    "transformer_engine": Recorded(PACKAGE / "apply/transformer_engine/releases.json", transformer_engine.KNOWN, installed_te),
+    "double_buffered": Recorded(PACKAGE / "double_buffered/releases.json", without_flushes.KNOWN, installed_version),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=FILES)
+    parser.add_argument("-o", "--output", type=Path)
+    asked = parser.parse_args()
+    recorded = FILES[asked.what]
     try:
-        installed_te()
-    except HookRefused:
-        del tables["te"]
-        unread = ["    # te: not read, because Transformer Engine cannot be imported"]
-    return draft("CORE", installed_version(), KNOWN, tables, unread)
+        version = recorded.installed()
+        if recorded.needs_te:
+            installed_te()
+    except HookRefused as refused:
+        raise SystemExit(str(refused)) from None
+    entries = json.loads(recorded.file.read_text(encoding="utf-8"))
+    minor = minor_of(version)
+    entries[minor] = {**entries.get(minor, {}), **entry_of(version, recorded)}
+    in_order = {each: entries[each] for each in sorted(entries, key=number_of)}
+    output = asked.output or recorded.file
+    output.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+    print(f"recorded {minor} from {version}: {output}")
 
 
-def te_draft() -> str:
-    """What differs in the Transformer Engine that can be imported."""
-    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "fp8": (), "grouped": (), "fp4": ()})
+def entry_of(version: str, recorded: Recorded) -> dict[str, Any]:
+    """What differs in the installed version from the newest known release before it."""
+    known = recorded.known.values()
+    earlier = [release for release in known if number_of(release.version) < number_of(version)]
+    before = earlier[-1] if earlier else Release("", {})
+    ever = dict.fromkeys(function for release in known for function in release.fingerprints)
+    entry: dict[str, Any] = {"recorded_from": version}
+    if found := difference(before.fingerprints, [*ever, *recorded.coming]):
+        entry["fingerprints"] = found
+    only_with = {}
+    for what in dict.fromkeys(what for release in known for what in release.only_with):
+        ever = dict.fromkeys(function for release in known for function in release.only_with.get(what, {}))
+        if found := difference(before.only_with.get(what, {}), list(ever)):
+            only_with[what] = found
+    return {**entry, "only_with": only_with} if only_with else entry
 
 
-def double_buffered_draft() -> str:
-    """What differs in the megatron-core that can be imported, for training without flushes."""
-    return draft("CORE", installed_version(), KNOWN_WITHOUT_FLUSHES, {"fingerprints": ()})
+def difference(before: Mapping[str, str], functions: list[str]) -> dict[str, str]:
+    """The fingerprint of each function that changed, came, or is gone."""
+    found = {function: found_of(function) for function in functions}
+    return {function: hashed for function, hashed in found.items() if hashed != before.get(function, GONE)}
 
 
-def draft(
-    name: str, version: str, known: Mapping[str, Release], tables: Mapping[str, Sequence[str]], unread: Sequence[str] = ()
-) -> str:
-    """A statement of Python: what differs in this version from the newest known release that is older.
+def found_of(function: str) -> str:
+    try:
+        return fingerprint(function)
+    except (ImportError, AttributeError):
+        return GONE
 
-    `tables`: by the name of a table, functions to look for in addition to those that any known release has in it.
-    """
-    older = [release for release in known.values() if number_of(release.version) < number_of(version)]
-    if not older:
-        raise SystemExit(f"no release before {version} is known; needed: one after {next(iter(known))}")
-    before = older[-1]
-    lines = [f"{constant(name, version)} = {constant(name, before.version)}.then(  # recorded from {version}"]
-    lines += [f'    "{minor_of(version)}",', *unread]
-    for table, coming in tables.items():
-        ever = dict.fromkeys(function for release in known.values() for function in recorded(release, table))
-        lines += written(table, difference(recorded(before, table), [*ever, *coming]))
-    return "\n".join([*lines, ")", ""])
-
-
-def recorded(release: Release, table: str) -> Mapping[str, str]:
-    """One table of a release: that of all runs, or of those that have something."""
-    return release.fingerprints if table == "fingerprints" else release.only_with.get(table, {})
-
-
-def constant(name: str, version: str) -> str:
-    return f"{name}_{minor_of(version).replace('.', '_')}"
-
-
-def difference(before: Mapping[str, str], functions: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each function that reads otherwise than before, came, or is gone, with what is to be recorded of it."""
-    for function in functions:
-        try:
-            found = fingerprint(function)
-        except (ImportError, AttributeError):
-            found = GONE
-        if found != before.get(function, GONE):
-            yield function, found
-
-
-def written(table: str, differing: Iterable[tuple[str, str]]) -> list[str]:
-    """One table of the statement, or nothing if it is empty."""
-    rows = [f"        {quoted(function)}: {'GONE' if found == GONE else quoted(found)}," for function, found in differing]
-    return [f"    {table}={{", *rows, "    },"] if rows else []
-
-
-def quoted(text: str) -> str:
-    """Text as a literal. Some modules have names that are too long for a line."""
-    long = next((name for name, module in LONG.items() if text.startswith(module)), None)
-    return f'"{text}"' if long is None else f'f"{{{long}}}{text.removeprefix(LONG[long])}"'
-
-
-DRAFTS = {"": core_draft, "transformer_engine": te_draft, "double_buffered": double_buffered_draft}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))  # before a checkout of Megatron, which has `tests`, too
@@ -131,4 +120,4 @@ if __name__ == "__main__":
     instruments.offer()
     stand_in_for_cuda()
     stand_in_for_missing_modules()  # where there is no GPU
-    print(DRAFTS["".join(sys.argv[1:])](), end="")
+    main()

@@ -205,12 +205,11 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
     attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
     telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk
-    release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
         offloading = engine.offloader.chunks
         met = [half for half, of in of_layer[number].items() if of.may_replay or of.midway or of.goes_out(offloading)]
-        yield from sites.claims(engine, layer, number, met, release, fp8=run.fp8)
+        yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
-from megatron_lynx.kinds.running import FACES
 
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
     "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    **{face.listed_as: face.relies_on for face in FACES if face.relies_on},
+    "latents": ("transformer.multi_latent_attention",),
+    "experts": tuple(
+        f"transformer.moe.{name}"
+        for name in ("moe_layer", "moe_utils", "router", "experts", "shared_experts", "token_dispatcher", "fused_a2a")
+    ),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "hybrid": ("models.hybrid.hybrid_block",),
@@ -37,9 +40,7 @@ RELIES_ON = {
     ),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""By hook (`apply/hooks/<name>`, `apply/transformer_engine`), the modules of `megatron.core` whose functions it counts on.
-
-A kind of section is no hook: those on halves and sites hold every kind; the functions of one kind alone are listed apart."""
+"""By hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section, the modules of `megatron.core` it relies on."""
 
 
 @dataclass(frozen=True)

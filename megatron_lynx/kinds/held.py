@@ -3,7 +3,6 @@
 a kind says                            who asks
 section_in       of a live layer       everybody: `kinds.running.sections_in`
 classes          by role               `apply.layers`: linears that were shown to be replayed in every bit
-relies_on        modules, functions    `apply.inventory`, and the installation, before it changes anything
 refusals         settings, modules     `apply.refusals`
 mismatches       plan and live layers  `apply.match`
 claims           hooks of its own      `apply.installation`
@@ -39,14 +38,10 @@ class Running(ABC):
     """The name of its section."""
     stated_as: str = "model.kinds"
     """The key of a plan that says which layers have it."""
-    listed_as: str = ""
-    """What `megatron-lynx hooks` lists the functions under that it relies on."""
     recorded: str = ""
     """Which table of a release has the functions that matter with this kind alone; empty: it has none of its own."""
     recorded_as: str = ""
     """How a release that reads otherwise is told: "megatron-core's ... do not read as recorded"."""
-    relies_on: tuple[str, ...] = ()
-    """The modules of `megatron.core` whose functions it counts on. With them it has a name to be listed as."""
     local: ClassVar[Classes] = {}
     te: ClassVar[Classes] = {}
     """The classes of its sites in Megatron's own layers, and in Transformer Engine's."""

@@ -18,12 +18,10 @@ from tests.test_ranks_of_packages import PACKAGE
 TABLES = (
     "anatomy/",
     "kinds/",
-    "apply/releases",
     "apply/transformer_engine/",
-    "double_buffered/releases.py",
     "stock/modules.py",
 )
-"""What Megatron and Transformer Engine call their things, release by release, and the anatomy itself."""
+"""What Megatron and Transformer Engine call their things, and the anatomy itself."""
 
 EXCEPTIONS = {
     ("stock/legality.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",

@@ -195,7 +195,7 @@ def rewrite_router(training: Any, undo: ExitStack) -> None:
 
 def reads_otherwise(training: Any, undo: ExitStack, what: str) -> None:
     """Code that matters only in runs that have this reads differently."""
-    from megatron_lynx.apply.releases.release import Release
+    from megatron_lynx.apply.releases import Release
 
     problem = Problem(what, "other code", "the recorded one")
     undo.enter_context(patch.object(Release, "stale_with", lambda self, asked: [problem] if asked == what else []))

@@ -21,7 +21,6 @@ from torch.nn import Module
 from megatron_lynx.anatomy import Half, Item, Section
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import Place, places_of
-from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.kinds.running import sections_in
@@ -34,31 +33,31 @@ def claims(
     layer: Module,
     number: int,
     met: Container[Half],
-    release: TeRelease | None = None,
     *,
+    te: bool = False,
     fp8: bool = False,
 ) -> Iterator[Claim]:
-    """`met`: halves of which anything is replayed or offloaded, or in whose midst anything begins. `release`: that of Transformer
-    Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
+    """`met`: halves of which anything is replayed or offloaded, or in whose midst anything begins. `te`: the layer is made of
+    Transformer Engine's modules. `fp8`: its linears may run in FP8."""
     for section in sections_in(layer):
         if section.half not in met:
             continue
-        for place in places_of(section, layer, te=release is not None):
-            site = _site_at(place, section, release, fp8=fp8)
+        for place in places_of(section, layer, te=te):
+            site = _site_at(place, section, te=te, fp8=fp8)
             yield Claim(
                 place.owner, place.method, _as_site(engine, site), "is a site of the plan", f"layer {number}.{place.item.name}"
             )
 
 
-def _site_at(place: Place, section: Section, release: TeRelease | None, *, fp8: bool) -> Callable[..., Site]:
+def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:
     """What makes the site at a place of its own code."""
     item, module = place.item, place.module
-    norm = norm_of(section, item, place.owner) if release is not None else ""
+    norm = norm_of(section, item, place.owner) if te else ""
     return partial(
         Site,
         item.name,
         module,
-        first=norm_inside(place.owner, norm, release) if norm and release is not None else None,
+        first=norm_inside(place.owner, norm) if norm else None,
         state=Fp8Linear(place.owner) if fp8 and (item.is_linear or item.of_experts) else None,
         may_draw=item.may_draw,
         goes_on=place.goes_on,

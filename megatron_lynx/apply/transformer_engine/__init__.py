@@ -1,14 +1,16 @@
-"""Which Transformer Engine is installed, what this package knows of it (`releases`), and how plans treat its layers.
+"""Which Transformer Engine is installed, which of its functions plans rely on, and how plans treat its layers.
 
-`norm` regenerates the norm inside a linear without the linear, `fp8` makes replays in FP8 leave no trace.
+`norm` regenerates the norm inside a linear without the linear, `fp8` makes recomputations in FP8 leave no trace.
 """
 
 from __future__ import annotations
 
-from megatron_lynx.apply.releases import table_of
-from megatron_lynx.apply.transformer_engine.release import TeRelease
-from megatron_lynx.apply.transformer_engine.releases import KNOWN
+from pathlib import Path
+
+from megatron_lynx.apply.releases import Release, releases_in, table_of
 from megatron_lynx.errors import HookRefused, Problem
+
+KNOWN = releases_in(Path(__file__).with_name("releases.json"))
 
 
 def installed_te() -> str:
@@ -21,13 +23,7 @@ def installed_te() -> str:
     return str(transformer_engine.__version__)
 
 
-def present_te() -> TeRelease:
-    """The table for the Transformer Engine that is imported.
-
-    Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
-    """
+def present_te() -> Release:
+    """The table for the Transformer Engine that is imported. Raises `HookRefused` for an unknown release."""
     todo = "install one of these, or launch with --transformer-impl local"
     return table_of(installed_te(), KNOWN, "transformer_engine", "Transformer Engine", todo)
-
-
-__all__ = ["KNOWN", "TeRelease", "installed_te", "present_te"]

@@ -15,19 +15,23 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of, parts_saved
-from megatron_lynx.apply.transformer_engine.release import TeRelease
 from megatron_lynx.runtime.site import FirstPart
 
+NODE = "_LayerNormLinearBackward"
+"""The autograd node of a `LayerNormLinear`, in every known release."""
+SLOTS = (5, 6, 7)
+"""Indices of the norm's output, mean and reciprocal deviation among the tensors that the node saves (RMSNorm has no mean)."""
 
-def norm_inside(linear: Any, item: str, release: TeRelease) -> FirstPart:
+
+def norm_inside(linear: Any, item: str) -> FirstPart:
     """The norm of one `LayerNormLinear`, as the first part of its call. `item`: the name that plans have for this norm."""
 
     def slots(node: Any) -> tuple[int, ...]:
         if not node.fp8:
-            return release.norm_slots
+            return SLOTS
         return tuple(range(-2 - parts_saved(linear), 0))  # counted from the end: mean and deviation are the last
 
-    return FirstPart(item=item, run=_norm_of(linear), node=release.norm_node, slots=slots)
+    return FirstPart(item=item, run=_norm_of(linear), node=NODE, slots=slots)
 
 
 def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:

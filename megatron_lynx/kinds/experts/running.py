@@ -65,16 +65,6 @@ class HeldExperts(Running):
 
     half, name = EXPERTS.half, EXPERTS.name
     recorded, recorded_as = "experts", "mixtures of experts do"
-    listed_as = "experts"
-    relies_on = (
-        "transformer.moe.moe_layer",
-        "transformer.moe.moe_utils",
-        "transformer.moe.router",
-        "transformer.moe.experts",
-        "transformer.moe.shared_experts",
-        "transformer.moe.token_dispatcher",
-        "transformer.moe.fused_a2a",
-    )
     local, te = _LOCAL, _TE
 
     def section_in(self, layer: Module) -> Section | None:

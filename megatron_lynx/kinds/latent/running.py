@@ -40,8 +40,6 @@ class HeldLatentAttention(Running):
 
     half, name = ANY.half, ANY.name
     recorded, recorded_as = "latent", "latent attention does"
-    listed_as = "latents"
-    relies_on = ("transformer.multi_latent_attention",)
     local: ClassVar[Classes] = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
     te: ClassVar[Classes] = {
         **TE,

@@ -1,0 +1,150 @@
+"""Reads which functions of megatron-core and Transformer Engine hooks rely on, release by release, and compares them with the
+installed ones.
+
+releases.json: {"0.16": {"recorded_from": "0.16.1", "fingerprints": {FUNCTION: HASH}, "only_with": {"experts": {FUNCTION: HASH}}}}
+
+The first release lists every function; each later one those that differ from the release before, came with it, or are `gone`.
+A fingerprint is a hash of the function's unwrapped source text, comments included. If one differs, installing is refused (rule
+R6). `also` has the fingerprints of other patch releases of the same minor one that were found to be equivalent.
+`scripts/record_release.py` writes the entry of a release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_lynx.errors import HookRefused, Problem
+
+GONE = "gone"
+"""The fingerprint of a function that a release has lost."""
+
+Fingerprints = Mapping[str, str]
+"""By `module:qualified.name` of a function, the first 16 hex digits of the SHA-256 of its source."""
+
+NONE: Fingerprints = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Release:
+    """The functions that matter in one minor release."""
+
+    version: str
+    """Major and minor number, as in `0.16`."""
+    fingerprints: Fingerprints
+    """The functions that matter in every run."""
+    only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
+    """The functions that matter only in some runs, by what these have: `experts`, `latent` attention, a `head` in pieces,
+    `hybrid` models, exchanges of experts that are `overlapped`, layers of Transformer Engine (`te`: can be imported only where it
+    is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
+    also: Fingerprints = field(default_factory=dict)
+    """Fingerprints in another patch release that are as good."""
+
+    def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
+        """The next release, of which only the differences are given."""
+        tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}
+        return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
+
+    def stale(self) -> list[Problem]:
+        """Every function that matters in every run and differs from the recorded one."""
+        return differing(self.fingerprints, self.also)
+
+    def stale_with(self, what: str) -> list[Problem]:
+        """Every function that matters only with this and differs from the recorded one."""
+        return differing(self.only_with.get(what, {}), self.also)
+
+
+def changed(before: Fingerprints, changes: Fingerprints) -> dict[str, str]:
+    return {function: recorded for function, recorded in {**before, **changes}.items() if recorded != GONE}
+
+
+def releases_in(file: Path) -> dict[str, Release]:
+    """The releases of a file, by version, oldest first."""
+    known: dict[str, Release] = {}
+    release = Release("", {})
+    for version, entry in json.loads(file.read_text(encoding="utf-8")).items():
+        release = release.then(version, entry.get("fingerprints", {}), entry.get("only_with", {}))
+        also = {function: hashed for patch in entry.get("also", {}).values() for function, hashed in patch.items()}
+        known[version] = Release(version, release.fingerprints, release.only_with, also)
+    return known
+
+
+KNOWN = releases_in(Path(__file__).with_suffix(".json"))
+"""The known releases of megatron-core."""
+
+
+def installed_version() -> str:
+    """The version of the megatron-core that is imported, e.g. `0.16.1`. Raises `HookRefused` where it cannot be imported."""
+    try:
+        from megatron.core import __version__
+    except ModuleNotFoundError as missing:  # 0.18 and 0.19 import triton, which torch for CPUs does not bring
+        problem = Problem("megatron.core", f"no module {missing.name}", "it, to be imported", "install it")
+        raise HookRefused("megatron-core cannot be imported", [problem]) from None
+    return str(__version__)
+
+
+def present_release() -> Release:
+    """The table for the megatron-core that is imported. Raises `HookRefused` for an unknown release."""
+    return table_of(installed_version(), KNOWN, "megatron.core", "megatron-core", "install one of these")
+
+
+def table_of(version: str, known: Mapping[str, Release], package: str, name: str, todo: str) -> Release:
+    """The table for an installed version, such as `0.16.1`.
+
+    Raises `HookRefused` for an unknown release, with every function that differs from the nearest known release.
+    """
+    release = known.get(minor_of(version))
+    if release is None:
+        nearest = min(known.values(), key=lambda one: abs(number_of(one.version) - number_of(version)))
+        todo = f"{todo}; what moved since {nearest.version} follows"
+        unknown = Problem(package, version, f"one of {', '.join(f'{minor}.x' for minor in known)}", todo)
+        raise HookRefused(f"this release of {name} is not known", [unknown, *nearest.stale()])
+    return release
+
+
+def minor_of(version: str) -> str:
+    """`0.16` of `0.16.1`."""
+    return ".".join(version.split(".")[:2])
+
+
+def number_of(version: str) -> int:
+    """A sort key: larger for a later minor release."""
+    major, minor = minor_of(version).split(".")
+    return 1000 * int(major) + int(minor)
+
+
+def differing(recorded: Fingerprints, also: Fingerprints = NONE) -> list[Problem]:
+    """Every function that differs from the recorded one. `also`: see `Release`."""
+    return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed, also.get(name))) is not None]
+
+
+def _problem(name: str, recorded: str, also: str | None) -> Problem | None:
+    try:
+        found = fingerprint(name)
+    except (ImportError, AttributeError) as missing:
+        return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
+    if found in (recorded, also):
+        return None
+    todo = "use a release as published, or have its table recorded anew"
+    return Problem(name, f"source with fingerprint {found}", " or ".join(filter(None, (recorded, also))), todo)
+
+
+def fingerprint(name: str) -> str:
+    """The fingerprint of an importable function, `module:qualified.name`."""
+    module, _, path = name.partition(":")
+    return _hash_of_source(inspect.unwrap(attrgetter(path)(import_module(module))))
+
+
+@cache
+def _hash_of_source(function: Any) -> str:
+    """Cached: `inspect.getsource` tokenises the file to find the function's end, and each plan needs 30 functions."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
