@@ -8,7 +8,7 @@ from io import StringIO
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.host_clock import Spent, spent_in_steps
+from megatron_lynx.testbed.host_time import Spent, spent_in_steps
 from megatron_lynx.testbed.profiling import measure_rank
 from megatron_lynx.testbed.subject import subjects_of
 

@@ -32,8 +32,7 @@ from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
-from megatron_lynx.testbed.host_clock import Spent
-from megatron_lynx.testbed.host_time import offloading_all
+from megatron_lynx.testbed.host_time import Spent, offloading_all
 from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests import instruments

@@ -33,8 +33,8 @@ from benchmarks.host_time import NORMS_AND_ACTIVATION
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed import fused_gradient
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.fusions import deferring_job, stand_in_for_fused_gradient
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import MEGATRON_ENVIRONMENT
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -62,7 +62,7 @@ class Row:
 
 def settings(kind: str, *, offloading: bool) -> tuple[Job, dict[str, Candidate]]:
     layout: dict[str, Any] = {"pipeline": 2, "replicas": 1} if offloading else {"replicas": 2}
-    job = fused_gradient.deferring(
+    job = deferring_job(
         tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=kind, attention="unfused", **layout)
     )
     kept = uniform_plan(job, "none")
@@ -93,7 +93,7 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
 
     join_alone(2)
     job, candidates = settings(kind, offloading=offloading)
-    with fused_gradient.stand_in_for_fused_gradient():
+    with stand_in_for_fused_gradient():
         subjects = subjects_of(job, list(candidates.values()))
         for name, candidate in candidates.items():
             with subjects[candidate.name].in_force():

@@ -65,9 +65,8 @@ def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterato
     """Train with either schedule from the same weights, text and learning rates. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule
 
     given: dict[str, Any] = {"optimizer": "megatron", "learning_rate": course.rate, "settings": dict(course.optimizer)}
     training = Training(job, build_model(job, seed=seed), ddp=True, **given)
@@ -102,7 +101,7 @@ def windows(job: Job, seed: int, validation: bool) -> Iterator[Any]:
     """Micro-batches of random windows of the text, one character a token."""
     import torch
 
-    from megatron_lynx.testbed.batches import MicroBatch
+    from megatron_lynx.testbed.training import MicroBatch
 
     texts = [(Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_bytes() for name in SOURCES]
     parts = [text[len(text) * 9 // 10 :] if validation else text[: len(text) * 9 // 10] for text in texts]

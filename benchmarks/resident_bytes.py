@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.fused_gradient import fused_gradients
+from megatron_lynx.testbed.fusions import fused_gradients
 from megatron_lynx.testbed.subject import Subject
 
 

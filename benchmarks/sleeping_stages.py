@@ -35,10 +35,8 @@ def batch_times(rank: int, job: Job, batches: int, forward_s: float) -> dict[str
 def trained(job: Job, batches: int, forward_s: float, barrier: bool, defers: bool | None) -> Iterator[None]:
     """Train; yields behind each update."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, run_schedule, synthetic_batches
 
     training = Training(job, build_model(job), ddp=barrier, optimizer="megatron" if barrier else "sgd", learning_rate=0.001)
     sizes = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
@@ -59,7 +57,7 @@ def trained(job: Job, batches: int, forward_s: float, barrier: bool, defers: boo
 
 def sleeping(forward_s: float) -> Callable[..., Any]:
     """Megatron's `forward_step_func`, which takes its time, as does the backward of what it returns."""
-    from megatron_lynx.testbed.step import forward_step
+    from megatron_lynx.testbed.training import forward_step
 
     def sleeping_forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
         time.sleep(forward_s)

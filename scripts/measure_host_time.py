@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import LAYERS, Implementation
-from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE
 from megatron_lynx.testbed.host_time import Asked, measured_here
+from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, read_yaml, write_yaml
 from tests import instruments

@@ -24,7 +24,7 @@ from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.testbed import comparison
 from megatron_lynx.testbed.comparison import Comparison
-from megatron_lynx.testbed.fused_gradient import deferring
+from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
@@ -110,7 +110,7 @@ def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     few = partial(comparison.compare, module_sets=False)  # they are counted in tests/testbed/test_comparison.py
     monkeypatch.setattr(comparison, "compare", few)
     monkeypatch.setattr(comparison, "ENVIRONMENT", {})  # with it ranks are not forked, but import torch
-    job = job_file(tmp_path, deferring(SMALL))
+    job = job_file(tmp_path, deferring_job(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout
     adam = load_profile(profile).host_time.adam

@@ -17,16 +17,21 @@ from megatron.core.utils import get_model_config
 
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.batches import MicroBatch, synthetic_batches
 from megatron_lynx.testbed.candidates import Candidate
-from megatron_lynx.testbed.fused_gradient import NAME, stand_in_for_fused_gradient
-from megatron_lynx.testbed.gradients import unwrapped
+from megatron_lynx.testbed.fusions import NAME, stand_in_for_fused_gradient
 from megatron_lynx.testbed.groups import seed_random_numbers
 from megatron_lynx.testbed.stand_in import replace
-from megatron_lynx.testbed.step import ForwardStep, forward_step, run_schedule
 from megatron_lynx.testbed.subject import forget_offloaded, without_its_table
 from megatron_lynx.testbed.tiny_models import build_model
-from megatron_lynx.testbed.training import Training
+from megatron_lynx.testbed.training import (
+    ForwardStep,
+    MicroBatch,
+    Training,
+    forward_step,
+    run_schedule,
+    synthetic_batches,
+    unwrapped,
+)
 
 SEED = 1234
 

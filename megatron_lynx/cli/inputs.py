@@ -164,9 +164,9 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
     own_layers = bool(words) and read_launch(words).given["transformer_impl"] == "local"
 
     try:
-        from megatron_lynx.testbed.compiled_parts import has_compiled_extension
         from megatron_lynx.testbed.host_time import Asked, measured_here
         from megatron_lynx.testbed.ranks import RankError
+        from megatron_lynx.testbed.stand_in import has_compiled_extension
 
         import_module("megatron.core")
     except ImportError as error:

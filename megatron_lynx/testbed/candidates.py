@@ -11,15 +11,17 @@ ours                                     the plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from megatron_lynx.anatomy import DENSE, HALVES
-from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Pass
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, Windows
+from megatron_lynx.plan import weight_gradients
+from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, WeightGradients, Windows
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
@@ -142,3 +144,40 @@ def _on_demand(rule: Rule) -> Rule:
         if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.replay
     }
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
+
+
+PLENTY = 1 << 30
+
+
+def deferring(
+    plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = PLENTY
+) -> Plan:
+    """The same plan, in which these linears, or all, defer theirs into those of the chosen waits that come for them."""
+    return plan.with_stages(_stage(plan, stage, linears, chosen, most_bytes) for stage in plan.stages)
+
+
+def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[str], bool], most_bytes: int) -> Stage:
+    rules = []
+    for rule in stage.rules:
+        waits = {}
+        for linear in linears or [linear for half in HALVES for linear in plan.model.halves[half].linears]:
+            if some := tuple(wait for wait in _waits(plan) if chosen(wait) and _comes(plan, stage, rule, linear, wait)):
+                waits[linear] = some
+        rules.append(rule.model_copy(update={"weight_gradients": waits}))
+    bound = WeightGradients(bytes=most_bytes) if any(rule.weight_gradients for rule in rules) else None
+    return stage.model_copy(update={"rules": tuple(rules), "weight_gradients": bound})
+
+
+def _comes(plan: Plan, stage: Stage, rule: Rule, linear: str, wait: str) -> bool:
+    asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
+    return not list(weight_gradients.problems(plan, stage, asked, timetable_of(plan, stage.stage)))
+
+
+def _waits(plan: Plan) -> Iterator[str]:
+    yield RECV_BACKWARD
+    sliced = plan.parallel.sequence_parallel
+    passes: tuple[Pass, ...] = PASSES
+    for passing in passes:
+        for half in HALVES:
+            for ordinal in range(len(plan.model.halves[half].collectives(passing, sliced))):
+                yield from (window_name(passing, half, ordinal, above) for above in (0, 1, -1))

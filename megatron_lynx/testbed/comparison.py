@@ -21,10 +21,9 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import model_facts, parallel_facts
 from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
-from megatron_lynx.testbed.census import Census, Counted, take_census
-from megatron_lynx.testbed.fused_gradient import deferring
+from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.hosts import Hosts
-from megatron_lynx.testbed.race import Lap, race
+from megatron_lynx.testbed.subject import Census, Counted, Lap, race, take_census
 from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3
@@ -57,7 +56,7 @@ def compare(
     """
     check_plan(job, plan)
     if any(entry.defers for entry in plan.stages):
-        job = deferring(job)  # stock's weight gradients, too, are then added up in place
+        job = deferring_job(job)  # stock's weight gradients, too, are then added up in place
     with announce("counting what every setting holds, comparing gradients"):
         censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
     field = field_of(censuses[0])

@@ -5,7 +5,7 @@
     PP2, stage 0   keep everything, and send all of it to the host                                               } asked for
 
 What a step needs besides its layers is measured with a model of one layer, and subtracted. Stock's seconds are shared out between
-the halves as marks in its model say (`host_clock`). What a plan does with one half alone is that half's. Figures of two ranks are
+the halves as marks in its model say. What a plan does with one half alone is that half's. Figures of two ranks are
 what they add to keeping everything there, so that collectives that all settings issue are not in them. Tensors are tiny, and so
 are some differences: no figure is less than that of a setting which issues the same and less.
 
@@ -16,12 +16,17 @@ profile is made.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import is_forward
@@ -29,17 +34,16 @@ from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, I
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.nest import all_in
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed import fused_gradient
-from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, with_offload
-from megatron_lynx.testbed.deferring import deferring
-from megatron_lynx.testbed.fusions import compiler_for
-from megatron_lynx.testbed.host_clock import Spent, least_of_steps, shares_of_halves
+from megatron_lynx.runtime.device import device_for
+from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, deferring, with_offload
+from megatron_lynx.testbed.fusions import adds_up_in_place, compiler_for, deferring_job, stand_in_for_fused_gradient
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
+from megatron_lynx.testbed.stand_in import stood_in_for
 from megatron_lynx.testbed.subject import Subject, subjects_of
-from megatron_lynx.testbed.te_layer import stood_in_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 
@@ -68,7 +72,7 @@ def asked_by(job: Job, rounds: int) -> Asked:
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,
         offloaded=job.offload_ratio != 0,
-        deferred=fused_gradient.adds_up_in_place(job) and job.parallel.tensor > 1,
+        deferred=adds_up_in_place(job) and job.parallel.tensor > 1,
         rounds=rounds,
     )
 
@@ -97,7 +101,7 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
 
 def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
     """The host time of layers of one kind, on this machine. Runs inside `RankPool`, on all of its `ranks`."""
-    with fused_gradient.stand_in_for_fused_gradient():
+    with stand_in_for_fused_gradient():
         one = _job(asked, replicas=ranks)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
         partly, replayed = (list(_half_alone(one, setting)) for setting in ("partly", "replayed"))
@@ -169,7 +173,7 @@ def _job(asked: Asked, **layout: Any) -> Job:
     attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
     job = tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=kind, attention=attention, **size, **layout)
     cluster = job.cluster.model_copy(update={"device": "cuda" if gpu else "cpu"})
-    return fused_gradient.deferring(job.model_copy(update={"cluster": cluster}))
+    return deferring_job(job.model_copy(update={"cluster": cluster}))
 
 
 def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) -> Iterator[Candidate]:
@@ -246,3 +250,143 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
 def _passes(spent: Spent) -> HostPasses:
     """Tenths of microseconds."""
     return HostPasses(forward_us=round(1e6 * spent.forward_s, 1), backward_us=round(1e6 * spent.backward_s, 1))
+
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+def issuing_clock(device: torch.device) -> Clock:
+    """Processor seconds of the threads that issue work to a device. Called in the one that issues forwards."""
+    threads = {threading.get_ident()}
+    some = torch.zeros(1, device=device, requires_grad=True) * 1
+    some.register_hook(lambda _: threads.add(threading.get_ident()))
+    some.backward()
+    clocks = [time.pthread_getcpuclockid(thread) for thread in threads]
+    return lambda: sum(map(time.clock_gettime, clocks))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Host seconds of forwards, and of backwards."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.forward_s - other.forward_s, self.backward_s - other.backward_s)
+
+    def at_least(self, other: Spent) -> Spent:
+        return Spent(max(self.forward_s, other.forward_s), max(self.backward_s, other.backward_s))
+
+    def __mul__(self, share: Spent | float) -> Spent:
+        by = share if isinstance(share, Spent) else Spent(share, share)
+        return Spent(by.forward_s * self.forward_s, by.backward_s * self.backward_s)
+
+
+def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None) -> dict[str, Spent]:
+    """The least that a step of each subject takes, forwards and backwards apart: whatever else runs here only adds to that."""
+    return {
+        name: Spent(min(one.forward_s for one in found), min(one.backward_s for one in found))
+        for name, found in spent_in_steps(subjects, rounds, steps, clock).items()
+    }
+
+
+def spent_in_steps(
+    subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None
+) -> dict[str, list[Spent]]:
+    """What each step of each subject takes, by the issuing threads' clock or another. Subjects take turns."""
+    samples: dict[str, list[Spent]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, subject in subjects.items():
+            with subject.in_force():
+                subject.uncleared_step()
+                samples[name] += [_timed_step(subject, clock or issuing_clock(subject.device)) for _ in range(steps)]
+    return samples
+
+
+def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
+    """Each half's part of a stock layer's forward, and of its backward: between two halves there is one tensor, whose gradient
+    comes when the one half's backward is over and the other's begins."""
+    subject.uncleared_step()
+    clock = issuing_clock(subject.device)
+    forward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)
+    backward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)
+    for _ in range(steps):
+        marks: list[tuple[Half, float]] = []
+        with _marked_halves(forward, marks, clock):
+            _idle_step(subject)
+        for (half, begin_s), (following, end_s) in pairwise(marks):
+            if half != following:  # what lies between two micro-batches is nobody's
+                backward[half] += end_s - begin_s
+    whole_s = Spent(sum(forward.values()), sum(backward.values()))
+    return {half: Spent(forward[half] / whole_s.forward_s, backward[half] / whole_s.backward_s) for half in HALVES}
+
+
+def _idle_step(subject: Subject) -> None:
+    """A step that begins on an idle device: the host never waits because a device's queue is full."""
+    device_for(subject.device).synchronize()
+    subject.uncleared_step()
+
+
+def _timed_step(subject: Subject, clock: Clock) -> Spent:
+    seconds = {"forward_step": 0.0, "backward_step": 0.0}
+    with _clocked_schedules(seconds, clock):
+        _idle_step(subject)
+    return Spent(seconds["forward_step"], seconds["backward_step"])
+
+
+@contextmanager
+def _clocked_schedules(seconds: dict[str, float], clock: Clock) -> Iterator[None]:
+    """Clocks around whatever stands for Megatron's two functions now, the hooks of a plan included."""
+    from megatron.core.pipeline_parallel import schedules
+
+    originals = {name: getattr(schedules, name) for name in seconds}
+    for name, original in originals.items():
+        setattr(schedules, name, _clocked(original, seconds, name, clock))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(schedules, name, original)
+
+
+@contextmanager
+def _marked_halves(forward: dict[Half, float], marks: list[tuple[Half, float]], clock: Clock) -> Iterator[None]:
+    """Clocks around the halves of Megatron's layers; a mark whenever the backward of one begins."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    originals = {section: TransformerLayer.__dict__[section.method] for section in DENSE.values()}
+    for section, original in originals.items():
+        clocked = _clocked(original, forward, section.half, clock)
+        setattr(TransformerLayer, section.method, _marked(clocked, section.half, marks, clock))
+    try:
+        yield
+    finally:
+        for section, original in originals.items():
+            setattr(TransformerLayer, section.method, original)
+
+
+def _clocked(function: Callable[..., Any], seconds: dict[Any, float], name: str, clock: Clock) -> Callable[..., Any]:
+    @wraps(function)
+    def clocked(*args: Any, **kwargs: Any) -> Any:
+        begin_s = clock()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[name] += clock() - begin_s
+
+    return clocked
+
+
+def _marked(function: Callable[..., Any], half: Half, marks: list[tuple[Half, float]], clock: Clock) -> Callable[..., Any]:
+    @wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        all_in(Tensor, result)[0].register_hook(lambda _: marks.append((half, clock())))
+        return result
+
+    return marked

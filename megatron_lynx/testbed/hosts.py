@@ -21,7 +21,7 @@ from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
 if TYPE_CHECKING:
-    from megatron_lynx.testbed.compiler import Backend
+    from megatron_lynx.testbed.fusions import Backend
 
 LONGEST_RUN_S = 1800.0
 """Ranks that have not answered by then are given up."""

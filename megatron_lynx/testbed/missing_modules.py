@@ -33,8 +33,7 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.compiled_parts import stand_in_for_compiled_parts
-from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, stand_in_for_compiled_parts
 
 APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
 RESTARTS = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")

@@ -10,23 +10,30 @@ parent                    the slowest rank's figures ──> Profile
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from megatron_lynx.anatomy import Half
-from megatron_lynx.config.host_time import HostTime, LayerHostTime
+from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.config.host_time import HostAdam, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.profiler.measured import InnerNorm, TeLayer
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.device import device_for, present_device
+from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.fusions import fusions_of
-from megatron_lynx.testbed.host_adam import AdamFigures, adam_of_ranks, measure_adam
 from megatron_lynx.testbed.hosts import Hosts
+from megatron_lynx.testbed.stand_in import stood_in_for, transformer_engine_can_run
 from megatron_lynx.version import __version__
 
 REPETITIONS = 9
@@ -56,8 +63,6 @@ class RankFigures:
 
 def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
     """The profile of a job on this machine. Raises what the ranks raise, and `ConfigError` where its layers cannot be built."""
-    from megatron_lynx.testbed.te_layer import check_measurable
-
     check_measurable(job)
     with announce("measuring a layer and the links"):
         figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS, HOST_ROUNDS)
@@ -100,10 +105,9 @@ def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> Hos
 
 def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
-    from megatron_lynx.testbed.fused_gradient import fused_gradients
+    from megatron_lynx.testbed.fusions import fused_gradients
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.host_time import asked_by, measure_layers
-    from megatron_lynx.testbed.te_layer import stood_in_for
 
     with fused_gradients(job):
         halves, embedding, head, device = _of_one_layer(job, repetitions)
@@ -118,9 +122,8 @@ def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> Ran
 def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:
     """Both halves of a layer and both ends of the model, without a group, and the device that they are on."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
-    from megatron_lynx.testbed.fused_gradient import fused_gradient_fields, give_main_gradients
+    from megatron_lynx.testbed.fusions import fused_gradient_fields, give_main_gradients
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.te_layer import fp8_context, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
     alone = _alone(job)
@@ -180,7 +183,7 @@ def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], count
 
 
 def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     batch = synthetic_batches(job)[0]
     return lambda: chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
@@ -188,7 +191,7 @@ def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
 
 def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Final norm, output projection and loss, of what `hidden` makes."""
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     labels = synthetic_batches(job)[0].labels
 
@@ -229,3 +232,121 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
         return 1.0
     group = parallel_state.get_tensor_model_parallel_group()
     return measure_interference(replay_like(job, device), longest, group, device, repetitions)
+
+
+def check_measurable(job: Job) -> None:
+    """Raises `ConfigError` for context parallelism and experts, whose exchanges are between more ranks than are measured, for
+    FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same path."""
+    todo = "plan for a described cluster: seconds and bytes then follow from shapes"
+    if job.parallel.context > 1:
+        problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
+        raise ConfigError("layers that exchange keys and values cannot be measured yet", [problem])
+    if job.model.latent is not None and not job.model.uses_te:
+        problem = Problem(
+            "job: model.implementation", "local", "transformer_engine with latent attention, as Megatron has it", todo
+        )
+        raise ConfigError("these layers cannot be built", [problem])
+    if job.model.experts is not None:
+        problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
+        raise ConfigError("Layers of experts cannot be measured yet.", [problem])
+    if job.model.fp8 is not None:
+        problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
+        raise ConfigError("these layers cannot be measured item by item yet", [problem])
+    if job.model.uses_te and not transformer_engine_can_run():
+        todo = "install it with its compiled part; without a GPU docs/transformer_engine.md says what a checkout can do"
+        problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)
+        raise ConfigError("these layers cannot be built here", [problem])
+
+
+def te_layer(job: Job, layer: Any) -> TeLayer | None:
+    """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
+    if not job.model.uses_te:
+        return None
+    norms = {half: inner_norms(layer, section) for half, section in job.model.halves.items()}
+    return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
+
+
+def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
+    """The context in which Megatron's block runs its layers in FP8 or FP4."""
+    if job.model.fp8 is None:
+        return nullcontext()
+    if job.model.fp8.recipe == "nvfp4":
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(layer.config)  # type: ignore[no-any-return]
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(layer.config)  # type: ignore[no-any-return]
+
+
+def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
+    """The norms that linears of a half make inside of themselves, by linear."""
+    linears = {item: attrgetter(item.path)(layer) for item in section.items if item.is_linear}
+    normed = {item: linear for item, linear in linears.items() if hasattr(linear, "layer_norm_weight")}
+    return {item.name: _inner_norm(layer.config, linear, item.norm_inside or section.norm) for item, linear in normed.items()}
+
+
+def _inner_norm(config: Any, linear: Any, norm: str) -> InnerNorm:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    from megatron_lynx.apply.transformer_engine.norm import norm_inside
+
+    inside = norm_inside(linear, norm)
+    alone = TENorm(config, hidden_size=linear.layer_norm_weight.numel(), eps=config.layernorm_epsilon)
+    return InnerNorm(norm, inside.run, lambda outputs, arguments: inside.saved(nodes_between(outputs, arguments)), alone)
+
+
+ELEMENTS = 2**23
+"""With gradient and moments 128 MiB, more than caches hold."""
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class AdamFigures:
+    """Of one rank: millions of parameters a second."""
+
+    together: float
+    alone: float | None
+    """Rank 0's."""
+    threads: int
+
+
+def measure_adam(rank: int) -> AdamFigures:
+    """Runs inside `RankPool`, on all ranks, which can talk."""
+    optimizer = _optimizer()
+    torch.distributed.barrier()
+    together = _million_per_s(optimizer)
+    torch.distributed.barrier()
+    alone = _million_per_s(optimizer) if rank == 0 else None
+    torch.distributed.barrier()
+    return AdamFigures(together, alone, torch.get_num_threads())
+
+
+def adam_of_ranks(figures: Sequence[AdamFigures]) -> HostAdam:
+    """The slowest rank's, where all step; an update waits for it."""
+    together, first = min(figure.together for figure in figures), figures[0]
+    assert first.alone is not None, "rank 0 comes first"
+    ranks = f"{len(figures)} ranks of {first.threads} threads"
+    made_by = f"megatron-lynx {__version__}, torch {torch.__version__}, {ranks}, least of {STEPS} steps"
+    return HostAdam(
+        made_by=made_by,
+        alone_million_per_s=round(max(first.alone, together), 1),
+        together_million_per_s=round(together, 1),
+    )
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cpu"))
+    parameter.grad = torch.ones(ELEMENTS, device="cpu")
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    optimizer.step()  # makes its state
+    return optimizer
+
+
+def _million_per_s(optimizer: torch.optim.Optimizer) -> float:
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    return ELEMENTS / 1e6 / min(seconds)

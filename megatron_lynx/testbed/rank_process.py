@@ -75,7 +75,7 @@ def stand_in() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it advises whoever wrote a launch, once for every model
     torch.set_num_threads(1)
     if backend := os.environ.pop("LYNX_COMPILER", ""):
-        from megatron_lynx.testbed.compiler import stand_in_for_compiler
+        from megatron_lynx.testbed.fusions import stand_in_for_compiler
 
         stand_in_for_compiler(backend)  # type: ignore[arg-type]
     if not torch.cuda.is_available():

@@ -68,7 +68,7 @@ class TrainedModel:
 
     def run(self, batches: int) -> list[float]:
         """Train so many batches, from an empty pipeline to an empty one; when each update was over."""
-        from megatron_lynx.testbed.batches import synthetic_batches
+        from megatron_lynx.testbed.training import synthetic_batches
 
         text = (micro_batch for batch in range(batches) for micro_batch in synthetic_batches(self.job, batch))
         ends = []
@@ -116,7 +116,7 @@ class TrainedModel:
         return install(self.training.chunks, self.way.plan, **without_flushes)
 
     def _forward_backward(self, text: Iterator[Any], drains: bool) -> None:
-        from megatron_lynx.testbed.step import forward_step, run_schedule
+        from megatron_lynx.testbed.training import forward_step, run_schedule
 
         if self.pipeline is None:
             run_schedule(self.training.chunks, self.job, islice(text, self.job.microbatches))
@@ -150,9 +150,8 @@ def differing(rank: int, job: Job, way: Way, batches: int) -> list[str]:
     """Runs inside `RankPool`. The parameters that are not what the rule makes of them, to the bit, after so many batches."""
     import torch
 
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     initialise(job)
     ours, rule = TrainedModel(job, way, learning_rate=0.01), TrainedModel(job, Way("the rule"), learning_rate=0.01)

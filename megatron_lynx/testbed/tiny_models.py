@@ -7,9 +7,11 @@ Weights are drawn by `weights`, so two builds are equal in every bit.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -27,12 +29,10 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
-from megatron_lynx.kinds.latent.section import KV_NORM, Q_NORM
+from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
-from megatron_lynx.testbed.userbuffers import make_userbuffers
-from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACTIVATIONS = {
@@ -182,7 +182,7 @@ def build_model(
     One chunk, or with `job.chunks` virtual stages as many.
 
     Weights depend on `seed` and names alone; random-number states are consumed, so seed them afterwards
-    (`training.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
+    (`groups.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
     With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
     """
     config = transformer_config(job, **overrides)
@@ -318,3 +318,115 @@ class LatentCore(DotProductAttention):  # type: ignore[misc]
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert v_channels in (None, self.config.kv_channels), f"kv_channels {self.config.kv_channels}, needed {v_channels}"
+
+
+SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()} | {
+    f"{linear.path}.layer_norm_": f"{norm.path}." for linear, norm in ((Q_UP, Q_NORM), (KV_UP, KV_NORM))
+}
+"""Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
+
+KEPT = "_high_precision_init_val"
+"""Where a weight that is held in FP8 keeps what it was before, until the optimizer has made its main parameter of it."""
+
+
+@torch.no_grad()
+def draw_weights(chunk: GPTModel, seed: int) -> None:
+    """Overwrite every parameter with its slice of a tensor drawn, on the parameter's device, from `seed` and its global name."""
+    for name, parameter in chunk.named_parameters():
+        name, shard = global_name(chunk, name), shard_of(name)
+        of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+        generator = torch.Generator(parameter.device).manual_seed(of_name)
+        whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
+        own = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
+        if hasattr(parameter, KEPT):
+            _forget_built(parameter)
+            setattr(parameter, KEPT, own.to(parameter.dtype).cpu())
+        parameter.copy_(own)
+
+
+def _forget_built(weight: torch.nn.Parameter) -> None:
+    """A weight in FP8 remembers the largest magnitude of what it was built with, which is memory that nobody has written."""
+    amax = getattr(weight._quantizer, "amax", None)  # type: ignore[attr-defined]
+    if amax is not None:
+        amax.zero_()
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """A parameter's name in the unsplit model of local layers: layers counted over all stages, experts over all ranks, one name
+    for tied embeddings."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    for fused, own in SAME.items():
+        name = name.replace(fused, own)
+    name = re.sub(r"(?<=\.local_experts\.)\d+", lambda index: str(_first_expert(chunk) + int(index[0])), name)
+    name = re.sub(r"(?<=\.mlp\.experts\.)(?!local_experts)", lambda _: f"from_{_first_expert(chunk)}.", name)
+    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)
+
+
+def _first_expert(chunk: GPTModel) -> int:
+    """The number of this rank's first expert in a layer."""
+    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
+
+
+class Shard(NamedTuple):
+    """Into how many parts a parameter is cut, and which of them this rank holds."""
+
+    ranks: int
+    rank: int
+
+
+def shard_of(name: str) -> Shard:
+    """How a parameter of this name is cut: experts have a group of their own."""
+    if ".mlp.experts." in name:
+        return Shard(parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
+    return Shard(parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
+
+
+def whole_shape(parameter: torch.nn.Parameter, shard: Shard) -> list[int]:
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[getattr(parameter, "partition_dim", 0)] *= shard.ranks  # a gated delta net's convolution does not say
+    return shape
+
+
+def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """This rank's part. SwiGLU's first GEMM has two strides, gate and up, each cut on its own."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+    return torch.cat([part.chunk(shard.ranks, dim)[shard.rank] for part in whole.chunk(strides, dim)], dim)
+
+
+def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
+    """Give a chunk the parameters of another one of the same make: the same objects, so gradients are shared as well."""
+    for place, module in chunk.named_modules():
+        other = like.get_submodule(place)
+        for name in list(module._parameters):
+            setattr(module, name, other._parameters[name])
+
+
+def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
+    """Have Transformer Engine make them for one micro-batch of the job, in place of those that there are."""
+    base = _base()
+    base.destroy_ub()
+    quantized = base.UserBufferQuantizationMode.NONE if job.model.fp8 is None else base.UserBufferQuantizationMode.FP8
+    base.initialize_ub(
+        shape=[job.model.seq * job.batch.micro // job.parallel.context, job.model.hidden],
+        tp_size=job.parallel.tensor,
+        quantization_modes=[quantized],
+        dtype=dtype,
+        bootstrap_backend="gloo",
+    )
+
+
+def exchanges() -> dict[str, int]:
+    """How many exchanges each userbuffer has seen, by its name."""
+    made = _base()._ub_communicators or {}
+    return {name if isinstance(name, str) else name[0]: buffer.exchanges for name, buffer in made.items()}
+
+
+def _base() -> Any:
+    from transformer_engine.pytorch.module import base
+
+    return base

@@ -3,7 +3,7 @@
     initialise(job)                      the ranks' groups and seeds (groups)
     chunks = build_model(job)            (tiny_models)
     training = Training(job, chunks)     Megatron DDP or none; plain SGD, or Megatron's optimizer
-    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back (step)
+    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back
 
 It knows nothing of plans: stock runs and planned runs go through the same lines.
 """
@@ -11,19 +11,36 @@ It knows nothing of plans: stock runs and planned runs go through the same lines
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.utils import get_model_config
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.fp8_recipes import STORED
-from megatron_lynx.testbed.batches import MicroBatch
-from megatron_lynx.testbed.gradients import finalize_without_ddp, gradients, named_parameters
-from megatron_lynx.testbed.step import run_schedule, train_step
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Integer tensors of shape (b, s): batch by sequence, or the rank's rows of it."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+
+
+ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Any]]
+"""What Megatron calls its `forward_step_func`."""
 
 
 class Training:
@@ -158,3 +175,115 @@ def megatron_optimizer(
     if job.model.fp8_recipe not in (None, "nvfp4"):
         config["fp8_recipe"] = job.model.fp8_recipe
     return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))
+
+
+def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks without Megatron's DistributedDataParallel around them."""
+    return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of all chunks by name, without the `module.` of wrappers; a chunk's number comes first if there are several."""
+    prefix = "" if len(chunks) == 1 else "{}."
+    return {
+        prefix.format(index) + name.replace("module.", ""): parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Copies of all gradients by name: DDP's `main_grad` where there is one, else `grad`."""
+    found = {}
+    for name, parameter in named_parameters(chunks).items():
+        gradient = getattr(parameter, "main_grad", parameter.grad)
+        if gradient is not None:
+            found[name] = gradient.detach().clone()
+    return found
+
+
+def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:
+    """The reductions of Megatron's `finalize_model_grads`, which refuses chunks without DDP, on plain `.grad`.
+
+    Adds up norms' gradients over tensor-parallel ranks (each saw a slice of the sequence) and tied embeddings' over the
+    first and last stage.
+    """
+    config = get_model_config(chunks[0])
+    for name, parameter in named_parameters(chunks).items():
+        if parameter.grad is None:
+            continue
+        per_head = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        if per_head or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+        if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_embedding_group())
+
+
+def train_step(chunks: Sequence[torch.nn.Module], optimizer: Any, job: Job, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+    """Clear gradients, run the schedule, step. Gradients stay readable until the next step."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.zero_grad_buffer()
+        chunk.zero_grad(set_to_none=True)
+    losses = run_schedule(chunks, job, batches)
+    if optimizer is not None:
+        optimizer.step()
+    return losses
+
+
+def run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    job: Job,
+    batches: Iterable[MicroBatch],
+    forward_only: bool = False,
+    forward_step_func: ForwardStep | None = None,
+) -> list[torch.Tensor]:
+    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them.
+
+    Every chunk of an interleaved schedule reads the same batches.
+    """
+    batches = list(batches)
+    results: list[torch.Tensor] = get_forward_backward_func()(
+        forward_step_func=forward_step_func or forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=list(chunks),
+        num_microbatches=job.microbatches,
+        seq_length=job.model.seq,
+        micro_batch_size=job.batch.micro,
+        forward_only=forward_only,
+    )
+    return results
+
+
+def forward_step(batches: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk, as `pretrain_gpt.py` does it; for the combined schedule the nodes that it will run."""
+    batch = next(batches)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(batch.tokens, batch.position_ids, None, labels=batch.labels), mean_loss
+
+
+def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A context-parallel rank's share: Megatron's schedules expect what, added up over the ranks of a sequence, is its loss."""
+    loss = losses_BS.float().mean() / parallel_state.get_context_parallel_world_size()
+    return loss, loss.detach().clone()
+
+
+def synthetic_batches(job: Job, step: int = 0) -> list[MicroBatch]:
+    """This replica's micro-batches of one step: random tokens that depend on step and place in the global batch."""
+    shape = (job.batch.micro, job.model.seq + 1)
+    replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
+    positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
+    batches = []
+    for index in range(job.microbatches):
+        place = index * job.replicas + replica
+        generator = torch.Generator().manual_seed(((SEED * 1_000 + step) * 1_000) + place)
+        text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
+        whole = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions}
+        batches.append(MicroBatch(**(_cut(whole) if job.parallel.context > 1 else whole)))
+    return batches
+
+
+def _cut(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of the sequences. Since 0.18 Megatron asks whether sizes of parts change with the data."""
+    asked = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+    return get_batch_on_this_cp_rank(whole, **({"is_hybrid_cp": False} if asked else {}))  # type: ignore[no-any-return]

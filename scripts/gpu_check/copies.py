@@ -103,7 +103,7 @@ def hidden(job: Job, training: Any, device: torch.device) -> dict[str, float]:
 
     `hidden_share` 1: copying costs nothing.
     """
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     shape = LayerShape.of(job.model_copy(update={"model": job.model.model_copy(update={"attention": "flash"})}))
     smallest = smallest_offloaded_bytes(shape.input_bytes)

@@ -14,8 +14,8 @@ from megatron_lynx.apply.transformer_engine import KNOWN
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
-from megatron_lynx.testbed.fused_gradient import NAME
+from megatron_lynx.testbed.candidates import deferring
+from megatron_lynx.testbed.fusions import NAME
 from megatron_lynx.testbed.schedules import Way
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.machine import Machine

@@ -44,8 +44,7 @@ class SideBySide:
 def side_by_side(rank: int, setting: SideBySide) -> Answer:
     """Runs inside `RankPool`."""
     from megatron_lynx.testbed.candidates import FULL, NONE, ours
-    from megatron_lynx.testbed.race import laps_of
-    from megatron_lynx.testbed.subject import subjects_of
+    from megatron_lynx.testbed.subject import laps_of, subjects_of
 
     subjects = subjects_of(setting.job, [NONE, FULL, *ours(setting.plan)])
     with repeatable():

@@ -151,7 +151,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     from megatron.core import parallel_state
 
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -196,7 +196,7 @@ def _frame_check(setting: Setting) -> Any:
 
 
 def _step(setting: Setting, training: Any, installation: Any, number: int, run: _Run, check: Any, slow: Late) -> None:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     batches = synthetic_batches(setting.job, number)
     last = number == STEPS - 1

@@ -30,7 +30,7 @@ EXCEPTIONS = {
     ("solver/groups.py", "[::2]"): "whole layers are grouped, so halves are taken in pairs",
     ("solver/options.py", "'rotary'"): "the item whose code asks the host for lengths of packed sequences",
     ("timetable/timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
-    ("testbed/gradients.py", "'q_layernorm'"): "the norm of all queries, which is no item of the usual attention",
+    ("testbed/training.py", "'q_layernorm'"): "the norm of all queries, which is no item of the usual attention",
     ("testbed/tiny_jobs.py", "'attention'"): "a key of a job: which attention kernel",
     ("testbed/tiny_jobs.py", "'activation'"): "a key of a job: GELU or SwiGLU",
 }

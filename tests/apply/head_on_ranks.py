@@ -54,7 +54,7 @@ class _Seen:
 
 def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -86,8 +86,7 @@ def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
 def _step(training: Any, how: How) -> _Seen:
     from megatron.core.tensor_parallel import cross_entropy
 
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     losses: list[torch.Tensor] = []
     sizes = [0]

@@ -98,7 +98,7 @@ def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
 
 
 def one_step(training: Any, number: int = 0) -> list[torch.Tensor]:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     losses: list[torch.Tensor] = training.step(synthetic_batches(training.job, number))
     return losses
@@ -353,7 +353,7 @@ def replaced_on_top(rank: int, job: Job, plan: Plan) -> Refusal:
 def removal_mid_step(rank: int, job: Job, plan: Plan) -> list[Refusal]:
     """Removing within each micro-batch's forward step, before and behind the model, and within a layer; then between steps."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed import step as loop
+    from megatron_lynx.testbed import training as loop
 
     training = trained(job)
     one_step(training)

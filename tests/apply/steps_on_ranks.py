@@ -87,7 +87,7 @@ def _fails_once(training: Any, hook: Any) -> Seen:
 
 def evaluates(training: Any) -> Seen:
     """Forward only before and behind a step, gradients off as Megatron's training loop has them, and left on."""
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     batches = synthetic_batches(training.job, 5)
     return {
@@ -99,8 +99,7 @@ def evaluates(training: Any) -> Seen:
 
 
 def only_evaluates(training: Any) -> Seen:
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     batches = synthetic_batches(training.job, 5)
     with torch.no_grad():
@@ -170,7 +169,7 @@ def _start_again(training: Any) -> None:
 
 def _loss(training: Any, **kwargs: Any) -> torch.Tensor:
     """Of the logits: Megatron's cross entropy has no second backward."""
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     batch = synthetic_batches(training.job)[0]
     loss: torch.Tensor = training.chunks[0](batch.tokens, batch.position_ids, None, **kwargs).square().mean()

@@ -95,7 +95,7 @@ def another_tracker(training: Any, undo: ExitStack) -> None:
 def saved_bytes(rank: int, job: Job) -> dict[str, int]:
     """What autograd holds behind each half of a layer, beside its input, parameters and what only the core attention makes: on a
     CPU it is unfused."""
-    from megatron_lynx.testbed.te_layer import fp8_context
+    from megatron_lynx.testbed.profiling import fp8_context
 
     layer = trained(job).chunks[0].module.decoder.layers[0]
     attention = layer.self_attention.core_attention
@@ -185,7 +185,7 @@ def copies_of(job: Job, half: Any) -> int:
 def exchanges_of(rank: int, job: Job, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """How many exchanges each userbuffer saw in one step of stock, and in one under a plan."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.userbuffers import exchanges
+    from megatron_lynx.testbed.tiny_models import exchanges
 
     training = trained(job)
     one_step(training)

@@ -17,7 +17,7 @@ from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 
 from ..long import long

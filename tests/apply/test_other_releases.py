@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

@@ -15,7 +15,7 @@ from megatron_lynx.apply.features import OFF, refused_features
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.plan.plan import Head
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.offloaded import offloading

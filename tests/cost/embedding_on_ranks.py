@@ -19,11 +19,9 @@ def count_embedding(rank: int, job: Job) -> list[int]:
 
     from megatron_lynx.measure.cpu_memory import remember_blocks
     from megatron_lynx.measure.memory import activation_meter
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
     remember_blocks()
     initialise(job)

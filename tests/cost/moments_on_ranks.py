@@ -30,10 +30,9 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     from megatron_lynx.apply import install
     from megatron_lynx.measure.cpu_memory import remember_blocks
     from megatron_lynx.measure.memory import activation_meter
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     remember_blocks()
     initialise(job)
@@ -76,7 +75,7 @@ def count_with_rows(rank: int, job: Job, fields: dict[str, Any]) -> tuple[Counte
 
 def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) -> None:
     from megatron_lynx.measure.memory import marked
-    from megatron_lynx.testbed.step import forward_step, run_schedule
+    from megatron_lynx.testbed.training import forward_step, run_schedule
 
     for chunk in training.chunks:
         chunk.zero_grad_buffer()

@@ -47,10 +47,8 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step, marked
     from megatron_lynx.runtime.progress import Counts
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
     training = Training(job, build_model(job), optimizer=None)
     installation = install(training.chunks, plan) if plan is not None else None

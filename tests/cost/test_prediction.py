@@ -56,9 +56,9 @@ def kept_by(rank: int, job: Job) -> int:
     """Bytes of all blocks that a forward with its loss keeps for backward, parameters and what it was called with left out."""
     import torch
 
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import synthetic_batches
 
     initialise(job)
     [chunk] = build_model(job)

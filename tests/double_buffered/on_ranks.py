@@ -34,11 +34,9 @@ def one_f_one_b(job: Job, how: dict[str, Any], setting: dict[str, Any], interpre
 
     from megatron_lynx.double_buffered.interpreter import Interpreter
     from megatron_lynx.schedule.one_f_one_b import order
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.step import forward_step
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, synthetic_batches
 
     training = Training(job, build_model(job, **setting), **{key: value for key, value in how.items() if key != "align"})
     if how.get("align"):
@@ -103,7 +101,7 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
 
 def fused_gradients(how: dict[str, Any]) -> AbstractContextManager[Any]:
     """The stand-in for the extension that adds weight gradients up where they lie, if the model wants it."""
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
 
     return stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext()
 
@@ -145,8 +143,7 @@ def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run:
 
     Where updates are deferred, on the loss scale of W(j-1), too; what it is now, Megatron divides by.
     """
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     versions, scales = [weights(training)], [loss_scale(training)]
     for index, batch in enumerate(batches):
@@ -190,7 +187,7 @@ def loss_scale(training: Any) -> float:
 
 
 def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     pipeline = pipeline or without_flushes(job, training, how)
     text = (micro_batch for batch in batches for micro_batch in synthetic_batches(job, batch))
@@ -226,8 +223,7 @@ def build(job: Job, how: dict[str, Any]) -> Any:
 
 def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
     """Megatron's `forward_step_func`; the losses of the spoilt batches are infinite; or tokens are counted, some of each text."""
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import forward_step, mean_loss
+    from megatron_lynx.testbed.training import forward_step, mean_loss, synthetic_batches
 
     if how.get("model", {}).get("calculate_per_token_loss"):
         return counting_tokens
@@ -275,8 +271,8 @@ def load(training: Any, weights: dict[str, torch.Tensor]) -> None:
 
 def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Trained]:
     """Twice three batches with an evaluation between: the reference, without flushes, and the second half from what was saved."""
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.training import synthetic_batches
 
     initialise(job)
     runs = [Trained() for _ in range(3)]
@@ -302,9 +298,9 @@ def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, 
     from megatron_lynx.apply.hook import give_back, put_in_place
     from megatron_lynx.double_buffered.hooks import claims
     from megatron_lynx.errors import HookRefused
-    from megatron_lynx.testbed import step as loop
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed import training as loop
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.training import synthetic_batches
 
     initialise(job)
     expected, run, refused = Trained(), Trained(), []
@@ -492,9 +488,8 @@ def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[st
     """How plans are refused: of another schedule, on either; while micro-batches are in flight."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.step import forward_step
+    from megatron_lynx.testbed.training import forward_step, synthetic_batches
 
     initialise(job)
     said = {}

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long

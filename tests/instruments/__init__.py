@@ -18,8 +18,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
-from megatron_lynx.testbed.compiled_parts import STAND_INS
-from megatron_lynx.testbed.stand_in import StandIn
+from megatron_lynx.testbed.stand_in import STAND_INS, StandIn
 
 
 def offer() -> None:

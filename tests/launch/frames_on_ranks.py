@@ -88,8 +88,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
 def _step(job: Job, training: Any, trial: Trial, number: int, check: Any, installation: Any) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import forward_step
+    from megatron_lynx.testbed.training import forward_step, synthetic_batches
 
     def forward(batches: Any, model: Any) -> Any:
         output, loss = forward_step(batches, model)

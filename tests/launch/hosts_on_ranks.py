@@ -147,7 +147,7 @@ def _loop(module: Any, training: Any, optimizer: Any, step_ends: Any) -> None:
 
 
 def _train_step(forward_backward_func: Any, optimizer: Any, training: Any, number: int) -> Any:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     return training.step(synthetic_batches(training.job, number))
 

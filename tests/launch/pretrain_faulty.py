@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_lynx.launch.check import check
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.site import SiteCall
-from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
 
 
 def under_a_plan(layer):

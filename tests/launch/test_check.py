@@ -15,7 +15,7 @@ import torch
 from megatron_lynx.config.job import Head
 from megatron_lynx.launch.check.reference import room_bytes
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.checkpoints import checkpointed

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 
 from ..long import long
 from ..transparency.checkpoints import ahead, checkpointed, going_on

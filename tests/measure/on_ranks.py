@@ -18,10 +18,8 @@ def count(rank: int, trials: list[tuple[Job, dict[str, Any]]]) -> list[MemoryUse
 
 
 def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
     training = Training(job, build_model(job, **setting), optimizer=None)
     batches = synthetic_batches(job)

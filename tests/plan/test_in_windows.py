@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.plan.timetables import groups_waited_for, norms_in_windows
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 32, "layers": "all"}, "bias": False}

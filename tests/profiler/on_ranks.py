@@ -18,7 +18,7 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.runtime.device import device_for
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.te_layer import fp8_context, te_layer
+    from megatron_lynx.testbed.profiling import fp8_context, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
     model, shards = job.model, job.parallel.tensor
@@ -95,7 +95,7 @@ def bytes_saved_by_items(
 
     from megatron_lynx.runtime.saved import memory_of
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.te_layer import fp8_context
+    from megatron_lynx.testbed.profiling import fp8_context
     from megatron_lynx.testbed.tiny_models import DTYPES, build_model
     from tests.apply.te_on_ranks import copies_of_weights
 

@@ -56,7 +56,7 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     from megatron_lynx.profiler.measured.half_run import HalfRun, sites_of
     from megatron_lynx.profiler.measured.seconds import item_flops
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.te_layer import inner_norms
+    from megatron_lynx.testbed.profiling import inner_norms
     from megatron_lynx.testbed.tiny_models import build_model
 
     initialise(job)

@@ -13,11 +13,10 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed import compiled_parts
+from megatron_lynx.testbed import stand_in
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.hosts import hosts_for
-from megatron_lynx.testbed.profiling import measure_profile
-from megatron_lynx.testbed.te_layer import check_measurable
+from megatron_lynx.testbed.profiling import check_measurable, measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with
@@ -176,7 +175,7 @@ def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
 
 
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
-    monkeypatch.setattr(compiled_parts, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
+    monkeypatch.setattr(stand_in, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
         measure_profile(tiny_job("gpt", **TE), hosts=None, announce=None)
 

@@ -135,9 +135,8 @@ class Loop:
 
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
         from megatron_lynx.launch.trace_file import TraceFile
-        from megatron_lynx.testbed.batches import synthetic_batches
         from megatron_lynx.testbed.tiny_models import build_model
-        from megatron_lynx.testbed.training import Training
+        from megatron_lynx.testbed.training import Training, synthetic_batches
 
         self._job, self._setting = job, setting
         self._training = Training(job, build_model(job, **setting.model), **setting.how)
@@ -183,7 +182,7 @@ class Loop:
                 self._timers("interval-time").elapsed(barrier=True)
 
     def _forward_backward(self, number: int) -> list[Any]:
-        from megatron_lynx.testbed.step import forward_step, run_schedule
+        from megatron_lynx.testbed.training import forward_step, run_schedule
 
         for chunk in self._training.chunks:
             if hasattr(chunk, "zero_grad_buffer"):

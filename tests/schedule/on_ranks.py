@@ -11,10 +11,9 @@ def recorded_order(rank: int, job: Job) -> tuple[int, str]:
     """(stage, the order in which one step ran forwards and backwards, as text)."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     training = Training(job, build_model(job), optimizer=None)

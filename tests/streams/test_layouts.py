@@ -12,7 +12,7 @@ import pytest
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, going_on
 from tests.transparency.offloaded import offloading

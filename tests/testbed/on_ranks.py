@@ -47,11 +47,10 @@ def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> li
 
 
 def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
         training = Training(job, build_model(job, **setting), **how)
@@ -80,7 +79,7 @@ def losses_and_differences(
 
 def far_apart(run: Run, other: Run) -> float:
     """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms by own names."""
-    from megatron_lynx.testbed.weights import SAME
+    from megatron_lynx.testbed.tiny_models import SAME
 
     def tensors(of: Run) -> dict[str, torch.Tensor]:
         named = {f"loss {index}": loss for index, loss in enumerate([*of.losses, *of.evaluation])}
@@ -135,10 +134,9 @@ def train_in_thread(rank: int, job: Job) -> list[Run]:
 
 
 def first_losses(rank: int, job: Job) -> list[torch.Tensor]:
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     return Training(job, build_model(job)).step(synthetic_batches(job))
@@ -204,7 +202,7 @@ def die(rank: int) -> None:
 def shared_main_gradients(rank, job):
     """Whether gradients of two settings are added up in the same place, by a step of the second; how many models are wrapped."""
     from megatron_lynx.testbed.candidates import FULL, NONE
-    from megatron_lynx.testbed.fused_gradient import fused_gradients
+    from megatron_lynx.testbed.fusions import fused_gradients
     from megatron_lynx.testbed.subject import subjects_of
 
     with fused_gradients(job):
@@ -222,7 +220,7 @@ def fused_gradients_beside_an_installed_extension(rank: int, job: Job) -> tuple[
 
     from megatron.core.tensor_parallel import layers
 
-    from megatron_lynx.testbed.fused_gradient import NAME
+    from megatron_lynx.testbed.fusions import NAME
 
     def needs_a_gpu(*_: Any) -> None:
         raise RuntimeError("no CUDA-capable device is detected")

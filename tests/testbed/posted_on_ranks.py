@@ -100,11 +100,10 @@ def wait_for_nothing(rank: int) -> list[float]:
 
 def left_by_steps(rank: int, job: Job) -> int:
     """Works that nobody has waited for behind two steps."""
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.posted import synchronizing_within
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     left = pending()

@@ -15,10 +15,9 @@ from megatron_lynx.config import load_job
 from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.testbed import fused_gradient
-from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, ours, without_windows
+from megatron_lynx.testbed.candidates import MODULES, blocks, deferring, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -81,7 +80,7 @@ def test_weight_gradients_are_deferred_by_the_whole_plan_alone(comparison: Compa
 def test_subjects_of_one_job_share_their_main_gradients() -> None:
     """With buffers of its own for every setting, gradients would be added to those of the last one."""
     with hosts_for(JOB) as hosts:
-        for shared, modules in hosts.run(on_ranks.shared_main_gradients, fused_gradient.deferring(JOB)):
+        for shared, modules in hosts.run(on_ranks.shared_main_gradients, deferring_job(JOB)):
             assert shared
             assert modules == 2
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_lynx.testbed.compiled_parts import (
+from megatron_lynx.testbed.stand_in import (
     STAND_INS,
     TRANSFORMER_ENGINE,
     stand_in_for_compiled_parts,

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import HostTime, LayerHostTime
-from megatron_lynx.testbed.host_clock import Spent
-from megatron_lynx.testbed.host_time import Asked, measured_here, slowest
+from megatron_lynx.testbed.host_time import Asked, Spent, measured_here, slowest
 from megatron_lynx.testbed.profiling import host_time_of_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_layer_host_time

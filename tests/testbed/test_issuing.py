@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megatron_lynx.testbed.host_clock import issuing_clock
+from megatron_lynx.testbed.host_time import issuing_clock
 
 BUSY_S = 0.05
 

@@ -19,10 +19,9 @@ before)."""
 def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
     """In the order in which the tasks of one step ran."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     seed_random_numbers(7)
@@ -38,10 +37,9 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     experts get all tokens."""
     from megatron_lynx.apply import install
     from megatron_lynx.measure.cpu_total import CpuTotal
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
     from tests.transparency.trials import starve
 
     initialise(job)

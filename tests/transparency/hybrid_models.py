@@ -67,8 +67,7 @@ def build_hybrid(job: Job, *, seed: int = 1234, pattern: str | None = None, **ov
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_lynx.testbed.tiny_models import transformer_config
-    from megatron_lynx.testbed.weights import draw_weights
+    from megatron_lynx.testbed.tiny_models import draw_weights, transformer_config
 
     pattern = pattern or pattern_of(job)
     symbols = pattern.replace("|", "")

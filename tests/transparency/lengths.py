@@ -106,7 +106,7 @@ def _listening() -> Any:
 def _step(training: Any, job: Job, step: Step, number: int) -> list[torch.Tensor]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_lynx.testbed.step import mean_loss
+    from megatron_lynx.testbed.training import mean_loss
 
     for chunk in training.chunks:
         chunk.zero_grad(set_to_none=True)

@@ -38,10 +38,9 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
     """The first stage's last copies fail, in its last backward: nobody waits for what it would have sent."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import OffloadError
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
@@ -108,11 +107,9 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     """The first stage fails in the middle of a step, with messages under way, and leaves; the other waits for what never comes,
     until its group says that somebody left. The groups are of no use afterwards."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, shut_down
-    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
     with _groups_of_little_patience():
         shut_down()
@@ -145,7 +142,7 @@ def _groups_of_little_patience() -> Iterator[None]:
 @contextmanager
 def _failing(offloader: Any, where: Literal["backward", "offload"]) -> Iterator[Any]:
     """Megatron's `forward_step_func` to run with, while the second micro-batch fails where it is said."""
-    from megatron_lynx.testbed.step import forward_step
+    from megatron_lynx.testbed.training import forward_step
 
     calls = Counter[str]()
 
@@ -181,11 +178,9 @@ class Reshaped:
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     """One step of each job, with the model of the first: stock, then all of them under the plan, an evaluation behind each."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.gradients import gradients
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.step import run_schedule, train_step
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import gradients, run_schedule, synthetic_batches, train_step
 
     initialise(jobs[0])
     chunks = build_model(jobs[0])
@@ -229,7 +224,7 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
     Copies to the host are waited for before each mark, so that what is counted does not depend on how fast they are.
     """
-    from megatron_lynx.testbed.step import forward_step, run_schedule
+    from megatron_lynx.testbed.training import forward_step, run_schedule
 
     def step(training: Any, batches: Any, offloader: Any, meter: Any) -> None:
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +242,7 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
 def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
     """Live activation bytes before every half's forward, and before its backward, of one counted step under each plan."""
-    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.training import run_schedule
 
     def step(training: Any, batches: Any, offloader: Any, meter: Any) -> None:
         def marked(report: Any) -> Any:
@@ -279,9 +274,8 @@ def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], N
 def _counted_under(job: Job, plan: Plan, step: Callable[[Any, Any, Any, Any], None]) -> list[int]:
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
     with install(training.chunks, plan) as installation:

@@ -33,7 +33,7 @@ class Held:
 def held_bytes(rank: int, job: Job, plan: Plan) -> Held:
     """In one step."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     held = Held()
     with _training(job) as training, install(training.chunks, plan) as installation, _watched(held, installation.engine):
@@ -79,7 +79,7 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
     from megatron_lynx.apply import install
     from megatron_lynx.apply.linears import deferring_linears
     from megatron_lynx.apply.live_run import live_run
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     seen: list[int] = []
     begin = _ParamAndGradBucketGroup.start_grad_sync
@@ -102,7 +102,7 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
 def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
     """What an installation holds for weight gradients, and what is another object when it was removed."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
     from tests.apply.on_ranks import Attributes
 
     with _training(job) as training:
@@ -116,7 +116,7 @@ def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], lis
 
 @contextmanager
 def _training(job: Job, **settings: Any) -> Iterator[Any]:
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -157,7 +157,7 @@ def failing(rank: int, job: Job, plan: Plan) -> Failed:
 
 
 def _step(training: Any, job: Job) -> dict[str, torch.Tensor]:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     losses = training.step(synthetic_batches(job, 0))
     return training.gradients() | {f"loss {at}": loss.detach().clone() for at, loss in enumerate(losses)}  # type: ignore[no-any-return]
@@ -165,7 +165,7 @@ def _step(training: Any, job: Job) -> dict[str, torch.Tensor]:
 
 def _failed_step(training: Any, job: Job, engine: Any, seen: list[int]) -> str:
     """The second micro-batch's backward fails at its end, in the first layer."""
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     left = [2]
 

@@ -165,10 +165,9 @@ def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str
     """The classes whose calls go to a manager of graphs, in a forward of the model."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import MODULES, build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     called, code = [], CudaGraphManager.__call__
@@ -204,10 +203,9 @@ def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
 
 def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:
     """How often `linear_qkv` and `linear_fc1` of the first layer are called in a step of two micro-batches with graphs."""
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     calls = {"in the graph": 0, "beside it": 0}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply.on_ranks import reads_otherwise

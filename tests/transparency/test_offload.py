@@ -24,7 +24,7 @@ from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long

@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks

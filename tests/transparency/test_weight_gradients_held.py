@@ -11,7 +11,7 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile

@@ -101,11 +101,10 @@ def _is_of(event: Event, window: str) -> bool:
 def timelines(rank: int, job: Job, plans: list[Plan], training: dict[str, Any], model: dict[str, Any]) -> list[Timeline]:
     """One step under each plan."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from megatron_lynx.testbed.training import Training, synthetic_batches
 
     initialise(job)
     found = []

@@ -110,7 +110,7 @@ def stock_seen(rank: int, job: Job, trial: Trial) -> Seen:
 def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     """A training from the same weights and seeds, under a plan or without."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -170,7 +170,7 @@ def starve(chunks: list[torch.nn.Module]) -> None:
 
 
 def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, seen: Seen, last: bool) -> None:
-    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
 
     if installation is not None and trial.traced and last:
         installation.engine.trace.start()

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE as PACKAGE
-from megatron_lynx.testbed.compiled_parts import has_compiled_extension
-from megatron_lynx.testbed.stand_in import StandIn, replace_entry
+from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE as PACKAGE
+from megatron_lynx.testbed.stand_in import StandIn, has_compiled_extension, replace_entry
 from tests.instruments.transformer_engine.device import answer_transformer_engine
 from tests.instruments.transformer_engine.fp4 import padded
 from tests.instruments.transformer_engine.unanswered import UnansweredModule
