@@ -56,8 +56,7 @@ def _policy(
         replayed |= {GATHERED.name}
     beyond = None
     if stage.experts_hold is not None and section.on_rows - replayed and not planned.checkpoint:
-        together = section.counted_by_all
-        beyond = Beyond(stage.experts_hold, section.on_rows, replayed, together, marked_in(section, module))
+        beyond = Beyond(stage.experts_hold, section.on_rows, replayed)
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
     goes_on = planned.goes_on_behind is not None and not section.exchanges
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or goes_on)

@@ -176,8 +176,6 @@ class Section:
     """By pass, and by whether sequence parallelism is on: in the order in which they are issued."""
     exchanges_of: Mapping[Pass, tuple[Exchange, ...]] = field(default_factory=dict)
     """By pass: the all-to-alls of experts that are shared out over ranks."""
-    counted_by_all: bool = False
-    """Whether all ranks that share out its experts know, before tokens travel, how many rows each of them will get."""
     fuses_norm: bool = True
     """Whether Transformer Engine makes its norm inside the linear behind it."""
     two_paths: bool = False
@@ -291,11 +289,9 @@ class Section:
 
     @cached_property
     def on_rows(self) -> frozenset[str]:
-        """The items that run again where more rows come than a plan holds for, because what they save grows with these: the
-        dispatch, where its counts are known to all ranks, and what lies between it and the experts' last linears. Empty without
-        experts."""
-        first = "dispatch" if self.counted_by_all else "experts_in"
-        ends = [self.names.index(item.name) for item in self.items if item.role in (first, "experts_out")]
+        """The items that run again where more rows come than a plan holds for, because what they save grows with these and they
+        do not communicate: what lies between the dispatch and the experts' last linears. Empty without experts."""
+        ends = [self.names.index(item.name) for item in self.items if item.role in ("experts_in", "experts_out")]
         return frozenset(self.names[slice(*ends)]) if ends else frozenset()
 
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:

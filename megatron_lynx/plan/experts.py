@@ -33,7 +33,8 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
     """What a stage lacks whose halves of experts would fall back beyond a load; nothing if they can."""
-    if plan.parallel.expert == 1 and plan.model.experts_counted_by_all:  # else a plan names one, whatever there are
+    if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
+        # other plans name one rank, however many there are
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
     if stage.offload is not None and stage.offload.experts:
         return "offload.experts false: what goes to the host was sent before a load is known"

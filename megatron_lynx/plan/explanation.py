@@ -106,10 +106,10 @@ def _load(plan: Plan) -> Iterator[Text]:
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
         falls_back = all(stage.experts_hold is not None for stage in plan.stages if stage.predicted.moe_load)
-        beyond = "halves of experts keep their input alone and run again" if falls_back else "a device may run out of memory"
-        alone = [stage.predicted.moe_load_fallen_back for stage in plan.stages if stage.predicted.moe_load_fallen_back]
-        if falls_back and alone:
-            beyond = f"experts run again what they make of their rows, which holds to {min(alone):g} times"
+        beyond = "experts run again what they make of their rows" if falls_back else "a device may run out of memory"
+        bounds = [stage.predicted.moe_load_fallen_back for stage in plan.stages if stage.predicted.moe_load_fallen_back]
+        if falls_back and bounds:
+            beyond += f", which holds to {min(bounds):g} times"
         yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 

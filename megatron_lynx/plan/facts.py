@@ -119,11 +119,6 @@ class ModelFacts(Part):
         """Whether experts that are shared out over ranks have windows in which tokens travel."""
         return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 
-    @property
-    def experts_counted_by_all(self) -> bool:
-        """Whether all ranks that share out experts know of each other's rows before tokens travel."""
-        return any(self.sections_of(layer)[-1].counted_by_all for span in self.moe_layers for layer in span)
-
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)

@@ -56,8 +56,8 @@ class Predicted(Part):
     """The largest load of experts (`model.moe_load`) with which the stage fits its device, where twice the one that the plan was
     made for would not. 0 where it would, and where there are none."""
     moe_load_fallen_back: float = 0.0
-    """The load with which it still fits once halves have fallen back (`experts_hold`) of which each rank decides alone. 0 where
-    all decide together: what they then keep does not grow with its rows."""
+    """The load with which it still fits once halves of experts have fallen back (`experts_hold`). 0 where none fall back, and in
+    plans that were made when halves became checkpoints instead."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
         """Bytes by kind at one moment, as planned; None where the plan does not say."""
@@ -136,9 +136,9 @@ class Stage(Part):
     """Given where a rule defers weight gradients."""
     experts_hold: float | None = Field(default=None, gt=0, le=1_000)
     """The load of experts (`model.moe_load`) that the stage's bytes hold for, on average over what it holds at once. A half with
-    which a rank would hold more falls back, for this micro-batch: to a checkpoint, on all ranks that share out the experts, if
-    all of them know of each other's rows (all-to-all); else each rank alone keeps its rows, and nothing that experts make of
-    them. None: halves do what their rules say, whatever comes."""
+    which a rank holds more falls back on this rank, for this micro-batch: its rows stay, and the experts' first linears and
+    activation run again. So bytes hold up to `predicted.moe_load_fallen_back`. None: halves do what their rules say, whatever
+    comes."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
     predicted: Predicted = Predicted()

@@ -30,7 +30,7 @@ from megatron_lynx.planner.checks import check_plannable, check_profile, why_non
 from megatron_lynx.planner.filling import Filler, Known, Refused
 from megatron_lynx.planner.held import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.left_open import best_share
-from megatron_lynx.planner.nearest import loads_alone, loads_that_fit, nearest_change
+from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change
 from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, written
@@ -254,9 +254,9 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
     def stated(entry: Stage) -> Stage:
         load = loads[entry.stage]
         hold, fallen = load if load and looked_into and not needed_to_fall_back(plan, entry) else None, 0.0
-        if hold and not plan.model.experts_counted_by_all:
-            alone = loads_alone(job, plan, entry, profile, load)
-            hold, fallen = alone if alone[1] > load else (None, 0.0)
+        if hold:
+            bounds = loads_of_falling_back(job, plan, entry, profile, load)
+            hold, fallen = bounds if bounds[1] > load else (None, 0.0)
         predicted = entry.predicted.model_copy(update={"moe_load": load, "moe_load_fallen_back": fallen})
         return entry.model_copy(update={"predicted": predicted, "experts_hold": hold})
 

@@ -169,9 +169,9 @@ def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
     return _rounded_down(job.model.moe_load + share * (heavier.model.moe_load - job.model.moe_load))
 
 
-def loads_alone(job: Job, plan: Plan, stage: Stage, profile: Profile, load: float) -> tuple[float, float]:
-    """Of a stage whose bytes hold for `load`, and whose halves each rank lets fall back alone: the load beyond which they are to,
-    and the one that then holds, because what is left of a row is less than what there was.
+def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, load: float) -> tuple[float, float]:
+    """Of a stage whose bytes hold for `load`: the load beyond which its halves of experts fall back, and the one that then
+    holds, because what is left of a row is less than what there was.
 
     Halves that run again what could be let go of hold more with every row whatever the others do, so these begin earlier.
     """

@@ -32,7 +32,7 @@ from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.loads import Loads, Rows
+from megatron_lynx.runtime.loads import too_many
 from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
@@ -74,9 +74,7 @@ class Engine:
         device = device or device_for(torch.device("cpu"))
         self.offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
         self.trace = self.offloader.trace
-        self._device = device
         self._ledger = Ledger(order)
-        self._loads = Loads()
         self._random = random or TorchRandom(device)
         self.clock = ReplayClock(device)
         self._progress = Progress(self._ledger, self.offloader, self.clock)
@@ -235,10 +233,10 @@ class Engine:
             self._progress.counts.let_go_bytes += frame.let_go_bytes
         return outputs
 
-    def _too_many(self, frame: Frame, rows: Rows) -> bool:
+    def _too_many(self, frame: Frame, rows: int, balanced: int) -> bool:
         own = frame.micro_batch
         whole = own.index in self._chunks[own.chunk].whole
-        return self._loads.too_many(frame, rows, self._ledger.in_flight_beside(own), whole=whole)
+        return too_many(frame, rows, balanced, self._ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """What a half is called with, as its frame holds it: without what the half before returned, if that runs again for it."""
@@ -316,16 +314,8 @@ class Engine:
         """Experts of this rank are about to run on so many rows. `balanced`: what they would get if all were asked as often."""
         if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, rows / balanced)
-        if isinstance(scope, Recorder) and scope.falls_back_alone:
-            scope.asked(Rows(torch.tensor([rows]), None, balanced))
-
-    def rows_asked(self, by_rank: Tensor, balanced: float) -> None:
-        """How many rows experts of every rank get of the half that runs, as a tensor on the device; over as many each would get
-        if all were asked as often."""
-        scope = self._progress.scope
-        if isinstance(scope, Recorder) and scope.frame.policy.beyond is not None and not scope.falls_back_alone:
-            counts = by_rank.to("cpu", non_blocking=True)  # into locked memory: the host waits for it when it reads
-            scope.asked(Rows(counts, self._device.current.record(), balanced))
+        if isinstance(scope, Recorder):
+            scope.experts_got(rows, balanced)
 
     def gathered(self, whole: Any) -> None:
         """A half has gathered the input of its present site."""

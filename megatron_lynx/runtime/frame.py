@@ -41,8 +41,8 @@ class HeldRows:
     """What halves of experts of one micro-batch hold of rows (`runtime.loads`)."""
 
     halves: int = 0
-    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """Rows by rank of the group; one number for all before the first half."""
+    rows: int = 0
+    """Of all these halves."""
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class ChunkPolicy:
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a half of experts does with a micro-batch of which a rank would get more rows than the plan's bytes hold for."""
+    """What a half of experts does with a micro-batch of which its rank gets more rows than the plan's bytes hold for."""
 
     hold: float
     """The load that they hold for, on average over what the stage holds at once (`runtime.loads`)."""
@@ -48,11 +48,6 @@ class Beyond:
     rule: frozenset[str]
     """What the half replays otherwise, as the plan says: a micro-batch with more tokens than planned keeps everything, and
     the ranks that share out experts need not have as many."""
-    together: bool = True
-    """Whether tokens travel again then, and so all ranks of the group decide alike. If not, the rows stay and each rank decides
-    for itself."""
-    marked: tuple[object, ...] = ()
-    """As of a half's policy."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,9 @@ class HalfPolicy:
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        """The same half where more rows come than its plan holds for: nothing is kept of them, or nothing but themselves."""
+        """The same half where more rows come than its plan holds for: nothing is kept of them but themselves."""
         assert self.beyond is not None, f"{self.name} never falls back"
-        more = self.replay | self.beyond.replay
-        if not self.beyond.together:
-            return replace(self, replay=more, beyond=None)
-        return replace(self, replay=more, checkpoint=True, marked=self.beyond.marked, beyond=None)
+        return replace(self, replay=self.replay | self.beyond.replay, beyond=None)
 
     @cached_property
     def may_replay(self) -> bool:

@@ -13,10 +13,8 @@
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 [9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
 [10] a replay may need the half's first sites alone, without the code around them (a shortcut: `site`)
-[11] a half of experts that may fall back follows its rule up to the dispatch. What the dispatch saves before rows travel is open
-     until the ranks' counts are read: then it becomes a handle, or stays. Behind it the half goes on as its rule, or as one that
-     keeps nothing of its rows (`loads`); both agree about all that lies before. One that decides alone does so where its experts
-     begin, and its rows stay
+[11] a half of experts that may fall back follows its rule until its experts are called. Then the number of rows decides whether
+     their first linears and activation run again as well (`loads`)
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ from torch import Tensor
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent
-from megatron_lynx.runtime.loads import Rows
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
-from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Key, RecordedGraph, Replaced, View
+from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, RecordedGraph, Replaced, View
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
@@ -42,20 +39,12 @@ GATHERED = Item("gathered latents", "code")
 """What ranks gather between the sites of latent attention: always kept."""
 
 
-class Open:
-    """What autograd holds of a tensor of which it is not decided yet whether it stays."""
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: Tensor | Handle) -> None:
-        self.packed = packed
-
-
 @dataclass(frozen=True)
 class FallBack:
-    """Whether a half of experts goes on as a checkpoint, and by which recorded graph."""
+    """Whether a half of experts falls back, and which recorded graph it then follows."""
 
-    needed: Callable[[Rows], bool]
+    needed: Callable[[int, int], bool]
+    """From rows, and from rows if all experts were asked as often."""
     graph: Callable[[frozenset[str]], RecordedGraph | None]
     """Of calls that fell back before, by what they replayed; None before the first."""
 
@@ -98,12 +87,7 @@ class Recorder:
         self._finder: ShortcutFinder | None = None
         """There while the half runs, where a shortcut may lead through it."""
         self._fall_back = fall_back
-        """There until it is decided."""
-        beyond = frame.policy.beyond if fall_back is not None else None
-        self._undecided = frozenset() if beyond is None else beyond.replay - self._replay
-        """The items that run again only if the half falls back, until that is decided."""
-        self._open: list[tuple[Open, Key, Tensor]] = []
-        self._rows: Rows | None = None
+        """None once it is decided, and for halves that never fall back."""
 
     @property
     def graph(self) -> RecordedGraph | None:
@@ -119,7 +103,6 @@ class Recorder:
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
-            self._open = []
             del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
             finder, self._finder = self._finder, None  # its graph refers back to here, too
             if self._first is not None:
@@ -151,7 +134,7 @@ class Recorder:
         """Whether nothing is let go or remembered of a site that is about to be called, nor of the code behind it. Then it may be
         called as without a plan."""
         segment = self._segment + site.segments
-        if self._undecided or segment not in self._graph.inert:
+        if self._fall_back is not None or segment not in self._graph.inert:
             return False
         self._packing.turn(False)
         self._segment, self._item = segment + 1, None
@@ -159,8 +142,6 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        if self._rows is not None or self._item in self._undecided:
-            self._decide()  # [11]
         if self._first is not None:
             self._first.handed(call, self._of(site), self._item)  # [5]
         if site.first is not None:
@@ -176,7 +157,7 @@ class Recorder:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packing.turn(code in self._replay or code in self._undecided or self._group is not None)  # [1]
+        self._packing.turn(code in self._replay or self._group is not None)  # [1]
         if self._first is not None and site.state is None and code not in self._replay and self._group is None:
             self._first.untouched(segment)
         return outputs
@@ -187,12 +168,10 @@ class Recorder:
 
     def _called(self, call: SiteCall) -> Any:
         site, kept = call.site, call.site.name not in self._replay
-        if (not kept or site.name in self._undecided) and not site.owns_parameters:
+        if not kept and not site.owns_parameters:
             self._packing.turn(True)
-            outputs = call()  # [2] [11]
-            if kept:
-                self._remember(call, outputs, None)
-            elif self._first is not None:
+            outputs = call()  # [2]
+            if self._first is not None:
                 self._first.replayed(call, outputs)
             return outputs
         self._packing.turn(False)
@@ -201,7 +180,7 @@ class Recorder:
         outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)  # [3]
-        if kept and (self._replay or self._undecided):
+        if kept and (self._replay or self._fall_back is not None):
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
         elif not kept and self._first is not None:
             self._first.replayed(call, outputs)
@@ -250,10 +229,6 @@ class Recorder:
         self._ordinal += 1
         if self._item in self._replay and self._may_let_go():
             return self.frame.want(key, tensor)  # [1]
-        if self._item in self._undecided:
-            packed = Open(tensor.detach())
-            self._open.append((packed, key, tensor.detach()))
-            return packed  # [11]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
         return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
@@ -265,58 +240,42 @@ class Recorder:
         return False
 
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is Open:
-            packed = packed.packed
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
-    def asked(self, rows: Rows) -> None:
-        """How many rows every rank's experts will get of this call is known soon."""
-        self._rows = rows if self._undecided else None
-
-    @property
-    def falls_back_alone(self) -> bool:
-        """Whether it is not decided yet if the half falls back, and this rank decides for itself."""
-        return bool(self._undecided) and self.frame.policy.beyond is not None and not self.frame.policy.beyond.together
-
-    def _decide(self) -> None:
-        """Rows are about to travel, or have come: the half goes on as its rule says, or falls back. [11]"""
-        begun = self._item in self._undecided
-        decision, self._fall_back, self._undecided = self._fall_back, None, frozenset()
-        (opened, self._open), (rows, self._rows) = (self._open, []), (self._rows, None)
-        assert decision is not None, "what is undecided is decided once"
-        if rows is None or not decision.needed(rows):
+    def experts_got(self, rows: int, balanced: int) -> None:
+        """Experts are called with so many rows: the half follows its rule from here on, or falls back. [11]"""
+        decision, self._fall_back = self._fall_back, None
+        if decision is None:
+            return
+        if not decision.needed(rows, balanced):
             if self._first is None:
                 self._drop_memos()
             return
         policy = self.frame.policy = self.frame.policy.fallen_back
         self._replay, self._finder, before = policy.replay, None, self._graph
         known = decision.graph(policy.replay)
-        self._first = None if known is not None else FirstCall(policy.section, policy.replay, self.frame.inputs, None)
-        self._graph = self._first.going_on(before, self._segment) if known is None else known  # type: ignore[union-attr]
-        if begun:
-            self.frame.memos.pop(self._segment - 1)  # of the dispatch's first part, which runs again
         if known is not None:
+            self._first, self._graph = None, known
             self._drop_memos()
-        for packed, key, tensor in opened:
-            if self._may_let_go(key[0]):
-                packed.packed = self.frame.want(key, tensor)
+            return
+        self._first = FirstCall(policy.section, policy.replay, self.frame.inputs, None)
+        self._graph = self._first.going_on(before, self._segment)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        every = self._first is not None or bool(self._undecided)
+        every = self._first is not None or self._fall_back is not None
         if not every and self._segment not in self._graph.memos:
             return
-        ends = self._ends_values(call.site, self._replay)
+        ends = self._ends_values(call.site)
         if self._first is not None:
             self._first.kept(self._segment, outputs, ends_values=ends)
-        ends = ends and self._ends_values(call.site, self._undecided)
         with_values = not ends and (every or self._graph.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
-    def _ends_values(self, site: Site, replay: frozenset[str]) -> bool:
-        """Whether no item of these, run again, reads the values of what this kept site returned. Where rows travel again they
-        travel as a router decided."""
+    def _ends_values(self, site: Site) -> bool:
+        """Whether no replayed item reads the values of what this kept site returned. Rows that travel again do so as the router
+        decided."""
         item, section = self._of(site), self.frame.policy.section
-        again = (section.of_name[name] for name in replay if name in section.of_name)
+        again = (section.of_name[name] for name in self._replay if name in section.of_name)
         read = item.role == "router" and any(each.exchanges for each in again)
         return site.goes_on or (item.ends_values and not read)
 

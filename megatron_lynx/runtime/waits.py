@@ -64,12 +64,9 @@ class Opening:
     progress: Progress
 
     def frame_of(self, half: FrameKey) -> Frame | None:
-        """The micro-batch's frame of a half, where its replay is still to come. A checkpoint communicates, and so it is replayed
-        on demand (rule R2), but for what is left when all that it communicates is under way."""
+        """The micro-batch's frame of a half, where its replay is still to come."""
         frame = self.progress.ledger.frame_of(self.micro_batch, half)
-        if frame is None or not frame.lets_go:
-            return None
-        return frame if frame.under_way is not None or not frame.policy.checkpoint else None
+        return frame if frame is not None and frame.lets_go else None
 
     def replay(self, planned: Replay) -> bool:
         """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""

@@ -75,7 +75,7 @@ def test_overlapped_exchanges_on_one_stage_with_copies_to_the_host(script, tmp_p
 
 
 def test_experts_fall_back_when_more_rows_come_than_a_plan_holds_for(script, tmp_path):
-    """It holds for a balanced load, to which routers do not keep; tokens travel again in checked steps, too."""
+    """It holds for a balanced load, to which routers do not keep; in checked steps, too."""
     plan = plan_of("expert 2", experts=True)
     held = tuple(stage.model_copy(update={"experts_hold": 1.0}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": held})

@@ -1,8 +1,8 @@
 """How many rows the experts of this rank get.
 
 Replaces              `forward` on each layer's experts, `mlp.experts` (an instance attribute, whatever their kind).
-Why                   a plan assumes a load; a rank that gets more rows needs more memory and time, and the run says so. Where
-                      ranks do not know of each other's rows, a half that may fall back decides by these.
+Why                   a plan assumes a load; a rank that gets more rows needs more memory and time, and the run says so. A half
+                      that may fall back decides by these.
 Calls the original    once per call, with the arguments as they came.
 Holds                 how many rows a rank would get if all experts were asked as often.
 Passes through when   gradients are off, or a replay runs: its rows were counted in the forward. Only shapes are looked at, so

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import exchanges, expert_load, expert_rows, fused_exchanges
+from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
 from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
@@ -145,12 +145,7 @@ class HeldExperts(Running):
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
-            balanced = _balanced_rows(plan, run)
-            yield from expert_load.claims(engine, layers.items(), balanced)
-            falls_back = any(entry.experts_hold is not None for entry in plan.chunks_of(run.stage))
-            sections = map(self.section_in, layers.values())
-            if falls_back and any(section is not None and section.counted_by_all for section in sections):
-                yield from expert_rows.claims(engine, run.config.num_moe_experts, run.expert, balanced)
+            yield from expert_load.claims(engine, layers.items(), _balanced_rows(plan, run))
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
             yield from fused_exchanges.claims(engine)
         elif plan.exchanging:

@@ -91,7 +91,6 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
         items=(norm, *inside, residual),
         exchanges_of=EXCHANGES[dispatcher],
         fuses_norm=False,
-        counted_by_all=dispatcher == "alltoall",
         profiled="experts",
     )
 
@@ -99,8 +98,8 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
 def _in_nodes(section: Section) -> Section:
     """The same half where exchanges are overlapped."""
     apart = tuple(item.name for item in section.items if item not in _ROUTED or item.role == "router")
-    alone = replace(section, exchanges_of=EXCHANGES["hybridep"], counted_by_all=False)  # tokens travel in other nodes
-    return replace(alone, method="routed_experts_compute", owner=MIXTURE, apart=apart)
+    exchanges = EXCHANGES["hybridep"]  # tokens travel in other nodes
+    return replace(section, exchanges_of=exchanges, method="routed_experts_compute", owner=MIXTURE, apart=apart)
 
 
 MIXTURES: Mapping[tuple[Dispatcher, bool], Section] = {
