@@ -27,6 +27,7 @@ FOUNDATION = {
     "kinds.sections",
     "bridge_settings",
     "errors",
+    "figures",
     "fp8_recipes",
     "free_memory",
     "learned",

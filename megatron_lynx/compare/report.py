@@ -90,18 +90,18 @@ def notes(measurement: Measurement) -> Iterator[str]:
     )
     yield f"Exposed: step - step({measurement.reference.name}), medians; replays: of all ranks in one step."
     for setting in measurement.settings:
-        if setting.on_demand_s:
-            yield f"{setting.name}: {format_seconds(setting.on_demand_s)} of one step's trace are replays on demand."
-        if deferred := setting.filled_weight_gradients + setting.flushed_weight_gradients:
+        figures = setting.figures
+        if figures.on_demand_s:
+            yield f"{setting.name}: {format_seconds(figures.on_demand_s)} of one step's trace are replays on demand."
+        if deferred := figures.filled + figures.flushed:
             yield (
                 f"{setting.name}: {deferred} weight gradients deferred in one step on all ranks, "
-                f"{setting.filled_weight_gradients} of them into waits; their operands held at most "
-                f"{format_bytes(setting.deferred_bytes)}."
+                f"{figures.filled} of them into waits; their operands held at most {format_bytes(figures.deferred_bytes)}."
             )
-        if setting.offloaded_bytes:
+        if figures.offloaded_bytes:
             yield (
-                f"{setting.name}: {format_bytes(setting.offloaded_bytes)} to the host and back in one step, through "
-                f"{format_bytes(setting.host_bytes)} of host memory; compute waited {format_seconds(setting.exposed_copy_s)} for "
+                f"{setting.name}: {format_bytes(figures.offloaded_bytes)} to the host and back in one step, through "
+                f"{format_bytes(figures.host_bytes)} of host memory; compute waited {format_seconds(figures.exposed_copy_s)} for "
                 "copies; the rank that needs most of each."
             )
     if measurement.counter_check is not None:
@@ -123,17 +123,17 @@ def _checked(measurement: Measurement) -> str:
 
 def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[str, ...]:
     reference, step, exposed_s = setting is measurement.reference, setting.step, measurement.exposed_s(setting)
-    hidden, on_demand = setting.hidden_replays, setting.on_demand_replays
+    figures = setting.figures
     equal = {True: "yes", False: "NO", None: "reference" if reference else "not compared"}[setting.gradients_equal]
     return (
         f"{bold}{setting.name}{bold}" if setting.ours else setting.name,
         format_seconds(step.median_s),
         f"{format_seconds(step.lower_s)} - {format_seconds(step.upper_s)}",
         f"{measurement.ratio_to_none(setting):.3f}",
-        format_bytes(setting.resident_bytes),
-        format_bytes(setting.peak_bytes),
+        format_bytes(figures.resident_bytes),
+        format_bytes(figures.peak_bytes),
         "-" if reference else f"{'-' if exposed_s < 0 else '+'}{format_seconds(abs(exposed_s))}",
-        f"{hidden} / {on_demand}" if hidden + on_demand else "-",
+        f"{figures.in_windows} / {figures.on_demand}" if figures.replayed else "-",
         equal,
     )
 

@@ -20,7 +20,7 @@ Bytes = Literal["resident_bytes", "peak_bytes"]
 
 IN_WORDS: dict[Bytes, str] = {"resident_bytes": "activation bytes", "peak_bytes": "peak bytes"}
 
-AS_MEASURED = ("on_demand_s", "offloaded_bytes", "host_bytes", "exposed_copy_s", "gradients_equal")
+SHOWN = ("peak_bytes", "on_demand_s", "offloaded_bytes", "host_bytes", "exposed_copy_s")
 """Figures of a setting that programs get under their own names."""
 
 
@@ -30,14 +30,15 @@ def as_json(measurement: Measurement) -> dict[str, Any]:
 
 
 def _row(measurement: Measurement, setting: Setting) -> dict[str, Any]:
+    figures = setting.figures
     return {
         "setting": setting.name,
         "step_s": setting.step.median_s,
         "ratio_to_none": measurement.ratio_to_none(setting),
-        "activation_bytes": setting.resident_bytes,
-        "peak_bytes": setting.peak_bytes,
+        "activation_bytes": figures.resident_bytes,
         "exposed_s": measurement.exposed_s(setting),
-        **{name: getattr(setting, name) for name in AS_MEASURED},
+        **{name: getattr(figures, name) for name in SHOWN},
+        "gradients_equal": setting.gradients_equal,
     }
 
 
@@ -66,7 +67,7 @@ class Verdict:
         return f"{ours} {won}, the fastest stock setting of no more {what}."
 
     def _in_words(self, setting: Setting) -> str:
-        return f"{setting.name} ({format_seconds(setting.step.median_s)}, {format_bytes(getattr(setting, self.by))})"
+        return f"{setting.name} ({format_seconds(setting.step.median_s)}, {format_bytes(getattr(setting.figures, self.by))})"
 
 
 def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> Verdict | None:
@@ -76,5 +77,5 @@ def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> Verdic
     stock = [each for each in settings if not each.ours]
     if ours is None or not stock:
         return None
-    small = (each for each in stock if getattr(each, by) <= getattr(ours, by))
+    small = (each for each in stock if getattr(each.figures, by) <= getattr(ours.figures, by))
     return Verdict(ours, min(small, key=lambda each: each.step.median_s, default=None), by)

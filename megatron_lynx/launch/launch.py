@@ -19,6 +19,7 @@ from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.live_run import live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.figures import Figures
 from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.check.frames import FrameCheck
@@ -28,13 +29,12 @@ from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.hosts.host import Host
 from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
-from megatron_lynx.launch.outcome.device_peak import DevicePeak
+from megatron_lynx.launch.outcome.measuring import DevicePeak
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
 from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 from megatron_lynx.whole_file import against_file
@@ -159,7 +159,7 @@ class Launch:
         engine = self._installation.engine
         with self._trace.around(engine.trace), self._reporter.step(arguments, usual=usual):
             yield
-        counts = self._metrics.step_ends(engine, self._reporter.figures)
+        counts = self._metrics.step_ends(engine, self._reporter.logged)
         self._reporter.step_ends(counts, usual=usual)
         if self._check is not None and self._check.over:
             self._say_checked()
@@ -230,8 +230,8 @@ class Launch:
         )
         return words if held else ""
 
-    def _say_done(self, counts: Counts) -> None:
-        done = f"replayed {counts.replayed} layer halves: {counts.hidden} inside windows, {counts.on_demand} on demand"
+    def _say_done(self, counts: Figures) -> None:
+        done = f"replayed {counts.replayed} layer halves: {counts.in_windows} inside windows, {counts.on_demand} on demand"
         if counts.offloaded_bytes:
             done += f"; {format_bytes(counts.offloaded_bytes)} copied to the host, {format_bytes(counts.reloaded_bytes)} back"
         if counts.deferred:

@@ -22,33 +22,15 @@ import torch.distributed as dist
 
 from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.figures import Figures, logged
 from megatron_lynx.launch.agreement import on_rank_0
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.progress import Counts
 
 PREFIX = "lynx/"
 UNKNOWN = -1.0
 """Stands for what a rank does not know: less than any figure, so that of all ranks one that knows counts."""
 GLOO = ("enable_gloo_process_groups", "use_gloo_process_groups")
 """What Megatron's --disable-gloo-process-groups switches off: until 0.16, and from 0.17 on."""
-
-
-def figures(counts: Counts) -> dict[str, float]:
-    """What is logged for one step, by name."""
-    found: dict[str, float] = {
-        "host_bytes": counts.host_bytes,
-        "copied_to_host_bytes": counts.offloaded_bytes,
-        "copied_back_bytes": counts.reloaded_bytes,
-        "exposed_copy_s": counts.exposed_copy_s,
-        "replays_hidden": counts.hidden,
-        "replays_on_demand": counts.on_demand,
-        "weight_gradients_in_waits": counts.filled,
-        "weight_gradients_flushed": counts.flushed,
-        "deferred_bytes": counts.deferred_bytes,
-    }
-    if torch.cuda.is_available():
-        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()  # since Megatron last reset it
-    return found
 
 
 @dataclass
@@ -71,7 +53,7 @@ class Metrics:
     """
 
     def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
-        self.total = Counts()
+        self.total = Figures()
         """The counts of all steps."""
         self._args = args
         self._tensorboard, self._wandb = tensorboard, wandb
@@ -79,17 +61,16 @@ class Metrics:
         self._group = _group_of_all(args) if self._wanted else None
         self._pending: _Pending | None = None
 
-    def step_ends(self, engine: Engine, more: Callable[[], Mapping[str, float | None]] = dict) -> Counts:
-        """Take what the engine counted in this step, and return it. It is logged as often as Megatron logs, with `more`, which
-        has the same names on all ranks; what is None is not known."""
+    def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
+        """Take what the engine counted in this step, and return it. It is logged as often as Megatron logs, as `named`, which has
+        the same names on all ranks; None is not known."""
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
         step = self._args.curr_iteration + 1
         if not self._wanted or step % self._args.tensorboard_log_interval:
             return counts
         self._write()
-        found = figures(counts)
-        found |= {name: UNKNOWN if value is None else value for name, value in more().items()}
+        found = {name: UNKNOWN if value is None else value for name, value in named(counts).items()}
         values = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
         work = None
         if self._group is not None:

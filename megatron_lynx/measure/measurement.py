@@ -11,58 +11,37 @@ The file holds what was measured: samples, bytes, counts. What follows from it i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from megatron_lynx.figures import MOST, Figures, of_all
 from megatron_lynx.measure.machine import Machine
 from megatron_lynx.measure.steps import Summary, summarise
-from megatron_lynx.validation import validated
+from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import json_in, write_whole
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Counted(Figures):
+    """The figures of a setting in one step."""
+
+    resident_bytes: Annotated[int, MOST]
+    """Activations held between forward and backward: the most that was live at the end of any forward pass."""
+    peak_bytes: Annotated[int, MOST]
+    """The most that was live at any moment of the step. Both are above the level at the step's start."""
 
 
-class RankResult(_Part):
+class RankResult(Counted):
     """One setting on one rank."""
 
     rank: int = Field(ge=0)
     step_s: tuple[float, ...] = Field(min_length=1)
     """Seconds of every timed step, in the order of the rounds."""
-    resident_bytes: int
-    """Activations held between forward and backward: the most that was live at the end of any forward pass."""
-    peak_bytes: int
-    """The most that was live at any moment of the step. Both are above the level at the step's start."""
-    hidden_replays: int = Field(default=0, ge=0)
-    """Replays that ran inside a window, in one step."""
-    on_demand_replays: int = Field(default=0, ge=0)
-    on_demand_s: float | None = Field(default=None, ge=0)
-    """Seconds of one step's on-demand replays, from its trace; None where no trace was taken."""
-    filled_weight_gradients: int = Field(default=0, ge=0)
-    """Deferred weight gradients that ran in a wait, in one step."""
-    flushed_weight_gradients: int = Field(default=0, ge=0)
-    """Those that no wait took."""
-    deferred_bytes: int = Field(default=0, ge=0)
-    """The most that their operands held at once."""
-    offloaded_bytes: int = Field(default=0, ge=0)
-    """Activations copied to the host in one step; as many come back."""
-    host_bytes: int = Field(default=0, ge=0)
-    """Host memory held for them."""
-    exposed_copy_s: float = Field(default=0.0, ge=0)
-    """Seconds of one step for which compute waited for these copies."""
     gradients_equal: bool | None = None
     """Whether every parameter's gradient equals stock none's in every bit; None where it was not compared."""
 
 
-def _of_ranks(together: Callable[[Iterable[Any]], Any], name: str) -> Any:
-    """A figure of all ranks of a setting: the most of theirs, or their sum."""
-    return property(lambda setting: together(getattr(rank, name) for rank in setting.ranks))
-
-
-class Setting(_Part):
+class Setting(Part):
     """One setting on all ranks."""
 
     name: str
@@ -79,23 +58,10 @@ class Setting(_Part):
     def step(self) -> Summary:
         return summarise(self.step_samples_s)
 
-    resident_bytes: ClassVar[int] = _of_ranks(max, "resident_bytes")
-    peak_bytes: ClassVar[int] = _of_ranks(max, "peak_bytes")
-    hidden_replays: ClassVar[int] = _of_ranks(sum, "hidden_replays")
-    on_demand_replays: ClassVar[int] = _of_ranks(sum, "on_demand_replays")
-    filled_weight_gradients: ClassVar[int] = _of_ranks(sum, "filled_weight_gradients")
-    flushed_weight_gradients: ClassVar[int] = _of_ranks(sum, "flushed_weight_gradients")
-    deferred_bytes: ClassVar[int] = _of_ranks(max, "deferred_bytes")
-    offloaded_bytes: ClassVar[int] = _of_ranks(max, "offloaded_bytes")
-    host_bytes: ClassVar[int] = _of_ranks(max, "host_bytes")
-    exposed_copy_s: ClassVar[float] = _of_ranks(max, "exposed_copy_s")
-    """Bytes and seconds are those of the rank that has most, counts those of all ranks together."""
-
     @property
-    def on_demand_s(self) -> float | None:
-        """Seconds of the rank that spends most on replays on demand; None if a rank has no figure."""
-        seconds = [rank.on_demand_s for rank in self.ranks if rank.on_demand_s is not None]
-        return max(seconds) if len(seconds) == len(self.ranks) else None
+    def figures(self) -> Counted:
+        """Counts of all ranks together; bytes and seconds of the rank that has most."""
+        return Counted(**of_all(self.ranks))
 
     @property
     def gradients_equal(self) -> bool | None:
@@ -116,14 +82,14 @@ class Setting(_Part):
         return self
 
 
-class Skipped(_Part):
+class Skipped(Part):
     """A setting that did not run, and why."""
 
     name: str
     reason: str
 
 
-class CounterCheck(_Part):
+class CounterCheck(Part):
     """The activation counter against the process's real peak memory, in one step; see `process_peak`."""
 
     counted_bytes: int
@@ -133,7 +99,7 @@ class CounterCheck(_Part):
     """The reason for which the process's peak could not be read."""
 
 
-class Measurement(_Part):
+class Measurement(Part):
     """Everything of one comparison. The first setting is the one that ratios refer to: stock none."""
 
     version: Literal[1] = 1

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.figures import MOST, Figure, Figures, of_slowest
 from megatron_lynx.learned import Learned
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import json_in, write_whole
@@ -27,13 +29,13 @@ FILE_NAME = "lynx_outcome.json"
 class StagePredicted(Part):
     """What the plan says of one stage."""
 
-    passes_s: float | None = None
+    passes_s: Annotated[float | None, Figure(max, "predicted_passes_s")] = None
     """Seconds of a step's forwards and backwards over all stages."""
-    memory_bytes: int | None = None
+    memory_bytes: Annotated[int | None, Figure(max, "predicted_device_peak_bytes")] = None
     """Everything on a device at its fullest."""
     hidden_replay_s: float | None = None
     exposed_replay_s: float | None = None
-    """Seconds of one step's replays, on one rank."""
+    """Seconds of one step's recomputations, on one rank."""
     exposed_copy_s: float | None = None
     """Seconds for which one step waits for copies from the host."""
 
@@ -52,7 +54,7 @@ class WaitSeconds(Part):
     """Of all waits for communication at one place of a half, on a stage's ranks, in one step."""
 
     longer: int = 0
-    """Waits that went on behind what ran in them."""
+    """Waits that went on after what ran in them."""
     longer_s: float = 0.0
     """Seconds from where these were waited for to their ends: what is left there of the communication."""
     longer_replays_s: float = 0.0
@@ -71,37 +73,47 @@ class StepParts(Part):
     waits: dict[str, WaitSeconds] = Field(default_factory=dict)
     """By place, as in plans, with the part of the profile for the half: `fwd.experts.0`."""
 
+    def __add__(self, other: StepParts) -> StepParts:
+        return StepParts(halves=_sums(self.halves, other.halves), waits=_sums(self.waits, other.waits))
 
-class StageMeasured(Part):
+
+PartT = TypeVar("PartT", HalfSeconds, WaitSeconds)
+
+
+def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
+    """Both, added up where they have the same keys."""
+    sums = dict(one)
+    for key, more in other.items():
+        own = sums.get(key, type(more)())
+        sums[key] = type(more)(**{name: getattr(own, name) + getattr(more, name) for name in type(more).model_fields})
+    return dict(sorted(sums.items()))
+
+
+class StageMeasured(Figures):
     """Of each figure the largest of the stage's ranks."""
 
     ranks: int = Field(ge=1)
-    passes_s: float | None = None
-    """Seconds of Megatron's schedule: forwards, backwards, and the reduction of gradients behind them."""
-    step_s: float | None = None
+    passes_s: Annotated[float | None, Figure(max, "passes_s")] = None
+    """Seconds of Megatron's schedule: forwards, backwards, and the reduction of gradients after them."""
+    step_s: Annotated[float | None, Figure(max, "step_s")] = None
     """Seconds of the whole step, with the optimizer's update."""
-    allocated_bytes: int | None = None
+    allocated_bytes: Annotated[int | None, Figure(max, "device_peak_bytes")] = None
     """The most that was allocated on the device since the run began."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Annotated[int | None, Figure(max, "device_reserved_peak_bytes")] = None
     """The most that PyTorch's allocator held; null where there is no such allocator."""
-    outside_bytes: int | None = None
-    """What is used on the device, and not by PyTorch's allocator: context, libraries, NCCL; null where that is not known."""
-    slack_bytes: int | None = None
+    outside_bytes: Annotated[int | None, MOST] = None
+    """Used on the device, and not by PyTorch's allocator: context, libraries, NCCL; null where that is not known."""
+    slack_bytes: Annotated[int | None, MOST] = None
     """The most that was reserved less the most that was allocated; null where there is no such allocator."""
-    in_windows_s: float | None = None
-    on_demand_s: float | None = None
-    """Seconds of one step's replays that ran in windows, and of those that backward waited for."""
-    in_windows: int = 0
-    on_demand: int = 0
-    """How many replays that were."""
-    exposed_copy_s: float = 0.0
-    host_bytes: int = 0
-    expert_load: float = 0.0
-    """The most rows that experts of one layer got, over what they would get if all were asked as often. 0: there are none."""
-    fell_back: int = 0
-    """The most halves of experts of one step that were checkpoints because more rows came than the stage's bytes hold for."""
     parts: StepParts | None = None
     """None: no step was traced for it (a short run, one that is checked; outcome files of before)."""
+
+
+def stage_of(ranks: Sequence[StageMeasured]) -> StageMeasured:
+    """The ranks of one stage as one."""
+    traced = [rank.parts for rank in ranks if rank.parts is not None]
+    parts = sum(traced[1:], start=traced[0]) if traced else None
+    return StageMeasured(ranks=sum(rank.ranks for rank in ranks), parts=parts, **of_slowest(ranks))
 
 
 class StageRow(Part):
@@ -184,6 +196,37 @@ class Report(Part):
         times = {"passes_s": self.met.passes, "hidden_replay_s": self.met.replays, "exposed_replay_s": self.met.replays}
         scaled = {name: None if (own := getattr(row.predicted, name)) is None else own * by for name, by in times.items()}
         return row.predicted.model_copy(update=scaled)
+
+    def cells(self, row: StageRow) -> tuple[float | None, ...]:
+        """The figures of a stage in the order of `COLUMNS`."""
+        predicted, measured = self.predicted_of(row) or StagePredicted(), row.measured
+        return (
+            predicted.memory_bytes,
+            measured.allocated_bytes,
+            measured.reserved_bytes,
+            predicted.passes_s,
+            measured.passes_s,
+            measured.step_s,
+            predicted.hidden_replay_s,
+            measured.in_windows_s,
+            predicted.exposed_replay_s,
+            measured.on_demand_s,
+        )
+
+
+COLUMNS: tuple[tuple[str, str, Literal["bytes", "s"]], ...] = (
+    ("peak", "predicted", "bytes"),
+    ("peak", "allocated", "bytes"),
+    ("peak", "reserved", "bytes"),
+    ("forwards and backwards", "predicted", "s"),
+    ("forwards and backwards", "measured", "s"),
+    ("whole", "step", "s"),
+    ("replays hidden", "predicted", "s"),
+    ("replays hidden", "in windows", "s"),
+    ("replays exposed", "predicted", "s"),
+    ("replays exposed", "on demand", "s"),
+)
+"""The figures of a stage that tables show: group, name, unit."""
 
 
 class RunOutcome(Part):

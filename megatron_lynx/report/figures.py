@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import PlanMismatch, Problem
-from megatron_lynx.measure.run_outcome import Report, RunOutcome, StagePredicted, StageRow
+from megatron_lynx.measure.run_outcome import COLUMNS, Report, RunOutcome, StageRow
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit
 from megatron_lynx.report.kinds import kind_of
@@ -136,22 +136,6 @@ def tiles_of(
         yield Tile(label="fullest device", unit="bytes", predicted=shown["memory_bytes"], measured=measured_bytes, note=note)
 
 
-COLUMNS: tuple[tuple[str, Unit], ...] = (
-    ("when", "text"),
-    ("stage", "count"),
-    ("peak predicted", "bytes"),
-    ("allocated", "bytes"),
-    ("reserved", "bytes"),
-    ("passes predicted", "s"),
-    ("passes", "s"),
-    ("whole step", "s"),
-    ("hidden predicted", "s"),
-    ("in windows", "s"),
-    ("exposed predicted", "s"),
-    ("on demand", "s"),
-)
-
-
 def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
     """Raises `PlanMismatch` where the run was under another plan."""
     if outcome.plan_digest != plan.digest:
@@ -169,27 +153,17 @@ def outcome_table(outcome: RunOutcome) -> Table:
         id="outcome",
         title="How the run came out",
         note=f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}.",
-        columns=[Column(label=label, unit=unit) for label, unit in COLUMNS],
-        rows=[_cells(report, row) for report in outcome.reports for row in report.stages],
+        columns=[
+            Column(label="when", unit="text"),
+            Column(label="stage", unit="count"),
+            *(Column(label=f"{group} {name}", unit=unit) for group, name, unit in COLUMNS),
+        ],
+        rows=[[_when(report), row.stage, *report.cells(row)] for report in outcome.reports for row in report.stages],
     )
 
 
-def _cells(report: Report, row: StageRow) -> list[Cell]:
-    predicted, measured = report.predicted_of(row) or StagePredicted(), row.measured
-    return [
-        "the end" if report.when == "end" else f"step {report.step}",
-        row.stage,
-        predicted.memory_bytes,
-        measured.allocated_bytes,
-        measured.reserved_bytes,
-        predicted.passes_s,
-        measured.passes_s,
-        measured.step_s,
-        predicted.hidden_replay_s,
-        measured.in_windows_s,
-        predicted.exposed_replay_s,
-        measured.on_demand_s,
-    ]
+def _when(report: Report) -> str:
+    return "the end" if report.when == "end" else f"step {report.step}"
 
 
 def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
@@ -225,8 +199,9 @@ def settings_table(measurement: Measurement) -> Table:
     for setting in measurement.settings:
         ratio = measurement.ratio_to_none(setting)
         equal = {True: "yes", False: "NO", None: "reference" if ratio == 1.0 else "not compared"}[setting.gradients_equal]
-        held, replays = (setting.resident_bytes, setting.peak_bytes), (setting.hidden_replays, setting.on_demand_replays)
-        rows.append([setting.name, setting.step.median_s, ratio, *held, *replays, equal])
+        found = setting.figures
+        figures = (found.resident_bytes, found.peak_bytes, found.in_windows, found.on_demand)
+        rows.append([setting.name, setting.step.median_s, ratio, *figures, equal])
     columns: tuple[tuple[str, Unit], ...] = (
         ("setting", "text"),
         ("step", "s"),

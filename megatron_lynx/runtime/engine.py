@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.figures import Figures, InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.loads import too_many
-from megatron_lynx.runtime.met import Met
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.progress import Counts, Progress
+from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import FallBack, Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraph, RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
@@ -45,7 +45,7 @@ from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
-from megatron_lynx.runtime.trace import ReplayClock
+from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -76,7 +76,7 @@ class Engine:
         self.trace = self.offloader.trace
         self._ledger = Ledger(order)
         self._random = random or TorchRandom(device)
-        self.clock = ReplayClock(device)
+        self.clock = Clock(device)
         self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
@@ -94,7 +94,7 @@ class Engine:
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
-        self.met: Met | None = None
+        self.met: InputSeen | None = None
         """Who is told what micro-batches come, if somebody is."""
 
     @property
@@ -120,7 +120,7 @@ class Engine:
         """Nothing will run under this engine any more."""
         self.offloader.close()
 
-    def take_counts(self, *, exact: bool = True) -> Counts:
+    def take_counts(self, *, exact: bool = True) -> Figures:
         """What was done since this was last asked. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
         passed yet count next time."""
         return self._progress.take_counts(exact=exact)

@@ -15,69 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.device import Event
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.trace import ReplayClock, SpanKind, Trace
-
-
-@dataclass
-class Counts:
-    """What an engine did since its counts were last taken."""
-
-    recorded: int = 0
-    """Frames that let something go."""
-    let_go_bytes: int = 0
-    """Bytes of tensors that were let go. Those that share memory count each."""
-    hidden: int = 0
-    """Replays that ran inside a window."""
-    on_demand: int = 0
-    """Replays that backward waited for."""
-    ahead: int = 0
-    """Of these, how many began ahead, and left under way what they communicate."""
-    gathered: int = 0
-    """Inputs gathered once."""
-    fell_back: int = 0
-    """Halves of experts that were checkpoints because more rows came than the plan holds for."""
-    live_ahead: int = 0
-    """The most frames of one micro-batch that were regenerated before backward reached them."""
-    deferred: int = 0
-    """Weight gradients that their backward left for later."""
-    filled: int = 0
-    """Deferred weight gradients that ran in a wait."""
-    flushed: int = 0
-    """Deferred weight gradients that nothing hid: they ran because they had to be done, or because others did not fit."""
-    deferred_bytes: int = 0
-    """The most that operands of deferred weight gradients held at once."""
-    offloaded_bytes: int = 0
-    """Copied to the host."""
-    reloaded_bytes: int = 0
-    """Copied back."""
-    host_bytes: int = 0
-    """Host memory held for offloaded activations."""
-    exposed_copy_s: float = 0.0
-    """Seconds for which compute waited for copies, either way."""
-    expert_load: float = 0.0
-    """The most rows that experts of one layer got of one micro-batch, over what they would get if all were asked as often. 0:
-    there are no experts."""
-
-    @property
-    def replayed(self) -> int:
-        return self.hidden + self.on_demand
-
-    def __add__(self, later: Counts) -> Counts:
-        """The counts of both stretches: sums, and the larger of what is held at once."""
-        most = ("live_ahead", "deferred_bytes", "host_bytes", "expert_load")
-        both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
-        return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})
-
+from megatron_lynx.runtime.trace import Clock, SpanKind, Trace
 
 _NAME = "_megatron_lynx_whereabouts"
 
@@ -94,7 +43,7 @@ class Whereabouts:
     """The half that ran, or that backward had reached; of a replay, the half that was made again."""
     replays: bool = False
     expert_load: float = 0.0
-    """The largest load of this step so far, as `Counts` has it."""
+    """The largest load of this step so far, as `Figures` has it."""
 
 
 def note(error: BaseException, where: Whereabouts) -> None:
@@ -130,11 +79,11 @@ class HalfCall(Protocol):
 class Progress:
     """The state that the parts of one engine share."""
 
-    def __init__(self, ledger: Ledger, offloader: Offloader, clock: ReplayClock) -> None:
+    def __init__(self, ledger: Ledger, offloader: Offloader, clock: Clock) -> None:
         self.ledger = ledger
         self.trace: Trace = offloader.trace
         self.offloader = offloader
-        self.counts = Counts()
+        self.counts = Figures()
         self.clock = clock
         self.pending = Pending()
         self.scope: HalfCall | None = None
@@ -179,8 +128,8 @@ class Progress:
             expert_load=self.counts.expert_load,
         )
 
-    def take_counts(self, *, exact: bool) -> Counts:
-        counts, self.counts = self.counts, Counts()
+    def take_counts(self, *, exact: bool) -> Figures:
+        counts, self.counts = self.counts, Figures()
         counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts

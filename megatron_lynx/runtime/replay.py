@@ -356,7 +356,7 @@ class Replays:
         frame.gradient = gradient
         self.replay(frame, window)
         frame.gradient = None
-        self._progress.counts.hidden += 1
+        self._progress.counts.in_windows += 1
 
     def begin(self, frame: Frame, item: str) -> None:
         """Run a checkpoint again as far as this item, and leave under way what that communicates: its input is gathered, or what

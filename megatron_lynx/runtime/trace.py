@@ -4,22 +4,20 @@ gradient that was deferred, window, gather, copy and wait for a copy.
 Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock. Nothing waits for the device
 before somebody asks for seconds.
 
-The replay clock adds up the seconds of replays, of steps in which it runs:
-
-    a window opens ── [begin] replay [end] ── the wait      in a window: hidden, as far as the wait is longer
-    backward asks  ── [begin] replay [end] ── backward      on demand: always exposed
+A clock times pairs of events without waiting for the device: recomputations (of steps in which it runs), waits for copies, and
+whole steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.runtime.device import Device, Event, device_for
 
 SpanKind = Literal[
@@ -116,35 +114,32 @@ class Trace:
         return moment.seconds_since(self._origin)
 
 
-class ReplaySeconds(NamedTuple):
-    """How long replays took in one step on one rank."""
+class Clock:
+    """Seconds between pairs of events on the device's current stream, by what was timed. `runs`: whether anything is timed."""
 
-    in_windows_s: float = 0.0
-    on_demand_s: float = 0.0
-
-
-class ReplayClock:
-    """Times the replays of one engine. `runs`: whether they are timed from now on."""
-
-    def __init__(self, device: Device) -> None:
-        self.runs = False
+    def __init__(self, device: Device, *, runs: bool = False) -> None:
+        self.runs = runs
         self._device = device
-        self._timed: list[tuple[bool, Event, Event]] = []
+        self._timed: deque[tuple[str, Event, Event]] = deque()
+
+    def __len__(self) -> int:
+        """Pairs that were not taken yet."""
+        return len(self._timed)
 
     def begin(self) -> Event | None:
-        """A replay begins (None while the clock does not run)."""
+        """The first event of a pair (None while the clock does not run)."""
         return self._device.current.record(timed=True) if self.runs else None
 
-    def end(self, window: str, begin: Event | None) -> None:
-        """A replay ends that ran in `window`."""
+    def end(self, what: str, begin: Event | None) -> None:
         if begin is not None:
-            self._timed.append((window == ON_DEMAND, begin, self._device.current.record(timed=True)))
+            self._timed.append((what, begin, self._device.current.record(timed=True)))
 
-    def take(self) -> ReplaySeconds:
-        """Seconds of the replays since this was last asked. Waits until the device has passed them."""
-        timed, self._timed = self._timed, []
-        seconds = {True: 0.0, False: 0.0}
-        for on_demand, begin, end in timed:
+    def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
+        """What was timed, in order, with its seconds. `exact` waits for the device; otherwise pairs that it has not passed are
+        left for the next time."""
+        seconds = []
+        while self._timed and (exact or self._timed[0][2].done):
+            what, begin, end = self._timed.popleft()
             end.synchronize()
-            seconds[on_demand] += end.seconds_since(begin)
-        return ReplaySeconds(in_windows_s=seconds[False], on_demand_s=seconds[True])
+            seconds.append((what, end.seconds_since(begin)))
+        return seconds

@@ -76,7 +76,7 @@ class Opening:
         if not self._has_room_for(frame):
             return False  # what is left is replayed on demand
         self.replays.replay(frame, self.window, planned.until)
-        self.progress.counts.hidden += frame.replayed
+        self.progress.counts.in_windows += frame.replayed
         return True
 
     def gather(self, half: FrameKey) -> None:

@@ -156,19 +156,12 @@ def _setting(name: str, censuses: list[Census], laps: list[dict[str, Lap]]) -> S
 
 
 def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:
+    on_demand_s = timeline_of({rank: lap.events}).on_demand_s(rank) if lap.events else None
     return RankResult(
         rank=rank,
         step_s=lap.step_s,
         resident_bytes=counted.use.resident_bytes,
         peak_bytes=counted.use.peak_bytes,
-        hidden_replays=counted.counts.hidden,
-        on_demand_replays=counted.counts.on_demand,
-        filled_weight_gradients=counted.counts.filled,
-        flushed_weight_gradients=counted.counts.flushed,
-        deferred_bytes=counted.counts.deferred_bytes,
-        offloaded_bytes=counted.counts.offloaded_bytes,
-        host_bytes=counted.counts.host_bytes,
-        exposed_copy_s=counted.counts.exposed_copy_s,
-        on_demand_s=timeline_of({rank: lap.events}).on_demand_s(rank) if lap.events else None,
         gradients_equal=counted.gradients_equal,
+        **(vars(counted.counts) | {"on_demand_s": on_demand_s}),
     )

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.figures import Figures
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked
 from megatron_lynx.measure.steps import time_alternating
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.testbed.candidates import (
     FULL,
     NONE,
@@ -210,7 +210,7 @@ class Counted:
     most_resident_bytes: int
     """The most of all ranks, as is `most_peak_bytes`."""
     most_peak_bytes: int
-    counts: Counts
+    counts: Figures
     gradients_equal: bool | None
 
     def holds_no_more_than(self, other: Counted) -> bool:
@@ -260,7 +260,7 @@ def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Cens
 
 def _count(subject: Subject, reference: Bits | None = None) -> Counted:
     """Count one setting. Without a reference the subject is the reference itself, and already warmed up."""
-    equal, counts = None, Counts()
+    equal, counts = None, Figures()
     with subject.in_force() as installation:
         if reference is not None:
             equal = same_bits(subject.repeatable_step(), reference)

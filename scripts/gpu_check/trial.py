@@ -215,7 +215,7 @@ def _step(setting: Setting, training: Any, installation: Any, number: int, run: 
         run.bytes = max(run.bytes or 0, torch.cuda.max_memory_allocated())
     if installation is not None:
         counts = installation.engine.take_counts()
-        run.hidden, run.filled = run.hidden + counts.hidden, run.filled + counts.filled
+        run.hidden, run.filled = run.hidden + counts.in_windows, run.filled + counts.filled
         run.offloaded_bytes += counts.offloaded_bytes
         if last:
             run.replays, run.collectives = replays_behind_collectives(installation.engine.trace.stop()), slow.intervals()

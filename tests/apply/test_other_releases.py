@@ -92,7 +92,7 @@ def test_checkpoints_go_on_in_waits(pool_on, release):
     for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans):
         assert version.startswith(f"{release}.")
         assert [outcome.differing for outcome in outcomes] == [[], []]
-        assert all(outcome.planned.counts[-1].hidden == job.model.layers * job.microbatches for outcome in outcomes)
+        assert all(outcome.planned.counts[-1].in_windows == job.model.layers * job.microbatches for outcome in outcomes)
 
 
 def test_a_head_in_pieces(pool_on, release):

@@ -14,9 +14,9 @@ import torch
 
 from megatron_lynx.apply.hooks.te_weight_gradients import _Store
 from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.policy import DeferralPolicy
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -31,7 +31,7 @@ class Backward:
         policy = SimpleNamespace(layer=1, chunk=0, half="mlp")
         self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
         self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False)
-        self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Counts(), scope=None, ledger=self._ledger)
+        self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
         deferral = DeferralPolicy(frozenset([FC1.linear]), 10**6)
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=True)

@@ -192,7 +192,7 @@ def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(po
     for rule in raw["stages"][0]["rules"]:
         rule["windows"] = {"mlp": "bwd.mlp.0"}
     for outcome in checked(pool_of, job, [Plan.model_validate(raw)]):
-        assert outcome[0].planned.counts[0].hidden == job.model.layers * job.microbatches
+        assert outcome[0].planned.counts[0].in_windows == job.model.layers * job.microbatches
 
 
 @pytest.mark.parametrize("like", ["llama", *long("gpt")])

@@ -67,7 +67,7 @@ def test_what_went_to_the_host_is_a_note():
 
 
 def test_deferred_weight_gradients_are_a_note():
-    deferred = {"filled_weight_gradients": 30, "flushed_weight_gradients": 2, "deferred_bytes": 3 * MIB}
+    deferred = {"filled": 30, "flushed": 2, "deferred_bytes": 3 * MIB}
     deferring = measurement(settings=(setting("stock none", 1.0, 5, 5), setting("ours", 1.0, 5, 5, ours=True, **deferred)))
     assert [note for note in notes(deferring) if "deferred" in note] == [
         "ours: 64 weight gradients deferred in one step on all ranks, 60 of them into waits; "

@@ -45,8 +45,8 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron_lynx.apply import install
+    from megatron_lynx.figures import Figures
     from megatron_lynx.measure.memory import count_step, marked
-    from megatron_lynx.runtime.progress import Counts
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
@@ -58,7 +58,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
         installation.engine.take_counts()
     with FlopCounterMode(display=False) as counter:
         training.step(batches)
-    counts = installation.engine.take_counts() if installation is not None else Counts()
+    counts = installation.engine.take_counts() if installation is not None else Figures()
 
     def step(meter):
         run_schedule(training.chunks, job, batches, forward_step_func=marked(forward_step, meter, "forward"))
@@ -66,7 +66,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     resident = count_step(step, "cpu", training.parameters().values()).resident_bytes
     if installation is not None:
         installation.remove()
-    return Counted(counter.get_total_flops(), resident, counts.replayed, counts.hidden, torch.get_rng_state().nbytes)
+    return Counted(counter.get_total_flops(), resident, counts.replayed, counts.in_windows, torch.get_rng_state().nbytes)
 
 
 def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:

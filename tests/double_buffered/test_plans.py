@@ -62,9 +62,9 @@ def check_counts(job, stage, outcomes):
     in_windows, on_demand, _, kept, some = (outcome.counts for outcome in outcomes)
     passes = BATCHES * job.microbatches
     assert in_windows.replayed == on_demand.replayed == 2 * 2 * passes
-    assert on_demand.hidden == 0
+    assert on_demand.in_windows == 0
     if job.parallel.tensor == 1:
-        assert in_windows.hidden == (passes if stage == 0 else 0)
+        assert in_windows.in_windows == (passes if stage == 0 else 0)
     assert (kept.replayed, some.replayed > 0) == (0, True)
     assert (kept.offloaded_bytes > 0) == (some.offloaded_bytes > 0) == (stage == 0), "the last stage has nothing in flight"
 

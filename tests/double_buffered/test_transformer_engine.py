@@ -49,5 +49,5 @@ def test_plans_to_the_bit(pool):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(plans)
         assert all(outcome.counts.replayed > 0 for outcome in outcomes)
     first, _, last = (outcome.counts for outcome in runs[0])
-    assert first.hidden == 4 * job.microbatches
+    assert first.in_windows == 4 * job.microbatches
     assert last.offloaded_bytes > 0

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_lynx.runtime.progress import Counts
+from megatron_lynx.figures import Figures
 
 
 class Counted:
@@ -20,10 +20,10 @@ class Counted:
         self.steps = before
         self.exact: set[bool] = set()
 
-    def take_counts(self, *, exact: bool = True) -> Counts:
+    def take_counts(self, *, exact: bool = True) -> Figures:
         self.steps += 1
         self.exact.add(exact)
-        return Counts(hidden=self.steps, host_bytes=7, offloaded_bytes=100, exposed_copy_s=0.5)
+        return Figures(in_windows=self.steps, host_bytes=7, offloaded_bytes=100, exposed_copy_s=0.5)
 
 
 class Logged(NamedTuple):

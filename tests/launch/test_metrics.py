@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_lynx.figures import figures_of
 from megatron_lynx.launch.metrics import GLOO, Metrics
 from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.measure.run_outcome import StageMeasured, StagePredicted
 
 from . import metrics_on_ranks
 from .launched import MODEL, flags_of, launch, offloading, plan_of, saved
@@ -38,23 +41,29 @@ def test_steps_that_megatron_logs_are_logged():
     assert [step for step, _ in wandb] == [2, 4, 6]
     assert wandb[0][1] == {name: value for name, value, step in scalars if step == 2}
     assert {name for name, _, _ in scalars} >= {"lynx/host_bytes", "lynx/copied_to_host_bytes", "lynx/exposed_copy_s"}
-    assert (total.hidden, total.host_bytes, total.offloaded_bytes) == (21, 7, 600)
+    assert (total.in_windows, total.host_bytes, total.offloaded_bytes) == (21, 7, 600)
 
 
 def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
     scalars: list[tuple[str, float, int]] = []
     board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
     metrics = Metrics(SimpleNamespace(tensorboard_dir="logs", tensorboard_log_interval=1, curr_iteration=0), board)
-    counts = metrics.step_ends(metrics_on_ranks.Counted(), lambda: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
+    counts = metrics.step_ends(metrics_on_ranks.Counted(), lambda counts: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
     metrics.close()
-    assert counts.hidden == 1
+    assert counts.in_windows == 1
     assert ("lynx/passes_s", 0.5, 1) in scalars
     assert "lynx/device_reserved_peak_bytes" not in {name for name, _, _ in scalars}
 
 
+def test_the_page_names_what_is_logged():
+    text = (Path(__file__).parents[2] / "docs" / "launch.md").read_text().partition("## How a run came out")[0]
+    logs = [figure.logged for kind in (StageMeasured, StagePredicted) for figure in figures_of(kind).values() if figure.logged]
+    assert sorted(re.findall(r"`lynx/(\w+)`", text)) == sorted(logs)
+
+
 def test_without_a_log_only_the_total_is_kept():
     scalars, wandb, total = logged(SimpleNamespace(tensorboard_log_interval=1))
-    assert (scalars, wandb, total.hidden) == ([], [], 21)
+    assert (scalars, wandb, total.in_windows) == ([], [], 21)
 
 
 def test_what_is_left_is_in_wandb_before_megatron_ends_the_run():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lynx.figures import Figures
 from megatron_lynx.launch.out_of_memory import watch
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import budget_bytes, command, explained, rounded_down
@@ -16,7 +17,7 @@ from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.pending import Entry, Pending
-from megatron_lynx.runtime.progress import Counts, Whereabouts, note
+from megatron_lynx.runtime.progress import Whereabouts, note
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -276,7 +277,7 @@ def test_an_error_that_was_raised_from_one_of_memory():
 def test_a_weight_gradient_that_was_put_off():
     """It runs in some wait, or is flushed: the engine's half is not whose it is."""
     pending = Pending()
-    progress = SimpleNamespace(pending=pending, trace=Trace(), counts=Counts())
+    progress = SimpleNamespace(pending=pending, trace=Trace(), counts=Figures())
     gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)
 
     def compute() -> None:

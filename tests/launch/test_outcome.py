@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch.outcome.device_peak import Peak
-from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
+from megatron_lynx.figures import Figures, InputSeen
+from megatron_lynx.launch.outcome.measuring import Peak, StepClock
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
-from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
-from megatron_lynx.launch.outcome.step_met import most, step_met
+from megatron_lynx.launch.outcome.rows import most, predicted_of, rows, step_met
 from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
@@ -35,9 +33,7 @@ from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.met import Met
-from megatron_lynx.runtime.progress import Counts
-from megatron_lynx.runtime.trace import ON_DEMAND, ReplayClock, ReplaySeconds
+from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
@@ -53,13 +49,14 @@ def predicting():
     return decide(JOB, made_up_profile(JOB, 1e-5)).plan
 
 
-def figures(stage: int, seconds: float = 1.0, allocated: int = 1000) -> RankFigures:
-    counts = Counts(hidden=4, on_demand=12)
-    replays = ReplaySeconds(0.25 * seconds, 0.125)
-    return RankFigures(stage, StepSeconds(seconds, seconds + 0.5), Peak(allocated, None), replays, counts)
+def figures(stage: int, seconds: float = 1.0, allocated: int = 1000, **more) -> tuple[int, StageMeasured]:
+    """A rank's stage, and its figures."""
+    counted = {"in_windows": 4, "on_demand": 12, "in_windows_s": 0.25 * seconds, "on_demand_s": 0.125}
+    measured = {"passes_s": seconds, "step_s": seconds + 0.5, "allocated_bytes": allocated}
+    return stage, StageMeasured(ranks=1, **counted, **measured | more)
 
 
-def report(plan, *ranks: RankFigures) -> Report:
+def report(plan, *ranks: tuple[int, StageMeasured]) -> Report:
     return Report(when="step", step=2, stages=rows(plan, ranks))
 
 
@@ -73,7 +70,7 @@ def test_of_a_stages_ranks_the_slowest_and_the_fullest_count(predicting):
 def test_how_much_of_the_reserve_was_used_is_said_where_a_device_tells(predicting):
     """Of a stage's ranks the most counts; slack is the difference of one rank's peaks, not of two ranks'."""
     used = [Peak(60 * GIB, 61 * GIB, 4 * GIB), Peak(70 * GIB, 70 * GIB + 100, 5 * GIB)]
-    ranks = [replace(figures(stage), peak=peak) for stage, peak in enumerate(used)]
+    ranks = [figures(stage, **peak._asdict(), slack_bytes=peak.slack_bytes) for stage, peak in enumerate(used)]
     found = report(predicting, *ranks)
     words = "reserve: 5.00 GiB outside PyTorch's allocator (context, libraries, NCCL), 1.00 GiB reserved and not allocated"
     assert lines(found)[-1].strip() == words
@@ -116,7 +113,7 @@ def reported(plan, path, steps) -> Report:
         with reporter.step({"forward_backward_func": lambda: None}, usual=True):
             for _ in range(plan.batch.microbatches):
                 engine.met.add(rows_of_one, rows_of_one * SIZE["seq"])
-        reporter.step_ends(Counts(expert_load=load, fell_back=int(load > 1.4)), usual=True)
+        reporter.step_ends(Figures(expert_load=load, fell_back=int(load > 1.4)), usual=True)
     reporter.ends()
     return load_outcome(path).reports[-1]
 
@@ -136,7 +133,7 @@ def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):
     """The largest of a stage's ranks, as it decides what has to fit."""
 
     def told(planned_load, *loads):
-        ranks = [replace(figures(0), counts=Counts(expert_load=load)) for load in loads]
+        ranks = [figures(0, expert_load=load) for load in loads]
         found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=planned_load)
         return [line.strip() for line in lines(found) if "experts" in line]
 
@@ -152,7 +149,7 @@ FULL = SIZE["seq"] * JOB.batch.micro
 
 def met_of(plan, *came: tuple[int, int, float], steps: int = 1, shards: int = 1):
     """Micro-batches, rows of this rank and squares of lengths of each, as hooks count them."""
-    seen = Met()
+    seen = InputSeen()
     for microbatches, tokens, squares in came:
         for _ in range(microbatches):
             seen.add(tokens, squares)
@@ -210,7 +207,7 @@ def test_the_rank_with_most_to_do_is_waited_for(predicting):
 
 def test_halves_of_experts_that_fell_back_are_told(predicting):
     """Of the rank of each stage on which most did; all ranks that share out experts have as many."""
-    ranks = [replace(figures(stage), counts=Counts(expert_load=1.5, fell_back=2 * stage)) for stage in (0, 1)]
+    ranks = [figures(stage, expert_load=1.5, fell_back=2 * stage) for stage in (0, 1)]
     found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=1.2)
     told = [line.strip() for line in lines(found) if "fell back" in line]
     said = "experts: 2 halves of a step fell back on stage 1, whose bytes hold for less: plan for more with"
@@ -292,9 +289,9 @@ def test_a_usual_step_is_the_middle_one_and_first_ones_can_be_forgotten():
     clock = StepClock(device_for(torch.device("cpu")))
     assert clock.usual() is None
     for counts in (True, False, True):
-        clock.begin()
-        assert clock.around(lambda value: value)(3) == 3
-        clock.end(counts=counts)
+        arguments = {"forward_backward_func": lambda value: value}
+        with clock.step(arguments, counts=counts):
+            assert arguments["forward_backward_func"](3) == 3
     found = clock.usual()
     assert found is not None
     assert 0 <= found.passes_s <= found.step_s
@@ -302,17 +299,17 @@ def test_a_usual_step_is_the_middle_one_and_first_ones_can_be_forgotten():
     assert clock.known() is None
 
 
-def test_replays_are_timed_by_where_they_run_and_only_while_the_clock_runs():
-    clock = ReplayClock(device_for(torch.device("cpu")))
+def test_what_is_timed_is_told_once_and_only_while_the_clock_runs():
+    clock = Clock(device_for(torch.device("cpu")))
     clock.end("bwd.mlp.0@3", clock.begin())
-    assert clock.take() == ReplaySeconds()
+    assert clock.take() == []
     clock.runs = True
-    clock.end("bwd.mlp.0@3", clock.begin())
-    in_windows = clock.take()
-    assert in_windows.in_windows_s > 0 == in_windows.on_demand_s
-    clock.end(ON_DEMAND, clock.begin())
-    assert clock.take().on_demand_s > 0
-    assert clock.take() == ReplaySeconds()
+    for where in ("bwd.mlp.0@3", "on_demand"):
+        clock.end(where, clock.begin())
+    (first, in_window_s), (second, on_demand_s) = clock.take()
+    assert (first, second) == ("bwd.mlp.0@3", "on_demand")
+    assert min(in_window_s, on_demand_s) > 0
+    assert clock.take() == []
 
 
 def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_lynx.launch.outcome.step_parts import parts_of, together
-from megatron_lynx.measure.run_outcome import HalfSeconds, WaitSeconds
+from megatron_lynx.launch.outcome.rows import parts_of
+from megatron_lynx.measure.run_outcome import HalfSeconds, StageMeasured, WaitSeconds, stage_of
 from megatron_lynx.runtime.trace import Span
 
 
@@ -50,8 +50,8 @@ def test_layers_with_experts_are_a_kind_of_their_own():
 
 def test_ranks_are_added_up():
     one = parts_of(STEP, lambda layer: False)
-    both = together([one, None, one])
+    both = stage_of([StageMeasured(ranks=1, parts=parts) for parts in (one, None, one)]).parts
     assert both is not None
     assert both.halves["mlp"].calls == 4
     assert both.waits["bwd.mlp.0"].shorter_replays_s == 6.0
-    assert together([None]) is None
+    assert stage_of([StageMeasured(ranks=1)]).parts is None

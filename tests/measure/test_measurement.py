@@ -18,10 +18,21 @@ def test_round_trip(tmp_path):
     assert json.loads((tmp_path / "measurement.json").read_text())["version"] == 1
 
 
+def test_keys_of_older_files_are_read(tmp_path):
+    older = {"in_windows": "hidden_replays", "on_demand": "on_demand_replays", "filled": "filled_weight_gradients"}
+    data = json.loads(measurement().model_dump_json())
+    for rank in data["settings"][-1]["ranks"]:
+        rank |= {"filled": 3}
+        rank |= {name: rank.pop(now) for now, name in older.items()}
+    (tmp_path / "measurement.json").write_text(json.dumps(data))
+    figures = load_measurement(tmp_path / "measurement.json").settings[-1].figures
+    assert (figures.in_windows, figures.on_demand, figures.filled) == (28, 4, 6)
+
+
 def test_a_step_is_its_slowest_ranks_in_every_round():
     full = measurement().settings[1]
     assert full.step_samples_s == pytest.approx((1.4, 1.54, 2.8))
-    assert (full.resident_bytes, full.peak_bytes) == (10 * MIB, 40 * MIB)
+    assert (full.figures.resident_bytes, full.figures.peak_bytes) == (10 * MIB, 40 * MIB)
 
 
 def test_ratio_and_exposed_refer_to_the_first_setting():
@@ -29,7 +40,7 @@ def test_ratio_and_exposed_refer_to_the_first_setting():
     ours = whole.settings[-1]
     assert whole.ratio_to_none(ours) == pytest.approx(1.01)
     assert whole.exposed_s(ours) == pytest.approx(0.011)
-    assert (ours.hidden_replays, ours.on_demand_replays, ours.on_demand_s) == (28, 4, 0.02)
+    assert (ours.figures.in_windows, ours.figures.on_demand, ours.figures.on_demand_s) == (28, 4, 0.02)
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,14 @@ def test_replays_run_before_the_wait() -> None:
     assert backward == ["fc1 of 2", "waited bwd 3", "waited bwd 2", "waited bwd 1"]
     assert replays == [(0, 2, "bwd.mlp.0@3"), (0, 3, "on_demand"), (0, 1, "on_demand")]
     counts = stage.engine.take_counts()
-    assert (counts.recorded, counts.hidden, counts.on_demand, counts.live_ahead) == (3, 1, 2, 1)
+    assert (counts.recorded, counts.in_windows, counts.on_demand, counts.live_ahead) == (3, 1, 2, 1)
 
 
 def test_a_half_in_its_own_window_is_not_ahead() -> None:
     stage = Stage({layer: within(backward_of(layer)) for layer in (1, 2, 3)})
     assert [window for *_, window in stage.run()] == ["bwd.mlp.0@3", "bwd.mlp.0@2", "bwd.mlp.0@1"]
     counts = stage.engine.take_counts()
-    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (3, 0, 0)
+    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (3, 0, 0)
 
 
 def test_gathers_run_behind_the_wait() -> None:
@@ -196,7 +196,7 @@ def test_a_replay_over_two_windows() -> None:
     assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
-    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (1, 2, 1)
+    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (1, 2, 1)
 
 
 def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
@@ -204,7 +204,7 @@ def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
     assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
-    assert (counts.hidden, counts.on_demand) == (0, 3)
+    assert (counts.in_windows, counts.on_demand) == (0, 3)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -213,7 +213,7 @@ def test_ahead_depth(depth: int) -> None:
     stage = Stage({layer: within(backward_of(3)) for layer in (2, 1)}, ahead_depth=depth)
     stage.run()
     counts = stage.engine.take_counts()
-    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (min(2, depth), 3 - min(2, depth), min(2, depth))
+    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (min(2, depth), 3 - min(2, depth), min(2, depth))
 
 
 PHASES = StageOrder(
@@ -263,7 +263,7 @@ def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
         for work in received:
             work.wait()
         assert stage.log[-2:] == ["waited first", "waited second"]
-        assert stage.engine.take_counts().hidden == hidden, "in cool-down only, and in the first wait only"
+        assert stage.engine.take_counts().in_windows == hidden, "in cool-down only, and in the first wait only"
         stage.backward(micro_batch, 0)
 
 

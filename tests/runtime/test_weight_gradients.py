@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.policy import DeferralPolicy
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
@@ -81,7 +81,7 @@ def test_experts_share_the_block_of_their_rows() -> None:
 
 def test_a_wait_takes_those_of_one_micro_batch() -> None:
     """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
-    progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Counts()), []
+    progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures()), []
     gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)  # type: ignore[arg-type]
     for number in range(6):
         computing = partial(ran.append, (number // 2, number % 2))
@@ -97,7 +97,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     frame = Frame(policy(layer=layer), MicroBatch(0), lambda hidden: hidden)
     running = ScheduledPass("B", 0, 0, "steady")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
-    progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Counts())
+    progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Figures())
     policies = [DeferralPolicy(frozenset({FC1, QKV}), most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=False), progress
 
@@ -131,7 +131,7 @@ def test_gradients_are_whole_behind_a_chunks_last_backward(
 
 def test_counts_add_up() -> None:
     """What was done is summed, what was held at once is the larger."""
-    both = Counts(deferred=3, filled=2, flushed=1, deferred_bytes=7) + Counts(deferred=1, filled=1, deferred_bytes=5)
+    both = Figures(deferred=3, filled=2, flushed=1, deferred_bytes=7) + Figures(deferred=1, filled=1, deferred_bytes=5)
     assert (both.deferred, both.filled, both.flushed, both.deferred_bytes) == (4, 3, 1, 7)
-    held = Counts(live_ahead=1, host_bytes=5, expert_load=1.5) + Counts(live_ahead=2, host_bytes=3, expert_load=1.25)
+    held = Figures(live_ahead=1, host_bytes=5, expert_load=1.5) + Figures(live_ahead=2, host_bytes=3, expert_load=1.25)
     assert (held.live_ahead, held.host_bytes, held.expert_load) == (2, 5, 1.5)

@@ -57,10 +57,10 @@ def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -
 def test_replays_are_the_plans(comparison: Comparison) -> None:
     """Four layers of two halves on two ranks; the MLP half of the last layer has no window before it."""
     *_, on_demand, first, ours = comparison.measurement.settings
-    assert (on_demand.hidden_replays, on_demand.on_demand_replays) == (0, 16)
-    assert (first.hidden_replays, first.on_demand_replays) == (14, 2)
-    assert (ours.hidden_replays, ours.on_demand_replays) == (14, 2)
-    assert ours.on_demand_s is not None
+    assert (on_demand.figures.in_windows, on_demand.figures.on_demand) == (0, 16)
+    assert (first.figures.in_windows, first.figures.on_demand) == (14, 2)
+    assert (ours.figures.in_windows, ours.figures.on_demand) == (14, 2)
+    assert ours.figures.on_demand_s is not None
     for rank in (0, 1):
         assert comparison.timeline.hidden_replays(rank) == 7
         assert comparison.timeline.on_demand_replays(rank) == 1
@@ -70,9 +70,9 @@ def test_weight_gradients_are_deferred_by_the_whole_plan_alone(comparison: Compa
     """Four linears in each of four layers, on two ranks. Stock's settings differ from ours in nothing else: all add theirs up in
     place, or the plan would be refused."""
     *others, ours = comparison.measurement.settings
-    assert [setting.name for setting in others if setting.filled_weight_gradients or setting.deferred_bytes] == []
-    assert (ours.filled_weight_gradients, ours.flushed_weight_gradients) == (32, 0)
-    assert ours.deferred_bytes > 0
+    assert [setting.name for setting in others if setting.figures.filled or setting.figures.deferred_bytes] == []
+    assert (ours.figures.filled, ours.figures.flushed) == (32, 0)
+    assert ours.figures.deferred_bytes > 0
     for spans in comparison.timeline.ranks.values():
         assert sum(span.kind == "weight_gradient" for span in spans) == 16
 
@@ -105,7 +105,7 @@ def test_hidden_replays_lie_inside_their_windows(comparison: Comparison) -> None
 
 
 def test_bytes_are_in_the_order_that_recomputation_gives(comparison: Comparison) -> None:
-    held = {setting.name: setting.resident_bytes for setting in comparison.measurement.settings}
+    held = {setting.name: setting.figures.resident_bytes for setting in comparison.measurement.settings}
     assert held["stock full"] < held["ours"] < held["stock selective"] < held["stock none"]
     assert held["ours, checkpointed"] <= held["stock full"], (
         "equal but for states of the CPU's generator, of which it keeps fewer"
@@ -195,7 +195,7 @@ def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
     assert comparison.gradients_equal
     reasons = [skipped.reason for skipped in comparison.measurement.skipped if "layernorm" in skipped.name]
     assert all("stock Megatron raised" in reason for reason in reasons), reasons
-    assert comparison.measurement.settings[-1].hidden_replays > 0
+    assert comparison.measurement.settings[-1].figures.in_windows > 0
 
 
 def test_a_killed_rank_is_said_in_words() -> None:

@@ -51,7 +51,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
     from contextlib import ExitStack
 
     from megatron_lynx.apply import install
-    from megatron_lynx.runtime.met import Met
+    from megatron_lynx.figures import InputSeen
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
@@ -65,7 +65,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
         installation = None if plan is None else stack.enter_context(install(training.chunks, plan))
         for number, step in enumerate(steps):
             if installation is not None:
-                installation.engine.met = Met()
+                installation.engine.met = InputSeen()
             losses = _step(training, job, step, number)
             seen.tensors.update({f"step {number}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
             seen.tensors.update({f"step {number}: {name}": grad for name, grad in training.gradients().items()})

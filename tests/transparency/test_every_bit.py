@@ -46,7 +46,7 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
             assert outcome.planned.frames_left == 0
             for counts in outcome.planned.counts:
                 needed = expected(job, plan, stage)
-                found = (counts.recorded, counts.hidden, counts.gathered)
+                found = (counts.recorded, counts.in_windows, counts.gathered)
                 assert found == (needed.replayed, needed.hidden, needed.gathered), plan.model_dump_json()
                 assert 0 <= needed.replayed - counts.replayed <= needed.nothing_behind_gather, plan.model_dump_json()
                 assert counts.live_ahead <= max(entry.ahead_depth for entry in plan.chunks_of(stage))

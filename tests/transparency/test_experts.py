@@ -170,7 +170,7 @@ def test_exchanges_of_a_forward_are_windows_of_the_backward_behind_it(pool_of: P
     candidate = exchanging(plan, {"mlp": steady, "attention": "on_demand"}, layers=(1,))
     for rank, [outcome] in enumerate(checked(pool_of, job, [candidate], trial_of())):
         assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
-        assert (outcome.planned.counts[-1].hidden > 0) == (rank < 2)
+        assert (outcome.planned.counts[-1].in_windows > 0) == (rank < 2)
 
 
 def exchanging(plan: Plan, windows: dict[str, Any], layers: Sequence[int] = (1, 2)) -> Plan:

@@ -48,7 +48,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
     for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
-        assert outcomes[1].planned.counts[-1].hidden > 0 or job.parallel.tensor * job.chunks == 1
+        assert outcomes[1].planned.counts[-1].in_windows > 0 or job.parallel.tensor * job.chunks == 1
 
 
 def test_weight_gradients_in_waits(pool_of: Pools) -> None:

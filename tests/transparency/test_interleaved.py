@@ -39,14 +39,14 @@ def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches, microbatch_group=group)
     plan = plan_for(job, lambda layer: replayable(job))
     outcomes = checked(pool_of, job, [plan], Trial(model=fields))
-    assert [rank[0].planned.counts[0].hidden for rank in outcomes] == [2 * microbatches, microbatches]
+    assert [rank[0].planned.counts[0].in_windows for rank in outcomes] == [2 * microbatches, microbatches]
 
 
 def test_gradients_through_the_group_of_all_ranks(pool_of: Pools) -> None:
     """With three stages or more, a plan with replays in steady receives sends gradients through another group than outputs."""
     job = tiny_job("gpt", pipeline=3, layers=6, layers_per_chunk=1, microbatches=6)
     outcomes = checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))])
-    assert [rank[0].planned.counts[0].hidden for rank in outcomes] == [12, 12, 6]
+    assert [rank[0].planned.counts[0].in_windows for rank in outcomes] == [12, 12, 6]
 
 
 def test_reductions_in_backward(pool_of: Pools) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.figures import Figures
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.planner import make_plan
@@ -21,7 +22,6 @@ from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import deferring
@@ -80,7 +80,7 @@ def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: An
             assert_adds_up(plan, outcome.planned.counts[-1])
 
 
-def assert_adds_up(plan: Plan, counts: Counts) -> None:
+def assert_adds_up(plan: Plan, counts: Figures) -> None:
     """What one step's figures say, in traces, `compare` and logs alike."""
     assert counts.offloaded_bytes == counts.reloaded_bytes
     policies = [entry.offload for entry in plan.stages if entry.offload is not None]

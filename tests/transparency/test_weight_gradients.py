@@ -10,8 +10,8 @@ import pytest
 from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.config.job import Job
+from megatron_lynx.figures import Figures
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -36,7 +36,7 @@ def nothing(job: Job) -> Plan:
     return plan_for(job, lambda layer: ())
 
 
-def counts_of(pool_of: Pools, job: Job, plans: list[Plan], trial: Trial) -> list[list[Counts]]:
+def counts_of(pool_of: Pools, job: Job, plans: list[Plan], trial: Trial) -> list[list[Figures]]:
     """Of the last step, by rank and plan. What is deferred is done when the step ends; equality is asserted."""
     found = []
     for outcomes in checked(pool_of, job, plans, trial):

@@ -16,28 +16,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.figures import Figures, InputSeen, logged
 from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
-from megatron_lynx.launch.outcome.device_peak import DevicePeak
-from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, reserve_of, rows
-from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
-from megatron_lynx.launch.outcome.step_met import most, step_met
-from megatron_lynx.launch.outcome.step_parts import parts_of
+from megatron_lynx.launch.outcome.measuring import DevicePeak, Peak, StepClock, StepSeconds
+from megatron_lynx.launch.outcome.rows import most, parts_of, predicted_of, reserve_of, rows, step_met
 from megatron_lynx.launch.outcome.table import lines
-from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, StepMet, StepParts, save_outcome
+from megatron_lynx.measure.run_outcome import (
+    FILE_NAME,
+    Report,
+    RunOutcome,
+    StageMeasured,
+    StagePredicted,
+    StepMet,
+    StepParts,
+    save_outcome,
+)
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.met import Met
-from megatron_lynx.runtime.progress import Counts
-from megatron_lynx.runtime.trace import ReplaySeconds
 from megatron_lynx.torch_release import records_operands
 from megatron_lynx.version import __version__
 
@@ -78,12 +82,12 @@ class Reporter:
         """Steps of this run, and those of them that were like others."""
         self._seconds: StepSeconds | None = None
         """Of the latest step that was told of."""
-        self._replays: ReplaySeconds | None = None
+        self._replays_s: dict[str, float] = {}
         self._parts: StepParts | None = None
-        self._came, self._steps_of_it = Met(), 0
+        self._came, self._steps_of_it = InputSeen(), 0
         """What came in the steps whose seconds are to be told next, and how many these are."""
         self._met: StepMet | None = None
-        self._counts = Counts()
+        self._counts = Figures()
         self._load, self._fell_back = 0.0, 0
         """The most that experts got in any step."""
         self._reports: list[Report] = []
@@ -94,18 +98,18 @@ class Reporter:
         self._step += 1
         self._measured += usual
         self._engine.clock.runs = timed = usual and self._is_timed
-        arguments["forward_backward_func"] = self._clock.around(arguments["forward_backward_func"])
         traced = usual and self._measured == TRACED and not records_operands(torch.__version__, os.environ)
-        self._engine.met = Met()
-        self._clock.begin()
-        with self._peak.counting() if usual and self._measured <= FIRST else nullcontext(), self._tracing(traced):
+        self._engine.met = InputSeen()
+        counted = self._peak.counting() if usual and self._measured <= FIRST else nullcontext()
+        with self._clock.step(arguments, counts=usual and not traced), counted, self._tracing(traced):
             yield
-        self._clock.end(counts=usual and not traced)
         if usual and not traced:
             self._came, self._steps_of_it = self._came + self._engine.met, self._steps_of_it + 1
         self._engine.met = None
         if timed:
-            self._replays = self._engine.clock.take()
+            self._replays_s = {"in_windows_s": 0.0, "on_demand_s": 0.0}
+            for window, seconds in self._engine.clock.take():
+                self._replays_s["on_demand_s" if window == ON_DEMAND else "in_windows_s"] += seconds
         self._engine.clock.runs = False
 
     @contextmanager
@@ -118,7 +122,7 @@ class Reporter:
         yield
         self._parts = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
 
-    def step_ends(self, counts: Counts, *, usual: bool) -> None:
+    def step_ends(self, counts: Figures, *, usual: bool) -> None:
         """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
         self._load, self._fell_back = max(self._load, counts.expert_load), max(self._fell_back, counts.fell_back)
         if usual:
@@ -132,18 +136,14 @@ class Reporter:
         if self._measured:
             self._tell("end", self._clock.usual())
 
-    def figures(self) -> dict[str, float | None]:
-        """What is logged beside counts, by name; None: not known yet. Nothing waits for the device."""
-        step, peak, predicted = self._clock.known(), self._peak.most(), predicted_of(self._plan, self._stage)
-        return {
-            "passes_s": step.passes_s if step else None,
-            "step_s": step.step_s if step else None,
-            "replays_in_windows_s": self._replays.in_windows_s if self._replays else None,
-            "replays_on_demand_s": self._replays.on_demand_s if self._replays else None,
-            "device_reserved_peak_bytes": peak.reserved_bytes,
-            "predicted_passes_s": predicted.passes_s if predicted else None,
-            "predicted_device_peak_bytes": predicted.memory_bytes if predicted else None,
-        }
+    def logged(self, counts: Figures) -> dict[str, float | None]:
+        """What is logged of the step in which `counts` were counted, by name. Nothing waits for the device."""
+        predicted = predicted_of(self._plan, self._stage) or StagePredicted()
+        return logged(self._figures(counts, self._clock.known(), self._peak.most())) | logged(predicted)
+
+    def _figures(self, counts: Figures, seconds: StepSeconds | None, peak: Peak) -> StageMeasured:
+        found = vars(counts) | self._replays_s | (seconds._asdict() if seconds else {}) | peak._asdict()
+        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, parts=self._parts, **found)
 
     @property
     def _is_timed(self) -> bool:
@@ -154,19 +154,19 @@ class Reporter:
         self._seconds = seconds or self._seconds
         if self._steps_of_it:
             self._met = step_met(self._plan, self._came, self._steps_of_it, self._shards)
-            self._came, self._steps_of_it = Met(), 0
-        counts = replace(self._counts, expert_load=self._load, fell_back=self._fell_back)
-        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts, self._parts, self._met)
-        if not (ranks := gathered_on_rank_0(mine)):
+            self._came, self._steps_of_it = InputSeen(), 0
+        counts = self._counts.model_copy(update={"expert_load": self._load, "fell_back": self._fell_back})
+        figures = self._figures(counts, self._seconds, self._peak.with_outside())
+        if not (ranks := gathered_on_rank_0((self._stage, figures, self._met))):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None
         report = Report(
             when=when,
             step=self._step,
-            stages=rows(self._plan, ranks),
+            stages=rows(self._plan, [(stage, found) for stage, found, _ in ranks]),
             planned_load=load,
             reserve=reserve_of(self._plan),
-            met=most(rank.met for rank in ranks),
+            met=most(met for _, _, met in ranks),
         )
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from megatron_lynx.measure.run_outcome import Report, StagePredicted, StageRow
+from megatron_lynx.measure.run_outcome import COLUMNS, Report, StageRow
 from megatron_lynx.units import format_bytes, format_seconds
 
 UNKNOWN = "-"
-
-GROUPS = {
-    "": ("stage",),
-    "peak": ("predicted", "allocated", "reserved"),
-    "forwards and backwards": ("predicted", "measured"),
-    "whole": ("step",),
-    "replays hidden": ("predicted", "in windows"),
-    "replays exposed": ("predicted", "on demand"),
-    "in windows": ("+ on demand",),
-}
-"""The columns, in groups."""
-
+UNITS = {"bytes": format_bytes, "s": format_seconds}
+HEADINGS = (("", "stage"), *((group, name) for group, name, _ in COLUMNS), ("in windows", "+ on demand"))
 BETWEEN = "  "
 
 
 def lines(report: Report) -> list[str]:
     """What is printed of a report; the first line says of when it is."""
-    columns = [column for group in GROUPS.values() for column in group]
-    rows = [columns, *(_cells(report, row) for row in report.stages)]
-    widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
+    rows = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     heading = _heading(widths)
     table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [_title(report), *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
@@ -36,11 +26,12 @@ def lines(report: Report) -> list[str]:
 def _heading(widths: list[int]) -> str:
     """The groups' names, each above the end of its columns; widens the first column of a group that is narrower than its name."""
     names, column = [], 0
-    for name, group in GROUPS.items():
-        width = sum(widths[column : column + len(group)]) + len(BETWEEN) * (len(group) - 1)
+    for name, group in groupby(HEADINGS, key=lambda heading: heading[0]):
+        size = len(list(group))
+        width = sum(widths[column : column + size]) + len(BETWEEN) * (size - 1)
         widths[column] += max(0, len(name) - width)
         names.append(name.rjust(max(width, len(name))))
-        column += len(group)
+        column += size
     return BETWEEN.join(names)
 
 
@@ -51,25 +42,9 @@ def _title(report: Report) -> str:
 
 
 def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
-    predicted, measured = report.predicted_of(row) or StagePredicted(), row.measured
-    return (
-        str(row.stage),
-        _in(format_bytes, predicted.memory_bytes),
-        _in(format_bytes, measured.allocated_bytes),
-        _in(format_bytes, measured.reserved_bytes),
-        _in(format_seconds, predicted.passes_s),
-        _in(format_seconds, measured.passes_s),
-        _in(format_seconds, measured.step_s),
-        _in(format_seconds, predicted.hidden_replay_s),
-        _in(format_seconds, measured.in_windows_s),
-        _in(format_seconds, predicted.exposed_replay_s),
-        _in(format_seconds, measured.on_demand_s),
-        f"{measured.in_windows} + {measured.on_demand}",
-    )
-
-
-def _in(unit: Callable[[float], str], figure: float | None) -> str:
-    return UNKNOWN if figure is None else unit(figure)
+    figures = zip(COLUMNS, report.cells(row), strict=True)
+    cells = (UNKNOWN if figure is None else UNITS[unit](figure) for (_, _, unit), figure in figures)
+    return (str(row.stage), *cells, f"{row.measured.in_windows} + {row.measured.on_demand}")
 
 
 def _notes(report: Report) -> list[str]:

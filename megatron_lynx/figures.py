@@ -1,0 +1,145 @@
+"""The figures of a step: their names, and how those of several steps or ranks become one.
+
+    Figures          what an engine did          runtime/; TensorBoard and W&B
+    StageMeasured    + a launch's seconds, bytes lynx_outcome.json and the table of a run   (measure.run_outcome)
+    RankResult       + a comparison's samples    measurement.json and the table of compare  (measure.measurement)
+
+A name ends in its unit, seconds (`_s`) or bytes (`_bytes`); the others are counts and ratios. None: not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from megatron_lynx.validation import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Figure(NamedTuple):
+    """What an annotation says of a figure."""
+
+    over_steps: Callable[[Iterable[Any]], Any]
+    """`sum` or `max`."""
+    logged: str = ""
+    """Name in TensorBoard and W&B, without the prefix. Empty: not logged."""
+
+
+SUM, MOST = Figure(sum), Figure(max)
+
+
+def unit_of(name: str) -> str:
+    """The unit in which a figure's name ends: "s", "bytes", or "count"."""
+    return next((unit for unit in ("bytes", "s") if name.endswith(f"_{unit}")), "count")
+
+
+def _older(name: str, older: str) -> Any:
+    """A figure that files of before have under another name."""
+    return Field(validation_alias=AliasChoices(name, older))
+
+
+class Figures(Part):
+    """What the engine of one rank did in one step, or in several."""
+
+    model_config = ConfigDict(frozen=False)
+    if not TYPE_CHECKING:  # engines count many times a step, which pydantic's own way makes four times as slow
+        __setattr__ = object.__setattr__
+
+    recorded: Annotated[int, SUM] = 0
+    """Halves that dropped activations."""
+    let_go_bytes: Annotated[int, SUM] = 0
+    """Bytes of dropped tensors. Those that share memory count each."""
+    in_windows: Annotated[int, Figure(sum, "replays_hidden"), _older("in_windows", "hidden_replays")] = 0
+    """Recomputations that ran in windows."""
+    on_demand: Annotated[int, Figure(sum, "replays_on_demand"), _older("on_demand", "on_demand_replays")] = 0
+    """Recomputations that backward waited for."""
+    in_windows_s: Annotated[float | None, Figure(sum, "replays_in_windows_s")] = None
+    on_demand_s: Annotated[float | None, Figure(sum, "replays_on_demand_s")] = None
+    """Seconds of these; None where they were not timed."""
+    ahead: Annotated[int, SUM] = 0
+    """Recomputations that began ahead, with their communication in flight."""
+    live_ahead: Annotated[int, MOST] = 0
+    """The most halves of one micro-batch that were recomputed before backward reached them."""
+    gathered: Annotated[int, SUM] = 0
+    """Inputs gathered once for the recomputation and the weight gradient."""
+    fell_back: Annotated[int, SUM] = 0
+    """Halves of experts that were checkpoints because more rows came than the plan's bytes are for."""
+    deferred: Annotated[int, SUM] = 0
+    """Delayed weight gradients."""
+    filled: Annotated[int, Figure(sum, "weight_gradients_in_waits"), _older("filled", "filled_weight_gradients")] = 0
+    """Delayed weight gradients that ran in a wait."""
+    flushed: Annotated[int, Figure(sum, "weight_gradients_flushed"), _older("flushed", "flushed_weight_gradients")] = 0
+    """Delayed weight gradients that ran in no wait: they were due, or there was no memory for them."""
+    deferred_bytes: Annotated[int, Figure(max, "deferred_bytes")] = 0
+    """The most that operands of delayed weight gradients held at once."""
+    offloaded_bytes: Annotated[int, Figure(sum, "copied_to_host_bytes")] = 0
+    reloaded_bytes: Annotated[int, Figure(sum, "copied_back_bytes")] = 0
+    host_bytes: Annotated[int, Figure(max, "host_bytes")] = 0
+    """Host memory held for offloaded activations."""
+    exposed_copy_s: Annotated[float, Figure(sum, "exposed_copy_s")] = 0.0
+    """Seconds for which compute waited for copies in either direction."""
+    expert_load: Annotated[float, MOST] = 0.0
+    """The most rows of one micro-batch that experts of one layer got, over an equal share. 0: there are no experts."""
+
+    @property
+    def replayed(self) -> int:
+        return self.in_windows + self.on_demand
+
+    def __add__(self, later: Figures) -> Figures:
+        """The figures of the steps of both."""
+        return Figures(**_joined((self, later), lambda name, figure: figure.over_steps))
+
+
+@dataclass
+class InputSeen:
+    """The micro-batches of some steps on one rank. A plan is made for full ones; packed or shorter ones are less work."""
+
+    microbatches: int = 0
+    tokens: int = 0
+    """Rows of the first attention half on this rank, padding included: they are computed."""
+    squares: float | Tensor = 0
+    """Of the lengths of whole sequences, whatever this rank has of them. A tensor where packed lengths are on the device: nothing
+    waits for it before it is read."""
+
+    def add(self, tokens: int, squares: float | Tensor) -> None:
+        """One more micro-batch."""
+        self.microbatches, self.tokens, self.squares = self.microbatches + 1, self.tokens + tokens, self.squares + squares
+
+    def __add__(self, other: InputSeen) -> InputSeen:
+        return InputSeen(self.microbatches + other.microbatches, self.tokens + other.tokens, self.squares + other.squares)
+
+
+@cache
+def figures_of(kind: type[Part]) -> dict[str, Figure]:
+    """What the fields of a model say of themselves, by name."""
+    return {name: said for name, field in kind.model_fields.items() for said in field.metadata if isinstance(said, Figure)}
+
+
+def logged(part: Part) -> dict[str, float | None]:
+    """The figures that are logged, by the names that they have there; None: not known."""
+    return {figure.logged: getattr(part, name) for name, figure in figures_of(type(part)).items() if figure.logged}
+
+
+def of_slowest(ranks: Sequence[Figures]) -> dict[str, Any]:
+    """The largest of each figure: a step waits for its slowest rank, and a plan has to fit on the fullest."""
+    return _joined(ranks, lambda name, figure: max)
+
+
+def of_all(ranks: Sequence[Figures]) -> dict[str, Any]:
+    """The sums of counts, and the largest seconds, bytes and loads."""
+    return _joined(ranks, lambda name, figure: sum if unit_of(name) == "count" and figure.over_steps is sum else max)
+
+
+def _joined(figures: Sequence[Figures], join: Callable[[str, Figure], Callable[[Iterable[Any]], Any]]) -> dict[str, Any]:
+    """Of each figure the known ones, joined; None where it is known of none."""
+    joined = {}
+    for name, figure in figures_of(type(figures[0])).items():
+        known = [value for each in figures if (value := getattr(each, name)) is not None]
+        joined[name] = join(name, figure)(known) if known else None
+    return joined

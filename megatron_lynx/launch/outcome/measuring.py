@@ -1,0 +1,153 @@
+"""Seconds of steps on the device's clock, without waiting for it, and the most that a rank's device held.
+
+    step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
+
+    CUDA    the caching allocator's own figures, since the run began: allocated, and reserved. When it is asked for: what the
+            driver says is used beside the allocator (context, libraries, NCCL; other processes, too)
+    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved.
+            Where a limit of memory is enforced (`MemoryLimit`), it counts all the time, after operators only
+
+On a CPU memory of the host for offloading is mapped, not allocated, and does not count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from megatron_lynx.errors import LynxError
+from megatron_lynx.measure.cpu_memory import CpuMeter
+from megatron_lynx.measure.cpu_total import CpuTotal, MemoryLimit
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.trace import Clock
+
+REMEMBERED = 1000
+"""The latest steps, of which the median is told."""
+
+
+class StepSeconds(NamedTuple):
+    passes_s: float
+    """Megatron's schedule, the reduction of gradients included."""
+    step_s: float
+
+
+class StepClock:
+    """Of one rank."""
+
+    def __init__(self, device: Device) -> None:
+        self._clock = Clock(device)
+        self._passes_s = 0.0
+        self._steps: deque[StepSeconds] = deque(maxlen=REMEMBERED)
+
+    @contextmanager
+    def step(self, arguments: dict[str, Any], *, counts: bool) -> Iterator[None]:
+        """Time one step, whose schedule is among the `arguments` of Megatron's `train_step`, where it `counts`."""
+        self._clock.runs = counts
+        arguments["forward_backward_func"] = self._around(arguments["forward_backward_func"])
+        begin = self._clock.begin()
+        yield
+        self._clock.end("step", begin)
+        self._take(exact=False)
+
+    def _around(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """The same schedule, timed. Megatron may call it more than once in a step."""
+
+        @wraps(schedule)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock.begin()
+            result = schedule(*args, **kwargs)
+            self._clock.end("passes", begin)
+            return result
+
+        return forward_backward
+
+    def _take(self, *, exact: bool) -> None:
+        for what, seconds in self._clock.take(exact=exact):
+            if what == "passes":
+                self._passes_s += seconds
+            else:
+                self._steps.append(StepSeconds(self._passes_s, seconds))
+                self._passes_s = 0.0
+
+    def latest(self) -> StepSeconds | None:
+        """Of the step that counted last; waits for the device."""
+        self._take(exact=True)
+        return self.known()
+
+    def known(self) -> StepSeconds | None:
+        """Of the latest step that the device has passed; does not wait."""
+        return self._steps[-1] if self._steps else None
+
+    def forget(self) -> None:
+        """The median is to be that of later steps."""
+        self._take(exact=True)
+        self._steps.clear()
+
+    def usual(self) -> StepSeconds | None:
+        """The medians of all steps that counted; waits for the device."""
+        self._take(exact=True)
+        return StepSeconds(*map(median, zip(*self._steps, strict=True))) if self._steps else None
+
+
+class Peak(NamedTuple):
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    outside_bytes: int | None = None
+    """Used on the device, and not by PyTorch's allocator. None: not asked, or no such device."""
+
+    @property
+    def slack_bytes(self) -> int | None:
+        if self.allocated_bytes is None or self.reserved_bytes is None:
+            return None
+        return self.reserved_bytes - self.allocated_bytes
+
+
+class DevicePeak:
+    """Of one rank. To be made before the model is built: on a CPU nothing older is counted."""
+
+    def __init__(self) -> None:
+        where = torch.empty(0, device="cuda").device  # the CPU, where that stands in
+        self._on_cuda = where.type == "cuda"
+        self._total = None if self._on_cuda else _cpu_total()
+        self._most: int | None = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """What runs inside is counted, where that costs something."""
+        busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
+        if self._total is None or busy:
+            yield
+            return
+        level = self._total.bytes
+        with CpuMeter() as meter:
+            yield
+        self._most = max(self._most or 0, level + meter.use.peak_bytes)
+
+    def most(self) -> Peak:
+        if self._on_cuda:
+            return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        if isinstance(mode := _get_current_dispatch_mode(), MemoryLimit):
+            return Peak(mode.most_bytes, None)
+        return Peak(self._most, None)
+
+    def with_outside(self) -> Peak:
+        """The same, with what is used outside of the allocator. It asks the driver, so not in every step."""
+        peak = self.most()
+        if not self._on_cuda:
+            return peak
+        free_bytes, all_bytes = torch.cuda.mem_get_info()
+        return peak._replace(outside_bytes=all_bytes - free_bytes - torch.cuda.memory_reserved())
+
+
+def _cpu_total() -> CpuTotal | None:
+    try:
+        return CpuTotal()
+    except LynxError:  # this build of PyTorch does not tell: then no memory is measured, and the table says so
+        return None

@@ -1,0 +1,167 @@
+"""What ranks found, as the rows of a report: what one traced step consisted of, what the plan predicts, and that for what came.
+
+    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ replay attention(3)       in the wait
+                                                │                    └ (the rest of the wait)
+                                                └ replay mlp(3)                                  on demand
+    a half computes             its forward and its backward, less everything inside, and its delayed weight gradients
+    a wait                      from where it is waited for to its end. One that is longer than its tasks says how long the
+                                communication is; one that its tasks outlast, only that it is not longer than these
+
+Receives between stages are left out: how long these take is up to the other stages.
+
+Predicted seconds, for fewer micro-batches, shorter ones, or shorter sequences in them:
+
+    passes   x  (m + f) / (M + f)  x  [(1 - a) t + a q]          m, M   micro-batches that came, that were planned
+    replays  x   m / M             x  [(1 - a) t + a q]          f      the filling of the pipeline, in micro-batches
+                                                                t      tokens of one, over a full one's
+                                                                q      squares of its lengths, over those planned
+                                                                a      core attention's share of the passes; 0 where unknown
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+
+from megatron_lynx.anatomy import EXPERTS
+from megatron_lynx.figures import InputSeen
+from megatron_lynx.measure.run_outcome import (
+    HalfSeconds,
+    PlannedReserve,
+    StageMeasured,
+    StagePredicted,
+    StageRow,
+    StepMet,
+    StepParts,
+    WaitSeconds,
+    stage_of,
+)
+from megatron_lynx.plan import Plan
+from megatron_lynx.runtime.trace import Span
+
+ON_COPY_STREAMS = ("offload", "reload")
+COMPUTING = ("forward", "backward")
+
+OVER = 0.02
+"""A wait of whose seconds this part or less is left after its tasks was over before them."""
+
+
+def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageRow, ...]:
+    """A row for each stage, in order, of (stage, figures) of each rank."""
+    stages: dict[int, list[StageMeasured]] = defaultdict(list)
+    for stage, measured in ranks:
+        stages[stage].append(measured)
+    return tuple(
+        StageRow(stage=stage, predicted=predicted_of(plan, stage), measured=stage_of(measured))
+        for stage, measured in sorted(stages.items())
+    )
+
+
+def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
+    """What the plan says of a stage; of what it does not say, nothing."""
+    chunks = [entry.predicted for entry in plan.chunks_of(stage)]
+    first = chunks[0]
+    if first.step_s is None and not first.memory_bytes:
+        return None
+    rehearsed = first.step_s is not None
+    return StagePredicted(
+        passes_s=first.step_s,
+        memory_bytes=first.memory_bytes or None,
+        hidden_replay_s=sum(chunk.hidden_replay_s for chunk in chunks) if rehearsed else None,
+        exposed_replay_s=sum(chunk.exposed_replay_s for chunk in chunks) if rehearsed else None,
+        exposed_copy_s=first.exposed_copy_s if rehearsed else None,
+    )
+
+
+def reserve_of(plan: Plan) -> PlannedReserve | None:
+    """What the plan left alone on each device; None where it does not say of what that consists."""
+    device = plan.device
+    if device is None or device.outside_bytes is None or device.slack_bytes is None:
+        return None
+    return PlannedReserve(outside_bytes=device.outside_bytes, slack_bytes=device.slack_bytes)
+
+
+def step_met(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepMet | None:
+    """What one rank met in so many steps; waits for the device where lengths were on it. None: it has no attention half that
+    tells. `shards`: ranks among which a sequence is cut."""
+    if not seen.microbatches or not steps:
+        return None
+    full, packed = plan.model.seq * plan.batch.micro, plan.batch.packed
+    microbatches, planned = seen.microbatches / steps, plan.batch.microbatches
+    tokens = seen.tokens * shards / (seen.microbatches * full)
+    per_token = plan.model.seq if packed is None else packed.squares_per_token
+    squares = float(seen.squares) / (seen.microbatches * full * per_token)
+    core = 0.0 if packed is None else packed.core_share
+    of_full = (1 - core) * tokens + core * squares
+    return StepMet(
+        microbatches=microbatches,
+        planned_microbatches=planned,
+        tokens=tokens,
+        squares=squares,
+        by_squares=packed is not None,
+        passes=of_full * plan.passes(microbatches) / plan.passes(planned),
+        replays=of_full * microbatches / planned,
+    )
+
+
+def most(found: Iterable[StepMet | None]) -> StepMet | None:
+    """Of ranks the one with most to do, for which the others wait. None: it had what was planned, or nobody knows."""
+    fullest = max((met for met in found if met is not None), key=lambda met: met.passes, default=None)
+    return None if fullest is None or fullest.as_planned else fullest
+
+
+def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
+    """Of the spans of one rank's step. `has_experts`: of a layer, by its number."""
+    halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    waits: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
+        own_s = span.end_s - span.start_s - sum(each.end_s - each.start_s for each in inside)
+        if span.kind in COMPUTING or span.kind == "weight_gradient":
+            halves[_kind(span.half, span.layer, has_experts)][span.kind].append(own_s)
+        elif span.kind == "window":
+            name, _, layer = str(span.window).partition("@")
+            passing, half, ordinal = name.split(".")
+            place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
+            replays_s = sum(each.end_s - each.start_s for each in inside if each.kind == "replay")
+            waits[place].append((span.end_s - span.start_s, own_s, replays_s))
+    return StepParts(
+        halves={kind: _half(found) for kind, found in sorted(halves.items())},
+        waits={place: _waits(found) for place, found in sorted(waits.items())},
+    )
+
+
+def _half(found: Mapping[str, Sequence[float]]) -> HalfSeconds:
+    """Of one kind, by kind of span. A pass counts as the usual one: in one step somebody else's work may fall into some."""
+    seconds = sum(len(found[passing]) * median(found[passing]) for passing in COMPUTING if found[passing])
+    return HalfSeconds(calls=len(found["forward"]), seconds=seconds + sum(found["weight_gradient"]))
+
+
+def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
+    """Of one place: seconds of each wait, those of them behind its tasks, and those of recomputations in it."""
+    longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s > OVER * whole_s]
+    shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s <= OVER * whole_s]
+    return WaitSeconds(
+        longer=len(longer),
+        longer_s=sum(whole_s for whole_s, _ in longer),
+        longer_replays_s=sum(replays_s for _, replays_s in longer),
+        shorter=len(shorter),
+        shorter_replays_s=sum(replays_s for _, replays_s in shorter),
+    )
+
+
+def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
+    """The part of a profile that a half is priced with."""
+    return "experts" if half == EXPERTS.half and layer is not None and has_experts(layer) else str(half)
+
+
+def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    """Each span with those directly inside it."""
+    around: list[tuple[Span, list[Span]]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        while around and around[-1][0].end_s < span.end_s:
+            yield around.pop()
+        if around:
+            around[-1][1].append(span)
+        around.append((span, []))
+    yield from reversed(around)
