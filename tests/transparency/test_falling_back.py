@@ -85,7 +85,7 @@ def test_the_window_of_a_half_holds_what_fell_back(pool_of: Pools) -> None:
     assert (usual.differing, fell.differing) == ([], [])
     halves = job.model.layers * job.microbatches
     assert [each.planned.counts[-1].fell_back for each in full] == [0, halves]
-    assert usual.planned.counts[-1].hidden == fell.planned.counts[-1].hidden > 0
+    assert usual.planned.counts[-1].in_windows == fell.planned.counts[-1].in_windows > 0
     assert usual.planned.counts[-1].on_demand == fell.planned.counts[-1].on_demand
 
 
