@@ -32,19 +32,22 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
-    """What a stage lacks whose halves of experts would fall back beyond a load; nothing if they can."""
+    """What a stage lacks that no halves of experts can fall back without; empty if it lacks nothing."""
     if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
         # other plans name one rank, however many there are
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
     if stage.offload is not None and stage.offload.experts:
         return "offload.experts false: what goes to the host was sent before a load is known"
-    if not any(_may_fall_back(plan, stage, layer) for layer in stage.layers):
-        return "a layer of experts whose rule keeps what could run again"
     return ""
 
 
-def _may_fall_back(plan: PlanContents, stage: Stage, layer: int) -> bool:
-    """Whether a layer's half of experts has anything to let go of when more rows come."""
+def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
+    """Whether any half of experts of a stage has something to free when more rows come. Older plans state `experts_hold` for
+    stages without one, whose halves became checkpoints then; it has no effect."""
+    return not needed_to_fall_back(plan, stage) and any(_frees_more(plan, stage, layer) for layer in stage.layers)
+
+
+def _frees_more(plan: PlanContents, stage: Stage, layer: int) -> bool:
     rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
     return not rule.checkpoints(section.half) and not section.on_rows <= {*rule.recomputed(section)}
 

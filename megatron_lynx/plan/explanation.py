@@ -105,11 +105,9 @@ def _load(plan: Plan) -> Iterator[Text]:
         load, stage = min(fitting)
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
         yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
-        falls_back = all(stage.experts_hold is not None for stage in plan.stages if stage.predicted.moe_load)
-        beyond = "experts run again what they make of their rows" if falls_back else "a device may run out of memory"
-        bounds = [stage.predicted.moe_load_fallen_back for stage in plan.stages if stage.predicted.moe_load_fallen_back]
-        if falls_back and bounds:
-            beyond += f", which holds to {min(bounds):g} times"
+        bound = min(stage.predicted.moe_load_fallen_back for stage in plan.stages if stage.predicted.moe_load)
+        again = f"experts run again what they make of their rows, which holds to {bound:g} times"
+        beyond = again if bound else "a device may run out of memory"
         yield Text(f"        beyond that {beyond}: plan for more with model.experts.holds (--experts-hold)")
 
 

@@ -23,7 +23,7 @@ from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
-from megatron_lynx.plan.experts import needed_to_fall_back, replays_beside_forwards
+from megatron_lynx.plan.experts import may_fall_back, replays_beside_forwards
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
@@ -253,7 +253,7 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 
     def stated(entry: Stage) -> Stage:
         load = loads[entry.stage]
-        hold, fallen = load if load and looked_into and not needed_to_fall_back(plan, entry) else None, 0.0
+        hold, fallen = load if load and looked_into and may_fall_back(plan, entry) else None, 0.0
         if hold:
             bounds = loads_of_falling_back(job, plan, entry, profile, load)
             hold, fallen = bounds if bounds[1] > load else (None, 0.0)

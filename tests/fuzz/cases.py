@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.experts import needed_to_fall_back
+from megatron_lynx.plan.experts import may_fall_back
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -224,6 +224,6 @@ _LOADS = st.floats(1.0, 1.1) | st.floats(1.0, 2.0)
 @st.composite
 def _holding(draw: st.DrawFn, plan: Plan) -> Plan:
     """The same plan, whose stages say which load of experts their bytes hold for, where they may."""
-    loads = [None if needed_to_fall_back(plan, stage) else draw(_LOADS) for stage in plan.stages]
+    loads = [draw(_LOADS) if may_fall_back(plan, stage) else None for stage in plan.stages]
     stages = tuple(stage.model_copy(update={"experts_hold": load}) for stage, load in zip(plan.stages, loads, strict=True))
     return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
