@@ -1,18 +1,13 @@
-"""A CUDA device: torch's events, and streams that are nobody else's. Only `device` and this file name `torch.cuda`.
+"""A CUDA device: torch's events, and streams from the driver. Only `device` and this file name `torch.cuda`.
 
-The host waits in `synchronize` and `within`, and nowhere else. Memory that is no longer to be page-locked may still be read by a
-copy: it is unlocked when the device has passed what it was given before, which is looked at whenever more memory is locked or
-unlocked.
+The host waits in `synchronize` only. A copy may still read memory that is to be unlocked, so it is unlocked once events recorded
+on all streams are reached; they are polled whenever memory is locked or unlocked.
 
-Why streams of its own:
-
-    a stream of torch's    one of 32 of a pool, in turns: the 33rd that anybody asks for is the first again
-    NCCL's groups          take theirs from the same pool, one for each communicator
-    a copy on an alias     stands behind a receive that nobody has answered yet, and with it what waits for the copy
-
-So the driver is asked for one, on the device's primary context, which is torch's. Not CUDA's runtime: a torch may have it linked
-in, where nobody else finds it, and torch's binding (`cudart().cudaStreamCreate`) makes streams that wait for the default stream,
-where torch computes. A stream lives as long as the process: torch's allocator and events may refer to it at any time.
+Copies do not run on torch's streams: torch hands out a pool of 32 in turns, also to NCCL's communicators, and a copy on a stream
+shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's.
+CUDA's runtime is no alternative: torch may have linked it statically, and torch's binding (`cudart().cudaStreamCreate`) creates
+streams that synchronize with the default stream, where torch computes. A stream lives as long as the process, because torch's
+allocator and events may refer to it at any time.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,16 +30,11 @@ log = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
 NON_BLOCKING = 1
-"""`CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that one for it."""
-
-LOOK_EVERY_S = 0.001
-"""How often the host looks where it waits for a time only."""
+"""`CU_STREAM_NON_BLOCKING`: no implicit synchronization with the default stream."""
 
 
 @final
 class CudaEvent(Event):
-    """An event of torch's, recorded on a stream."""
-
     def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
         self.event.record(stream)
@@ -57,12 +46,6 @@ class CudaEvent(Event):
     def synchronize(self) -> None:
         self.event.synchronize()
 
-    def within(self, seconds: float) -> bool:
-        deadline_s = time.monotonic() + seconds
-        while not self.done and time.monotonic() < deadline_s:
-            time.sleep(LOOK_EVERY_S)
-        return self.done
-
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, CudaEvent)
         return float(begin.event.elapsed_time(self.event)) / 1e3
@@ -70,7 +53,7 @@ class CudaEvent(Event):
 
 @final
 class CudaStream(Stream):
-    """A stream of torch's. Work is issued at once, by the calling thread, while this is its current stream."""
+    """A stream of torch's. The calling thread issues work at once, with this as its current stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -86,11 +69,6 @@ class CudaStream(Stream):
     def record(self, *, timed: bool = False) -> Event:
         return CudaEvent(self._stream, timed)
 
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-    close = synchronize
-
 
 @final
 class CudaDevice(Device):
@@ -99,9 +77,8 @@ class CudaDevice(Device):
     def __init__(self, where: torch.device) -> None:
         self.where = where
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """All streams that were ever made, by name."""
-        self._behind: list[tuple[Callable[[], object], list[CudaEvent]]] = []
-        """Functions to be called, each when its events are reached."""
+        self._pending: list[tuple[Callable[[], object], list[CudaEvent]]] = []
+        """Functions to call once all of their events are reached."""
 
     @property
     def current(self) -> Stream:
@@ -122,11 +99,11 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
-        self._look_back()
+        self._poll()
 
     def hold(self, held: object, until: Event) -> None:
         assert isinstance(until, CudaEvent)
-        self._behind.append((partial(_let_go, held), [until]))
+        self._pending.append((partial(id, held), [until]))  # a call that does nothing, and refers to it
 
     def random_states(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.where)
@@ -136,7 +113,7 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(states[1], self.where)
 
     def lock(self, memory: Tensor) -> None:
-        self._look_back()
+        self._poll()
         with _on_node_of(self.where):
             status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status != 0:
@@ -145,21 +122,16 @@ class CudaDevice(Device):
     def unlock(self, memory: Tensor) -> None:
         streams = {*self._streams.values(), torch.cuda.current_stream(self.where)}
         events = [CudaEvent(stream, timed=False) for stream in streams]
-        self._behind.append((partial(_unregister, memory), events))
-        self._look_back()
+        self._pending.append((partial(_unregister, memory), events))
+        self._poll()
 
-    def _look_back(self) -> None:
-        """Do what was to be done behind events that are reached by now."""
-        behind, self._behind = self._behind, []
-        for do, events in behind:
+    def _poll(self) -> None:
+        pending, self._pending = self._pending, []
+        for call, events in pending:
             if all(event.done for event in events):
-                do()
+                call()
             else:
-                self._behind.append((do, events))
-
-
-def _let_go(held: object) -> None:
-    """It was held until now."""
+                self._pending.append((call, events))
 
 
 def _unregister(memory: Tensor) -> None:
@@ -168,7 +140,7 @@ def _unregister(memory: Tensor) -> None:
 
 @contextmanager
 def _on_node_of(where: torch.device) -> Iterator[None]:
-    """Page-locking touches the pages, and they come from the node of the processor that does: let it be the device's own."""
+    """Page-locking allocates the pages on the calling processor's NUMA node: make it the device's."""
     processors = _processors_near(where)
     if not processors:
         yield
@@ -182,7 +154,7 @@ def _on_node_of(where: torch.device) -> Iterator[None]:
 
 
 def _processors_near(where: torch.device) -> set[int]:
-    """The processors of the device's NUMA node on which this process may run; none where the machine does not say."""
+    """Processors of the device's NUMA node on which this process may run; empty if the machine does not list them."""
     facts: Any = torch.cuda.get_device_properties(where)
     if not hasattr(facts, "pci_bus_id"):  # before torch 2.8
         return set()

@@ -1,28 +1,27 @@
-"""The runtime's orders between copies and compute are written once, against this: a device with streams that wait for events.
+"""Streams and events of a device: the runtime orders copies and compute through these protocols.
 
    compute    ── a ──┬──────────────── b ────────────────┬── current.wait(over) ── c
                      │ [1]                               │ [3]
    a stream          └ wait(current.record()) ── run(copy) ── record() = over
 
-[1] the stream comes behind what compute was given before: it reads what exists
-[2] the host goes on: it waits in `synchronize` and `within` only, and on a CPU, where the host computes, in `current.wait`
-[3] what compute is given from now on comes behind the copy
+[1] the stream waits for the compute issued before: it reads what exists
+[2] the host continues; it blocks in `synchronize` only
+[3] compute issued from now on waits for the copy
 
-                CUDA (`cuda`)                              CPU, so that copies run beside compute there, too
-   Stream       a CUDA stream                              a thread that runs what it is given, in order
-   current      torch's current stream of this thread      the calling thread: what it was given is done
-   Event        a CUDA event                               reached when the stream's thread gets to it
+                CUDA (`cuda`)                              CPU
+   Stream       a CUDA stream                              the calling thread, which copies at once
+   current      torch's current stream of this thread      the same
+   Event        a CUDA event                               always reached
    the clock    the device's                               the host's
+
+`tests/instruments/streams` has a third one: a CPU whose copies run in threads, as late as they may.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import cache
-from queue import SimpleQueue
 from typing import Protocol, final
 
 import torch
@@ -32,7 +31,7 @@ Work = Callable[[], object]
 
 
 class Event(Protocol):
-    """A point that a stream reaches when everything that it was given before is done."""
+    """A point in a stream, reached when all work issued to the stream before it has finished."""
 
     @property
     def done(self) -> bool:
@@ -41,30 +40,21 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait for it on the host."""
 
-    def within(self, seconds: float) -> bool:
-        """Wait for it on the host, no longer than that; whether it is reached."""
-
     def seconds_since(self, begin: Event) -> float:
         """Seconds on the device's clock; both events are reached, and were recorded as timed."""
 
 
 class Stream(Protocol):
-    """Does what it is given, in that order, beside other streams."""
+    """Runs its work in order, in parallel with other streams."""
 
     def run(self, work: Work) -> None:
-        """Do this behind what was given before. `work` issues it (CUDA) or does it (CPU), and must not raise."""
+        """Call `work`, which issues to this stream. What `work` raises is raised here."""
 
     def wait(self, event: Event) -> None:
-        """What is given from now on comes behind the event."""
+        """Work issued from now on starts after the event."""
 
     def record(self, *, timed: bool = False) -> Event:
-        """The point behind what was given so far. `timed`: its seconds are wanted."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until everything given so far is done."""
-
-    def close(self) -> None:
-        """Nothing more is given; wait on the host for what was."""
+        """The point after the work issued so far. `timed`: its seconds are wanted."""
 
 
 class Device(Protocol):
@@ -74,51 +64,41 @@ class Device(Protocol):
 
     @property
     def current(self) -> Stream:
-        """What the calling thread computes on. Inside `Stream.run` it is that stream."""
+        """The stream on which the calling thread computes. Inside `Stream.run` it is that stream."""
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name: nobody's but that of whoever asks for this name."""
+        """The stream of that name, which no other library uses."""
 
     def synchronize(self) -> None:
-        """Wait on the host until every stream has done what it was given so far."""
+        """Wait on the host until every stream has finished the work issued so far."""
 
     def hold(self, held: object, until: Event) -> None:
-        """Keep this until the event is reached, whoever else lets it go."""
+        """Keep a reference to an object until the event is reached."""
 
     def random_states(self) -> tuple[Tensor, ...]:
         """States of the default generators that code on this device may draw from. Later draws do not change them."""
 
     def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        """Make these the present ones."""
+        """Set the generators to these states."""
 
     def lock(self, memory: Tensor) -> None:
         """Page-lock host memory, where that makes copies asynchronous. Raises `RuntimeError` where it cannot be done."""
 
     def unlock(self, memory: Tensor) -> None:
-        """Undo `lock` as soon as no copy that was asked for before is under way any more. Destructors call it: it never waits."""
+        """Undo `lock` when the copies issued so far have finished. Destructors call it: it never waits."""
 
 
 @final
 class CpuEvent(Event):
-    """Reached when a thread gets to it."""
+    """Reached when it is recorded."""
+
+    done = True
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._at_s = 0.0
-
-    def reach(self) -> None:
         self._at_s = time.perf_counter()
-        self._reached.set()
-
-    @property
-    def done(self) -> bool:
-        return self._reached.is_set()
 
     def synchronize(self) -> None:
-        self._reached.wait()
-
-    def within(self, seconds: float) -> bool:
-        return self._reached.wait(seconds)
+        """Already reached."""
 
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, CpuEvent)
@@ -126,90 +106,36 @@ class CpuEvent(Event):
 
 
 @final
-class CallingThread(Stream):
-    """Compute on a CPU: what was given is done, and who waits is the one who calls."""
+class CpuStream(Stream):
+    """The calling thread."""
 
     def run(self, work: Work) -> None:
         work()
 
     def wait(self, event: Event) -> None:
-        event.synchronize()
+        """Already reached."""
 
     def record(self, *, timed: bool = False) -> Event:
-        event = CpuEvent()
-        event.reach()
-        return event
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for: it is idle whenever somebody can ask."""
-
-    close = synchronize
-
-
-@final
-class ThreadStream(Stream):
-    """A thread for what it is given. It begins with the first work, and ends with `close` or when the stream is forgotten."""
-
-    def __init__(self, name: str) -> None:
-        self._name = f"lynx-{name}"
-        self._given: SimpleQueue[Work | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._given.put, None)
-
-    def run(self, work: Work) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._given,), name=self._name, daemon=True)
-            self._thread.start()
-        self._given.put(work)
-
-    def wait(self, event: Event) -> None:
-        if not event.done:
-            self.run(event.synchronize)
-
-    def record(self, *, timed: bool = False) -> Event:
-        event = CpuEvent()
-        self.run(event.reach)
-        return event
-
-    def synchronize(self) -> None:
-        if self._thread is not None:
-            self.record().synchronize()
-
-    def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._given.put(None)
-            thread.join()
-
-
-def _serve(given: SimpleQueue[Work | None]) -> None:
-    """A stream's thread. It refers to the queue only, so that a forgotten stream can go, and not to work that is done."""
-    while (work := given.get()) is not None:
-        work()
-        del work
+        return CpuEvent()
 
 
 @final
 class CpuDevice(Device):
     """The CPU, whose memory is the host's."""
 
-    current: Stream = CallingThread()
+    current: Stream = CpuStream()
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
-        self._streams: weakref.WeakSet[ThreadStream] = weakref.WeakSet()
 
     def stream(self, name: str) -> Stream:
-        stream = ThreadStream(name)
-        self._streams.add(stream)
-        return stream
+        return CpuStream()
 
     def synchronize(self) -> None:
-        for stream in list(self._streams):
-            stream.synchronize()
+        """All work has finished when the call that did it returns."""
 
     def hold(self, held: object, until: Event) -> None:
-        """Nothing to do: the thread that is to do the work holds it."""
+        """All events are reached."""
 
     def random_states(self) -> tuple[Tensor, ...]:
         return (torch.get_rng_state(),)
@@ -218,7 +144,7 @@ class CpuDevice(Device):
         torch.set_rng_state(*states)
 
     def lock(self, memory: Tensor) -> None:
-        """Nothing to do: no copy needs it."""
+        """No copy needs it."""
 
     unlock = lock
 

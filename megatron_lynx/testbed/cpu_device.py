@@ -8,7 +8,7 @@ What megatron.core asks, and who answers while the stand-in is active:
     torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
       default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
     streams, events, empty_cache                     torch.cpu's empty versions; ranges for a profiler (`nvtx`) are ignored
-    torch.cuda.synchronize()                         `posted`: it waits for copies and for all that this rank has posted
+    torch.cuda.synchronize()                         `posted`: it waits for all that this rank has posted
     all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
 
@@ -98,7 +98,7 @@ def answer_device_calls(undo: ExitStack) -> None:
 
 
 def answer_synchronize(undo: ExitStack) -> None:
-    """A synchronisation ends when this rank's copies, messages and collectives have ended."""
+    """A synchronisation ends when this rank's messages and collectives have ended."""
     works = PostedWorks()
     works.watch(undo)
     replace(undo, torch.cuda, "synchronize", Synchronize(works, float(os.environ.get(SYNCHRONIZE_S, LONGEST_S))))

@@ -5,7 +5,7 @@ receive whose sender comes later, behind the very same synchronisation say, is a
 
     ProcessGroup.send, .recv, .allreduce, ...    [1] the work is remembered as pending
     Work.wait                                    [2] it is over; waiting twice is allowed (gloo's messages allow it once only)
-    torch.cuda.synchronize                       [3] every copy of this process, then every pending work, or their names
+    torch.cuda.synchronize                       [3] every pending work, or their names
 
 It is these classes' methods that are replaced, because everything comes through them: Megatron's own calls, coalesced ones, those
 of `batch_isend_irecv`, and collectives that are waited for at once.
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.runtime.device import device_for
 from megatron_lynx.testbed.links import Link
 from megatron_lynx.testbed.stand_in import ignore, replace
 
@@ -171,8 +170,7 @@ class PostedWorks:
 class Synchronize:
     """`torch.cuda.synchronize` of a rank on a CPU: returns when all that was asked of this process's device would be done.
 
-    Streams and events of the stand-in need no more than they have: what a stream was given is done when the call returns. Copies
-    to the host and back are made by threads, and what is posted depends on other ranks.
+    What a stream of the stand-in was given is done when the call returns; what is posted depends on other ranks.
     """
 
     def __init__(self, works: PostedWorks, longest_s: float = LONGEST_S) -> None:
@@ -182,7 +180,6 @@ class Synchronize:
     def __call__(self, device: Any = None) -> None:
         if self._longest_s == 0:
             return
-        device_for(torch.device("cpu")).synchronize()
         hanging = self.works.wait_for_all(self._longest_s)  # [3]
         if hanging:
             needed = "the other side posted by then, without waiting for this rank first"

@@ -154,9 +154,6 @@ class _Later(Event):
     def synchronize(self) -> None:
         self.begin.synchronize()
 
-    def within(self, seconds: float) -> bool:
-        return self.begin.within(seconds)
-
     def seconds_since(self, begin: Event) -> float:
         return self.begin.seconds_since(begin) + self.seconds
 

@@ -11,17 +11,26 @@ import torch
 
 from megatron_lynx.runtime.device import Device, Event, device_for
 from megatron_lynx.runtime.offload.copier import Copy
+from tests.instruments.streams.asynchronous import AsynchronousDevice
+from tests.instruments.streams.happens_before import HappensBefore
 
 CPU = device_for(torch.device("cpu"))
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the CPU's streams are threads")
-EVERY_KIND = ("cpu", pytest.param("cuda", marks=NEEDS_CUDA))
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.param("cuda", marks=NEEDS_CUDA)
 
-on_every_device = pytest.mark.parametrize("device", EVERY_KIND, indirect=True)
+on_every_device = pytest.mark.parametrize("device", ["cpu", "asynchronous", GPU], indirect=True)
+where_copies_take_time = pytest.mark.parametrize("device", ["asynchronous", GPU], indirect=True)
+where_streams_have_a_clock = pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
+
+
+def asynchronous() -> AsynchronousDevice:
+    """A CPU with streams. An event is done only when the host has waited for it."""
+    return AsynchronousDevice(torch.device("cpu"), seed=1, listener=HappensBefore())
 
 
 @pytest.fixture
 def device(request: Any) -> Device:
-    return device_for(torch.device(request.param))
+    return asynchronous() if request.param == "asynchronous" else device_for(torch.device(request.param))
 
 
 def delay(device: Device) -> None:
@@ -33,10 +42,10 @@ def delay(device: Device) -> None:
 
 
 def launches_block(device: Device) -> bool:
-    """Whether each launch waits for its end, as under compute-sanitizer: then nothing is ever under way, and no order is seen."""
+    """Whether each launch waits for its end, as under compute-sanitizer: then no order is seen."""
     return device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
 
 
 def under_way(moment: Event | Copy, device: Device) -> bool:
-    """Whether an event, or a copy's end, is still to come, as far as that can be said here."""
-    return launches_block(device) or not moment.done
+    """Whether an event, or a copy's end, is still to come, as far as the device can say."""
+    return device is CPU or launches_block(device) or not moment.done

@@ -161,23 +161,6 @@ def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
     copier.close()
 
 
-def test_a_block_whose_copy_failed_breaks_no_other() -> None:
-    """What failed is over. The next copy into the block would fail with it, and every step behind that."""
-    lender, copier = pool(), Copier("reload", CPU, Trace())
-    copier.move = failing
-    (block,) = lender.lend([64])
-    copy = block.last = copier.start([(torch.empty(64, dtype=torch.uint8), block.tensor)], Owner("stage 1", 0))
-    copier.drain()
-    assert copy.error is not None
-    del block
-    assert lender.lend([64])[0].last is None
-    copier.close()
-
-
-def failing(target: torch.Tensor, source: torch.Tensor) -> None:
-    raise RuntimeError("a copy failed")
-
-
 def test_other_sizes_make_another_slab_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     lender = pool(sets=2)
     with caplog.at_level(logging.WARNING):

@@ -79,7 +79,7 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
 
     def starting(copier: Any, pairs: Any, *args: Any) -> Any:
         if copier.direction == "reload":
-            start(copier, [(target.new_empty(target.shape), source) for target, source in pairs], *args).let_go()
+            start(copier, [(target.new_empty(target.shape), source) for target, source in pairs], *args).release()
         return start(copier, pairs, *args)
 
     with ExitStack() as undo:

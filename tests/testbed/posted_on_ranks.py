@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -65,19 +64,6 @@ def post_and_synchronise(rank: int) -> dict[str, Any]:
     again = all(work.wait() for work in works)
     manager.wait()
     return {name: tensor.tolist() for name, tensor in found.items()} | {"again": again, "pending": pending()}
-
-
-def copy_and_synchronise(rank: int) -> tuple[bool, bool]:
-    """Whether a copy that takes long is over before, and behind."""
-    from megatron_lynx.runtime.device import device_for
-
-    stream, may_go = device_for(torch.device("cpu")).stream("slow"), threading.Event()
-    stream.run(may_go.wait)
-    over = stream.record()
-    before = over.done
-    threading.Timer(0.05, may_go.set).start()
-    torch.cuda.synchronize()
-    return before, over.done
 
 
 def wait_for_nothing(rank: int) -> list[float]:

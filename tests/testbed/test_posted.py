@@ -30,10 +30,6 @@ def test_what_was_posted_is_over_behind_it(pool_of: Any) -> None:
         assert found == {"message": [1.0], "sum": [3.0], "gathered": [1.0, 2.0], "coalesced": [6.0], "again": True, "pending": 0}
 
 
-def test_copies_are_over_behind_it(pool_of: Any) -> None:
-    assert pool_of(1).run(posted_on_ranks.copy_and_synchronise) == [(False, True)]
-
-
 def test_told_to_wait_for_nothing(pool_of: Any) -> None:
     assert pool_of(2).run(posted_on_ranks.wait_for_nothing) == [[0.0], [0.0]]
 

@@ -35,7 +35,7 @@ class Failed:
 
 
 def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
-    """The first stage's last copies fail, in its last backward: nobody waits for what it would have sent."""
+    """The copies of the last micro-batch fail on one stage of one."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import OffloadError
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
@@ -52,8 +52,7 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
 
     before = step()
     installation = install(training.chunks, plan)
-    if rank == 0:
-        _break_last(installation.engine.offloader, direction, job.microbatches - 1)
+    _break_last(installation.engine.offloader, direction, job.microbatches - 1)
     try:
         step()
     except OffloadError as error:

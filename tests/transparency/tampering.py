@@ -41,8 +41,8 @@ def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
             seen.overwritten += 1
         let_go(storage)
 
-    def fresh_and_overwritten(storage: Any, sent: int) -> Tensor:
-        made = fresh(storage, sent)
+    def fresh_and_overwritten(storage: Any) -> Tensor:
+        made = fresh(storage)
         made.untyped_storage().fill_(NAN)
         return made
 

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import OffloadError
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, failed
+from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
 from megatron_lynx.runtime.offload.host_memory import Block, HostPool
 from megatron_lynx.runtime.saved import storage_of, tensors_in
 
@@ -100,10 +99,13 @@ class OffloadedStorage:
         """Whether nobody has asked for it back yet."""
         return self._block is not None
 
+    @property
+    def hosted_bytes(self) -> int:
+        return 0 if self._hosted is None else self._hosted.nbytes
+
     def settle(self) -> None:
-        """Let the original go if its copy is over. One that failed is told by whoever waits for it, at a place that does not
-        depend on when it failed (rule R1)."""
-        if self._out is not None and self._original is not None and self._out.done and self._out.error is None:
+        """Let the original go if its copy is over."""
+        if self._out is not None and self._original is not None and self._out.done:
             self._let_go()
 
     def release(self, out: Copier) -> None:
@@ -120,8 +122,7 @@ class OffloadedStorage:
         if self.on_host:
             fetch([self])
         if self._back is not None:
-            if not self._back.well:
-                self._copier.wait(self._back)
+            self._copier.wait(self._back)
             self._back = None
             if self._original is not None:
                 self._let_go()
@@ -131,7 +132,7 @@ class OffloadedStorage:
     def _let_go(self) -> None:
         """Its copy to the host is over, on the device's timeline too."""
         if self._out is not None:
-            self._out.let_go()
+            self._out.release()
         self._original = None
 
     def _going(self, block: Block, size_bytes: int) -> Pair:
@@ -149,7 +150,7 @@ class OffloadedStorage:
     def _coming(self) -> Pair:
         hosted, self._hosted = self._hosted, None
         assert hosted is not None
-        target = self._returned = self._fresh(hosted.nbytes)
+        target = self._returned = self._fresh()
         if self._rest is not None:
             all_bytes = _bytes_of(target.untyped_storage())
             target = all_bytes[: hosted.nbytes]
@@ -157,11 +158,8 @@ class OffloadedStorage:
             self._rest = None
         return target, hosted
 
-    def _fresh(self, sent: int) -> Tensor:
-        try:
-            return torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        except Exception as error:
-            raise failed("reload", self._owner, sent, error) from error
+    def _fresh(self) -> Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=self.device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -321,13 +319,9 @@ def within(most_bytes: int, storages: Iterable[OffloadedStorage]) -> list[tuple[
 def send(group: OffloadGroup, chosen: Sequence[tuple[OffloadedStorage, int]], pool: HostPool, out: Copier) -> list[Sent]:
     """Copy so many bytes of each storage to the host, those of one half all at once. Raises `OffloadError`."""
     sizes = [size for _, size in chosen]
-    try:
+    with naming("offload", group.owner, sum(sizes)):
         departing = [(*one, block) for one, block in zip(chosen, pool.lend(sizes), strict=True)]
         return [_send_half(list(of_half), group.owner, out) for _, of_half in groupby(departing, key=lambda one: one[0].half)]
-    except OffloadError:
-        raise
-    except Exception as error:
-        raise failed("offload", group.owner, sum(sizes), error) from error
 
 
 def _send_half(departing: Sequence[tuple[OffloadedStorage, int, Block]], owner: Owner, out: Copier) -> Sent:
@@ -346,8 +340,10 @@ def fetch(storages: Iterable[OffloadedStorage]) -> None:
 
 
 def _fetch_half(storages: Sequence[OffloadedStorage]) -> None:
-    pairs = [storage._coming() for storage in storages]
-    back = storages[0]._copier.start(pairs, storages[0]._owner, [storage._out for storage in storages])
+    copier, owner = storages[0]._copier, storages[0]._owner
+    with naming("reload", owner, sum(storage.hosted_bytes for storage in storages)):
+        pairs = [storage._coming() for storage in storages]
+    back = copier.start(pairs, owner, [storage._out for storage in storages])
     for storage in storages:
         assert storage._block is not None
         storage._back = storage._block.last = back

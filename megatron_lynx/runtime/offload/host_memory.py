@@ -145,9 +145,8 @@ class Block:
 
     def __init__(self, shelved: _Shelved, shelf: deque[_Shelved]) -> None:
         self.tensor = shelved.tensor
-        reader = shelved.reader
-        self.last: Copy | None = reader if reader is None or reader.error is None else None
-        """The last copy that has to do with it; the next one comes behind it. One that failed is over, and breaks no other."""
+        self.last: Copy | None = shelved.reader
+        """The last copy that uses it; the next one is ordered after it."""
         self._slab = shelved.slab
         self._shaped = shelved.shaped
         self._shelf = shelf

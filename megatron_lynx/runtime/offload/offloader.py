@@ -224,9 +224,8 @@ class Offloader:
         return self._pools[chunk, half]
 
     def settle(self) -> None:
-        """Let go of what was copied, where the copies are over. One that failed stays, for `depart` to wait for: when it failed
-        must not decide where the error shows (rule R1)."""
-        while self._leaving and self._leaving[0].copy.done and self._leaving[0].copy.error is None:
+        """Let go of what was copied, where the copies are over."""
+        while self._leaving and self._leaving[0].copy.done:
             for storage in self._leaving.popleft().alive():
                 storage.settle()
         self.out.settle()
@@ -272,8 +271,6 @@ class Offloader:
 
     def abandon(self) -> None:
         """The step failed."""
-        self.out.cancel()
-        self.back.cancel()
         self._leaving.clear()
         self._ready.clear()
 

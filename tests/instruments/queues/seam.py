@@ -10,7 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_lynx.runtime.device import CallingThread, CpuDevice, CpuEvent, ThreadStream
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_lynx.runtime.device import CpuDevice, CpuEvent, CpuStream
 from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.log import COMPUTE, Event, Log
 
@@ -18,10 +20,9 @@ from tests.instruments.queues.log import COMPUTE, Event, Log
 def note_copies(undo: ExitStack, log: Log) -> None:
     """Note what the calling thread gives to streams, until `undo` is closed."""
     notes = _Notes(log)
-    for stream in (ThreadStream, CallingThread):
-        replace(undo, stream, "wait", notes.wait(stream.wait))
-        replace(undo, stream, "record", notes.record(stream.record))
-    replace(undo, ThreadStream, "run", notes.run(ThreadStream.run))
+    replace(undo, CpuStream, "wait", notes.wait(CpuStream.wait))
+    replace(undo, CpuStream, "record", notes.record(CpuStream.record))
+    replace(undo, CpuStream, "run", notes.run(CpuStream.run))
     replace(undo, CpuEvent, "synchronize", notes.synchronize(CpuEvent.synchronize))
     replace(undo, CpuDevice, "synchronize", notes.synchronize_all(CpuDevice.synchronize))
 
@@ -37,7 +38,11 @@ class _Notes:
         self._numbers = itertools.count()
 
     def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return self._noted(original, lambda result, stream, work: self._log.kernel("copy", self._name(stream)))
+        def uncounted(stream: Any, work: Callable[[], object]) -> None:
+            with _disable_current_modes():  # the copy is one kernel of its stream, and none of compute
+                original(stream, work)
+
+        return self._noted(uncounted, lambda result, stream, work: self._log.kernel("copy", self._name(stream)))
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def note(result: Any, stream: Any, event: Any) -> None:
@@ -80,7 +85,7 @@ class _Notes:
         return call
 
     def _name(self, stream: Any) -> str:
-        if isinstance(stream, CallingThread):
+        if stream is CpuDevice.current:
             return COMPUTE
         if stream not in self._names:
             self._names[stream] = f"copies {next(self._numbers)}"

@@ -1,4 +1,4 @@
-"""A device whose copies run beside compute as on a GPU, though all of it is a CPU: the third one behind the runtime's seam.
+"""A device whose copies run in parallel with compute as on a GPU, though all of it is a CPU (`megatron_lynx.runtime.device`).
 
     calling thread      computes at once; it issues work for the streams, as the host of a GPU does
     one thread each     for every further stream: it moves raw memory, as late as it may. Most copies begin only when somebody
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lynx.runtime.device import CallingThread, CpuDevice, Device, Event, Stream, ThreadStream
+from megatron_lynx.runtime.device import CpuDevice, Device, Event, Stream
 from megatron_lynx.testbed.posted import asked_at
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.move import Move, poison
+from tests.instruments.streams.threads import CallingThread, ThreadStream
 
 LONGEST_S = 0.002
 """Copies are late by up to so many seconds."""
@@ -49,13 +50,6 @@ class AsynchronousEvent(Event):
         self._device.hurry()
         self.reached.synchronize()
         self._device.listener.host_waits(self.point)
-
-    def within(self, seconds: float) -> bool:
-        self._device.hurry()
-        if not self.reached.within(seconds):
-            return False
-        self._device.listener.host_waits(self.point)
-        return True
 
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, AsynchronousEvent)
@@ -90,15 +84,6 @@ class AsynchronousStream(Stream):
 
     def record(self, *, timed: bool = False) -> Event:
         return AsynchronousEvent(self._does.record(timed=timed), self._device.listener.recorded(self.name), self._device)
-
-    def synchronize(self) -> None:
-        self._device.hurry()
-        self._does.synchronize()
-        self._device.listener.host_waits(self._device.listener.recorded(self.name))
-
-    def close(self) -> None:
-        self._device.hurry()
-        self._does.close()
 
 
 @final
@@ -162,11 +147,12 @@ class AsynchronousDevice(Device):
 
     def synchronize(self) -> None:
         for stream in self._streams:
-            stream.synchronize()
+            stream.record().synchronize()
         self.listener.host_waits_for_all()
 
     def hold(self, held: object, until: Event) -> None:
-        """Nothing to do: the moves hold what they move."""
+        """The moves hold their tensors. They may begin now: nothing waits for them any more."""
+        self.hurry()
 
     def random_states(self) -> tuple[Tensor, ...]:
         return self._cpu.random_states()
