@@ -36,7 +36,7 @@ demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
 	$(BIN)/megatron-lynx plan jobs/demo --profile $(DEMO)/profile.yaml -o $(DEMO)/plan.yaml
 	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO) --rounds 3
-	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
+	@echo "Open $(DEMO)/report.html in a browser, or $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(SIDE_BY_SIDE)

@@ -16,9 +16,6 @@ README = HERE / "README.md"
 
 MEGATRON = "megatron-core>=0.15,<0.20"  # the releases in megatron_lynx/apply/releases.json
 
-PLOT = ["matplotlib"]
-"""What pictures of `compare` and `simulate --plot` need."""
-
 setup(
     name="megatron-lynx",
     version=runpy.run_path(str(HERE / "megatron_lynx" / "version.py"))["__version__"],
@@ -48,9 +45,8 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "apex": ["apex"],
-        "plot": PLOT,
         "test": [
-            *PLOT,
+            "matplotlib",  # benchmarks/delayed_gradients.py
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

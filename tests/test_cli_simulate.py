@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,15 @@ from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.simulator.timeline import timeline_of
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.compare.test_report import measurement
-from tests.compare.test_timeline_plot import STEP
 from tests.profiler.made_up import made_up_profile
+from tests.report.samples import PLAN, as_if_run
+from tests.report.test_cli_report import island_in
 from tests.test_cli import lynx
 
 JOB = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
-
-
-@pytest.fixture
-def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an extra: whoever trains on a cluster has no use for it."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture
@@ -37,10 +30,10 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "plan.yaml", tmp_path / "profile.yaml"
 
 
-def test_figures_picture_and_trace(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_figures_and_trace(files: tuple[Path, Path], tmp_path: Path) -> None:
     plan, profile = files
-    plot, trace = tmp_path / "new" / "step.png", tmp_path / "new" / "step.json"
-    result = lynx("simulate", plan, "--profile", profile, "--plot", plot, "--trace", trace, "--budget-mib", 4, "--json")
+    trace = tmp_path / "new" / "step.json"
+    result = lynx("simulate", plan, "--profile", profile, "--trace", trace, "--json")
     assert result.exit_code == 0, result.stderr
     simulation = rehearse(uniform_plan(JOB), made_up_profile(JOB))
     answer = json.loads(result.stdout)
@@ -50,7 +43,6 @@ def test_figures_picture_and_trace(files: tuple[Path, Path], tmp_path: Path) -> 
     ]
     actions = [row["action"] for row in answer["stages"][0]["actions"]]
     assert actions == ["0F0", "1F0", "0B0", "2F0", "1B0", "2R0", "2B0"], "in cool-down the last half is replayed in the receive"
-    assert plot.read_bytes()[:4] == b"\x89PNG"
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"stage 0", "stage 1"}
     held = [event["args"]["held"] for event in events if event["ph"] == "C" and event["pid"] == 0]
@@ -73,14 +65,8 @@ def test_wrong_requests(files: tuple[Path, Path], tmp_path: Path) -> None:
     for answers, arguments in (
         (["no such file"], (plan, "--profile", tmp_path / "none.yaml")),
         (["shape.hidden: found 64, needed 32", "shape.tensor: found 1"], (plan, "--profile", tmp_path / "other.yaml")),
-        (["could not be written"], (plan, "--profile", profile, "--plot", tmp_path / "file" / "x.png")),
-        (
-            ["folder: found a folder", "file/y.json: found"],
-            (plan, "--profile", profile, "--plot", tmp_path / "folder", "--trace", tmp_path / "file" / "y.json"),
-        ),
-        (["--budget-mib"], (plan, "--profile", profile, "--budget-mib", -1)),
-        (["--budget-mib", "found nan"], (plan, "--profile", profile, "--budget-mib", "nan")),
-        (["--budget-mib", "found inf"], (plan, "--profile", profile, "--budget-mib", "1e400")),
+        (["folder: found a folder"], (plan, "--profile", profile, "--trace", tmp_path / "folder")),
+        (["file/y.json: found"], (plan, "--profile", profile, "--trace", tmp_path / "file" / "y.json")),
         (["--profile"], (plan,)),
     ):
         result = lynx("simulate", *arguments)
@@ -90,22 +76,12 @@ def test_wrong_requests(files: tuple[Path, Path], tmp_path: Path) -> None:
         assert all(answer in result.stderr for answer in answers), result.stderr
 
 
-@pytest.mark.usefixtures("no_matplotlib")
-def test_without_matplotlib_a_picture_is_refused_with_what_to_install(files: tuple[Path, Path], tmp_path: Path) -> None:
-    plan, profile = files
-    trace = tmp_path / "step.json"
-    refused = lynx("simulate", plan, "--profile", profile, "--plot", tmp_path / "step.png", "--trace", trace)
-    assert refused.exit_code == 2
-    assert "--plot: no matplotlib is installed; pip install matplotlib" in refused.stderr
-    assert not trace.exists(), "refused before anything is written"
-    assert lynx("simulate", plan, "--profile", profile, "--trace", trace).exit_code == 0
-
-
-@pytest.mark.usefixtures("no_matplotlib")
-def test_without_matplotlib_a_comparison_is_written_without_its_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = write_comparison(Comparison(measurement(), timeline_of({0: STEP})), tmp_path)
-    assert {path.name for path in written} == {"compare.md", "compare.json", "measurement.json", "trace.json"}
-    assert "timeline.png" not in (tmp_path / "compare.md").read_text()
-    assert "pip install matplotlib" in capsys.readouterr().err
+def test_a_comparison_is_written_with_a_page_that_draws_its_step(tmp_path: Path) -> None:
+    """Without matplotlib, which drew it before: the page needs nothing."""
+    written = write_comparison(Comparison(measurement(), as_if_run()), PLAN, tmp_path)
+    assert {path.name for path in written} == {"compare.md", "compare.json", "measurement.json", "trace.json", "report.html"}
+    assert "(report.html)" in (tmp_path / "compare.md").read_text()
+    island = island_in(tmp_path / "report.html")
+    [view] = island["views"]
+    assert (view["name"], len(view["rows"])) == ("measured", 4)
+    assert "settings" in {table["id"] for table in island["tables"]}

@@ -1,4 +1,4 @@
-"""How commands show their answers: tables on the terminal, and files of pictures and traces. That files and folders for answers
+"""How commands show their answers: tables on the terminal, and files of pages and traces. That files and folders for answers
 can be written is checked before anything takes long.
 """
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,68 +18,29 @@ if TYPE_CHECKING:
     from megatron_lynx.config.host_time import HostAdam
     from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate, LaunchEstimate
+    from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
-    from megatron_lynx.simulator.simulation import Simulation
     from megatron_lynx.stock.side_by_side import SimulatedRow
     from megatron_lynx.testbed.comparison import Comparison
     from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
-INSTALL_PLOT = "pip install matplotlib"
-
-
-def can_plot() -> bool:
-    """Whether pictures can be drawn: matplotlib is installed."""
-    return find_spec("matplotlib") is not None
-
-
-def check_plot(picture: Path | None) -> None:
-    """Refuses, before anything takes long, a picture that cannot be drawn."""
-    if picture is not None and not can_plot():
-        raise ConfigError("no picture can be drawn", [Problem("--plot", "no matplotlib is installed", "", INSTALL_PLOT)])
-
-
-def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Without matplotlib all but the picture, and a line says so."""
+def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
+    """Tables, the trace of a step, and the page with both."""
     from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.compare.report import write_report
+    from megatron_lynx.report.contents import Asked, contents
+    from megatron_lynx.report.given import Given
+    from megatron_lynx.report.island import write_page
+    from megatron_lynx.report.trace_file import ReadTrace
 
-    picture, trace = folder / "timeline.png", folder / "trace.json"
+    trace, drawn = folder / "trace.json", folder / "report.html"
     write_trace(comparison.timeline, trace)
-    if not can_plot():
-        say(f"{picture} is not drawn: it needs matplotlib ({INSTALL_PLOT})", err=True)
-        return [*write_report(comparison.measurement, folder), trace]
-    from megatron_lynx.compare.timeline_plot import plot_timeline
-
-    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
-    return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
-
-
-def write_simulation(
-    simulation: Simulation,
-    update_s: float | None,
-    plan_file: Path,
-    plot: Path | None,
-    trace: Path | None,
-    budget_mib: float | None,
-) -> list[Path]:
-    from megatron_lynx.simulator.figures import headline, note
-    from megatron_lynx.units import MIB
-
-    stages = range(len(simulation.executed))
-    timeline, memory = simulation.timeline(), {stage: simulation.memory(stage) for stage in stages}
-    if plot is not None:
-        from megatron_lynx.compare.timeline_plot import Shown, plot_simulation
-
-        notes = {stage: note(simulation, stage) for stage in stages}
-        shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
-        plot_simulation(shown, plot, f"Simulated under {plan_file.name}: {headline(simulation, update_s)}")
-    if trace is not None:
-        from megatron_lynx.compare.perfetto import write_trace
-
-        write_trace(timeline, trace, "stage", memory)
-    return [path for path in (plot, trace) if path is not None]
+    given = Given((comparison.measurement.subject,), {"trace": os.fspath(trace)}, plan=plan, measurement=comparison.measurement)
+    given.trace = ReadTrace(comparison.timeline, {}, simulated=False)
+    write_page(contents(Asked(given, None, None, None, 0, lambda done, of: None)), drawn)
+    return [*write_report(comparison.measurement, folder, drawn.name), trace, drawn]
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:
@@ -233,17 +193,16 @@ def show_findings(found: list[Finding]) -> None:
 
 
 def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> None:
-    """Whether the answers can be written, each to a place of its own, and none over what is `read`. All problems at once."""
+    """Whether the answers can be written, and none over what is `read`. Raises `ConfigError` with all problems."""
     problems: list[Problem] = []
-    taken = {_place(file): "a file that is read" for file in read if file is not None}
+    taken = {os.path.realpath(file) for file in read if file is not None}
     for file in files:
         if file is None or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
             continue  # devices and pipes are left alone, opening one may have an effect
-        if (place := _place(file)) in taken:
-            problems.append(Problem(os.fspath(file), taken[place], "another place for the answer"))
+        if os.path.realpath(file) in taken:
+            problems.append(Problem(os.fspath(file), "a file that is read", "another place for the answer"))
         elif (found := against_file(file)) is not None:
             problems.append(Problem(os.fspath(file), found, "a file that can be written"))
-        taken[place] = "another answer's place"
     if problems:
         raise ConfigError("the answer could not be written", problems)
 
@@ -252,7 +211,3 @@ def make_folder(folder: Path) -> None:
     """Make a folder for answers. Raises `ConfigError` where it cannot be written to."""
     if (found := against_folder(folder)) is not None:
         raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
-
-
-def _place(file: Path) -> str:
-    return os.path.realpath(file)

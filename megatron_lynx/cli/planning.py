@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from megatron_lynx.cli.advising import show_answer, show_details
-from megatron_lynx.cli.answers import check_plot, check_writable, profile_in_words, write_simulation
+from megatron_lynx.cli.answers import check_writable, profile_in_words
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, lengths_of, measured_here, number_or_word, taught
 from megatron_lynx.cli.launches import Asked, asked_about, command_with, job_or_launch, understood_as_json
@@ -43,7 +43,6 @@ from megatron_lynx.cli.options import (
     VerboseOption,
     budget_changes,
     expert_changes,
-    finite,
 )
 from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_lines
 
@@ -265,17 +264,11 @@ def simulate(
             help="The plan's job, where the plan does not say it: its cluster has figures, too.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PNG", help="Write a picture (matplotlib): stages over time, memory below."),
-    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
-    budget_mib: Annotated[
-        float | None, typer.Option("--budget-mib", callback=finite, metavar="MIB", help="The budget, drawn beside the memory.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
+    """One step under a plan, without running it: bubbles, exposed recomputations, memory of every stage. `report` draws it."""
+    from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.planner import figures_of
@@ -283,8 +276,7 @@ def simulate(
     from megatron_lynx.simulator import figures
     from megatron_lynx.units import format_bytes
 
-    check_plot(plot)
-    check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
+    check_writable(trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
         plan = load_plan(plan_file)
         job, costs = _job_and_figures(plan, profile_file, job_file)
@@ -292,7 +284,9 @@ def simulate(
         simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
         own = None if job is None else figures_of(job, costs, simulation)
         update_s = plan.stages[0].predicted.update_s if own is None else own.update_s
-        written = write_simulation(simulation, update_s, plan_file, plot, trace, budget_mib)
+        if trace is not None:
+            memory = {stage: simulation.memory(stage) for stage in range(len(simulation.executed))}
+            write_trace(simulation.timeline(), trace, "stage", memory)
     if as_json:
         show_json({**figures.as_json(simulation, update_s), **({} if own is None else {"memory_bytes": own.memory_bytes})})
     else:
@@ -300,8 +294,8 @@ def simulate(
         if own is not None:
             say(f"fullest device: {format_bytes(own.memory_bytes)}")
         show_lines(*HostReport.of(costs, simulation.host_bound).lines)
-        for path in written:
-            say(f"wrote {path}")
+        if trace is not None:
+            say(f"wrote {trace}")
 
 
 def _job_and_figures(plan: Plan, profile_file: Path | None, job_file: str | None) -> tuple[Job | None, Profile]:

@@ -84,7 +84,7 @@ def compare(
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
         comparison = run(as_planned(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
-    written = write_comparison(comparison, output)
+    written = write_comparison(comparison, made, output)
     if as_json:
         show_json(rows_as_json(comparison.measurement))
     else:

@@ -45,18 +45,18 @@ def print_report(measurement: Measurement, console: Console) -> None:
         console.print(f"  {note}", style="dim", highlight=False)
 
 
-def markdown(measurement: Measurement, timeline: str | None = None) -> str:
-    """The report as a Markdown document. `timeline`: the path of a picture, relative to the document."""
+def markdown(measurement: Measurement, page: str | None = None) -> str:
+    """The report as a Markdown document. `page`: the path of the page that draws a step, relative to it."""
     lines = [f"# {measurement.subject}", "", _line(COLUMNS), _line(("---", *["---:"] * (len(COLUMNS) - 1)))]
     lines += [_line(_cells(measurement, setting, bold="**")) for setting in measurement.settings]
     lines += ["", *(f"**{sentence}**\n" for sentence in verdicts(measurement))]
-    if timeline is not None:
-        lines += [f"![One step on every rank]({timeline})", ""]
+    if page is not None:
+        lines += [f"[One step on every rank]({page})", ""]
     lines += ["How this was counted:", "", *(f"* {note}" for note in notes(measurement)), ""]
     return "\n".join(lines)
 
 
-def write_report(measurement: Measurement, directory: str | os.PathLike[str], timeline: str | None = None) -> tuple[Path, ...]:
+def write_report(measurement: Measurement, directory: str | os.PathLike[str], page: str | None = None) -> tuple[Path, ...]:
     """`compare.md`, `compare.json` (the rows) and `measurement.json` (what they follow from). Returns their paths.
 
     Raises ConfigError where they cannot be written.
@@ -64,7 +64,7 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], ti
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     document, table, source = folder / "compare.md", folder / "compare.json", folder / "measurement.json"
-    write_whole(document, markdown(measurement, timeline))
+    write_whole(document, markdown(measurement, page))
     write_whole(table, json.dumps(as_json(measurement), indent=2) + "\n")
     save_measurement(measurement, source)
     return document, table, source

@@ -1,4 +1,4 @@
-"""A simulated step in figures: for programs, for a terminal, and below the stages of a picture."""
+"""A simulated step in figures: for programs and for a terminal."""
 
 from __future__ import annotations
 
@@ -63,20 +63,6 @@ def _of_a_run(simulation: Simulation) -> dict[str, Any]:
         "steady_batch": simulation.steady,
         "updates": [[update._asdict() for update in stage] for stage in simulation.updates],
     }
-
-
-def note(simulation: Simulation, stage: int) -> str:
-    """What to read beside a stage's row of a picture."""
-    hidden, exposed = simulation.hidden_replay_s(stage), simulation.exposed_replay_s(stage)
-    lines = [f"bubble {_share(simulation, simulation.bubble_s(stage))}"]
-    if hidden or exposed:
-        lines += [f"replays: {format_seconds(hidden)} hidden,", f"{format_seconds(exposed)} exposed"]
-    if _defers(simulation):
-        filled, late = simulation.filled_s(stage), simulation.unfilled_s(stage)
-        lines += [f"weight gradients: {format_seconds(filled)} hidden,", f"{format_seconds(late)} exposed"]
-    if simulation.copies(stage):
-        lines.append(f"waits for copies: {format_seconds(simulation.exposed_copy_s(stage))}")
-    return "\n".join(lines)
 
 
 def _defers(simulation: Simulation) -> bool:

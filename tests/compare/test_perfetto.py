@@ -4,7 +4,22 @@ import json
 
 from megatron_lynx.compare.perfetto import write_trace
 from megatron_lynx.simulator.timeline import timeline_of
-from tests.compare.test_timeline_plot import STEP, span
+
+
+def span(kind, start_s, end_s, layer=1, half="mlp", window=None, micro_batch=0):
+    where = {"layer": layer, "half": half, "micro_batch": micro_batch, "window": window}
+    return {"kind": kind, "start_s": start_s, "end_s": end_s, **where}
+
+
+STEP = [
+    span("forward", 0.0, 1.0),
+    span("window", 0.5, 1.0, window="fwd.mlp.0@1"),
+    span("backward", 1.0, 3.0),
+    span("window", 1.5, 2.5, window="bwd.mlp.0@1"),
+    span("replay", 1.5, 2.0, half="attention", window="bwd.mlp.0@1"),
+    span("replay", 3.0, 3.5, half="attention", window="on_demand"),
+    span("recv", 3.5, 4.0, layer=None, half=None, window="pipe.recv_backward"),
+]
 
 
 def test_trace_file(tmp_path):
