@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -17,12 +18,35 @@ from megatron_lynx.units import format_seconds
 def test_what_is_over_at_once_says_nothing_and_what_is_not_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with terminal.awaited("making the plan"):
+    with terminal.in_progress("making the plan"):
         pass
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(terminal, "SECONDS_OF_A_LINE", 0.0)
-    with terminal.awaited("making the plan"):
+    with terminal.in_progress("making the plan"):
         _wait_until(lambda: "making the plan ...\n" in capsys.readouterr().err)
+
+
+def test_how_far_it_is_is_said_in_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with terminal.in_progress("plans made", at_once=True) as watch:
+        watch(1, 12)
+        assert capsys.readouterr().err == "plans made ...\n", "one line every ten seconds"
+        monkeypatch.setattr(terminal, "SECONDS_OF_A_LINE", 0.0)
+        watch(2, 12)
+    assert capsys.readouterr().err == "plans made: 2 of 12\n"
+
+
+def test_a_bar_in_a_terminal_is_gone_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal.in_progress("layouts ranked") as watch:
+        watch(3, 4)
+        _wait_until(lambda: "layouts ranked: 3 of 4" in stream.getvalue())
+    assert stream.getvalue().rstrip().endswith("\x1b[2K"), "its line is cleared"
 
 
 def _wait_until(said: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ from megatron_lynx.cli.options import (
     budget_changes,
     expert_changes,
 )
-from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_screen
+from megatron_lynx.cli.terminal import in_progress, say, show, show_json, show_screen
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
@@ -66,7 +66,7 @@ def advise(
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
     job, reading, refused = _to_advise(asked, changes)
     costs = costs_of(job, profile_file)
-    with awaited("comparing layouts"):
+    with in_progress("comparing layouts"):
         copies = reading is not None and offload_ratio is None
         answer = answered(job, costs, reading, refused=refused, near=profile_file is None, copies=copies)
     if as_json:

@@ -44,7 +44,7 @@ from megatron_lynx.cli.options import (
     budget_changes,
     expert_changes,
 )
-from megatron_lynx.cli.terminal import awaited, say, show, show_json, show_lines
+from megatron_lynx.cli.terminal import in_progress, say, show, show_json, show_lines
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
@@ -115,7 +115,7 @@ def plan(
         save_profile(costs, measured)
         context.params["profile_file"] = measured
         say(f"wrote {measured}: what was measured here", err=True)
-    with awaited("making the plan"):
+    with in_progress("making the plan"):
         answer = answered(job, costs, reading, near=False, copies=reading is not None and offload_ratio is None)
     if (decision := answer.decision) is None:
         if lesson is not None:
@@ -277,7 +277,7 @@ def simulate(
     from megatron_lynx.units import format_bytes
 
     check_writable(trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
-    with awaited("simulating a step"):
+    with in_progress("simulating a step"):
         plan = load_plan(plan_file)
         job, costs = _job_and_figures(plan, profile_file, job_file)
         reduced = job is not None and job.overlap.gradients

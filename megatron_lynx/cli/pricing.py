@@ -31,7 +31,7 @@ from megatron_lynx.cli.options import (
     budget_changes,
     expert_changes,
 )
-from megatron_lynx.cli.terminal import counted, say, show, show_json
+from megatron_lynx.cli.terminal import in_progress, say, show, show_json
 
 
 @app.command()
@@ -133,7 +133,7 @@ def search(
     asked = asked_about(words, cluster, of_model, launch_file, strict=strict, bridge=bridge, model=model)
     own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else of_model
     job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False, changes=expert_changes(load, hold))
-    with counted("layouts ranked") as watch:
+    with in_progress("layouts ranked") as watch:
         ranking = searched(
             job,
             gpus,

@@ -11,7 +11,7 @@ from megatron_lynx.cli.answers import check_writable
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
 from megatron_lynx.cli.planning import planned_from
-from megatron_lynx.cli.terminal import counted, say
+from megatron_lynx.cli.terminal import in_progress, say
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -64,7 +64,7 @@ def report(
     if learned is not None:  # the plan, the front around it and stock's settings are priced with what its run before has taught
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
-    with counted("plans made") as watch:
+    with in_progress("plans made") as watch:
         island = contents(Asked(given, job, costs, reading, budgets, watch))
     write_page(island, output)
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -115,42 +116,46 @@ def show_error(error: LynxError) -> None:
 
 
 @contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Show on stderr what is under way, while the block runs."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def in_progress(what: str, *, at_once: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr what the block does: a bar in a terminal, else lines. Yields a function to call with (done, total).
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console.print(f"{what} ...", soft_wrap=True)
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task(what, total=None)
-        yield
-        progress.update(task, total=1, completed=1)
-
-
-@contextmanager
-def awaited(what: str) -> Iterator[None]:
-    """As `announced`, for what is usually quick: shown only after `PATIENCE_S`, or `SECONDS_OF_A_LINE` without a terminal."""
+    It shows up after `PATIENCE_S`, without a terminal after `SECONDS_OF_A_LINE`, and is gone afterwards; or `at_once`, to stay.
+    """
+    import time
     from threading import Timer
 
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True, highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True)
-    progress.add_task(what, total=None)
-    if console.is_terminal:
-        timer = Timer(PATIENCE_S, progress.start)
-    else:
-        timer = Timer(SECONDS_OF_A_LINE, say, (f"{what} ...",), {"err": True})
+    console, said_s = Console(stderr=True, highlight=False), time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=not at_once)
+    task = progress.add_task(what, total=None)
+
+    def begin() -> None:
+        if console.is_terminal:
+            progress.start()
+        else:
+            tell(f"{what} ...")
+
+    def tell(line: str) -> None:
+        nonlocal said_s
+        said_s = time.monotonic()
+        say(line, err=True)
+
+    def watch(done: int, total: int) -> None:
+        progress.update(task, description=f"{what}: {done} of {total}", completed=done, total=total)
+        if not console.is_terminal and time.monotonic() - said_s >= SECONDS_OF_A_LINE:
+            tell(f"{what}: {done} of {total}")
+
+    timer = Timer(0.0 if at_once else PATIENCE_S if console.is_terminal else SECONDS_OF_A_LINE, begin)
     timer.daemon = True
     timer.start()
+    if at_once:
+        timer.join()
     try:
-        yield
+        yield watch
+        progress.update(task, total=1, completed=1)
     finally:
         timer.cancel()
         timer.join()
@@ -158,44 +163,7 @@ def awaited(what: str) -> Iterator[None]:
             progress.stop()
 
 
-@contextmanager
-def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr after `PATIENCE_S`; without a terminal, a line every `SECONDS_OF_A_LINE`."""
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _in_lines(what, time.monotonic)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress, began_s = Progress(*columns, console=console, transient=True), time.monotonic()
-    task = progress.add_task(what)
-
-    def watch(done: int, total: int) -> None:
-        if not progress.live.is_started and time.monotonic() - began_s > PATIENCE_S:
-            progress.start()
-        progress.update(task, completed=done, total=total)
-
-    try:
-        yield watch
-    finally:
-        progress.stop()
-
-
-def _in_lines(what: str, now_s: Callable[[], float]) -> Callable[[int, int], None]:
-    """A line on stderr every `SECONDS_OF_A_LINE`."""
-    last_s = now_s()
-
-    def watch(done: int, total: int) -> None:
-        nonlocal last_s
-        if now_s() - last_s >= SECONDS_OF_A_LINE:
-            last_s = now_s()
-            say(f"{what}: {done} of {total}", err=True)
-
-    return watch
+announced = partial(in_progress, at_once=True)
 
 
 def quieten_megatron() -> None:
