@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.results_folder import results_folder
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse

@@ -29,7 +29,7 @@ from benchmarks.host_seconds import forwards_ms, host_seconds, profiled
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
-from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_time import Spent, offloading_all

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.host_time import NORMS_AND_ACTIVATION
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.fusions import deferring_job, stand_in_for_fused_gradient

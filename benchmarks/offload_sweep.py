@@ -30,8 +30,7 @@ from benchmarks.offloaded_steps import Timed, held, timed
 from benchmarks.results_folder import results_folder
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.measure.steps import summarise
+from megatron_lynx.measure.measurement import summarise, this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import Profile

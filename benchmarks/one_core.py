@@ -11,7 +11,7 @@ from datetime import date
 from typing import Any, TypeVar
 
 from benchmarks.results_folder import results_folder
-from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import Links, this_machine
 
 Row = TypeVar("Row")
 

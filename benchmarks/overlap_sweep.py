@@ -23,8 +23,8 @@ from benchmarks.resident_bytes import count
 from benchmarks.results_folder import results_folder
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, REPLAYABLE
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.measure.process_peak import ENVIRONMENT
+from megatron_lynx.measure.measurement import this_machine
+from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile

@@ -27,7 +27,7 @@ from benchmarks.results_folder import results_folder
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION, DENSE
-from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile

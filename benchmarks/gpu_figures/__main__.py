@@ -16,7 +16,7 @@ from benchmarks.one_gpu.subjects import Subject, subjects
 from benchmarks.results_folder import add_out
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
-from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 from megatron_lynx.whole_file import write_whole

@@ -11,7 +11,7 @@ from benchmarks.gpu_figures.figure import Figure
 from megatron_lynx.anatomy import DENSE, HALVES, Section
 from megatron_lynx.config.host_time import LayerHostTime
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import Links as LinkFacts
+from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 from megatron_lynx.testbed.fusions import compiler_for

@@ -148,7 +148,7 @@ def _said(error: Exception) -> str:
 def _facts(trained: Any) -> dict[str, Any]:
     import torch
 
-    from megatron_lynx.measure.machine import Links, this_machine
+    from megatron_lynx.measure.measurement import Links, this_machine
     from megatron_lynx.testbed.fusions import fusions_of
 
     job = trained.job

@@ -1,1 +1,1 @@
-"""Reports what was measured or simulated: tables, a verdict, pictures of a step and traces for Perfetto."""
+"""Reports what was measured or simulated: tables, a verdict, and traces of a step for Perfetto."""

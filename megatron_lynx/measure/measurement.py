@@ -11,15 +11,157 @@ The file holds what was measured: samples, bytes, counts. What follows from it i
 from __future__ import annotations
 
 import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, model_validator
 
 from megatron_lynx.figures import MOST, Figures, of_all
-from megatron_lynx.measure.machine import Machine
-from megatron_lynx.measure.steps import Summary, summarise
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import json_in, write_whole
+
+LinkKind = Literal["none", "loopback", "shaped", "device"]
+
+
+class Links(Part):
+    """What the ranks' communication went over.
+
+    none: one rank. loopback: processes of one host, unshaped. shaped: processes of one host, as two emulated hosts; communication
+    between these takes the time of a link of limited rate. device: real links between devices or hosts.
+    """
+
+    kind: LinkKind
+    mbit_per_s: float | None = Field(default=None, gt=0)
+    """Rate of a shaped link."""
+
+    def __str__(self) -> str:
+        rate = "" if self.mbit_per_s is None else f" at {self.mbit_per_s:g} Mbit/s"
+        return {
+            "none": "one rank, no links",
+            "loopback": "loopback of one host, not shaped: communication takes next to no time, so windows hide next to nothing",
+            "shaped": f"two emulated hosts on one machine, shaped link{rate}",
+            "device": "real links between devices",
+        }[self.kind]
+
+
+class Machine(Part):
+    """The machine and the software that a measurement ran on."""
+
+    cpu: str
+    cores: int = Field(ge=1)
+    """Cores that this process may run on."""
+    gpu: str | None = None
+    python: str
+    torch: str
+    megatron_core: str | None = None
+    links: Links
+
+    def __str__(self) -> str:
+        device = f"{self.gpu}, {self.cpu}" if self.gpu else self.cpu
+        megatron = f", megatron-core {self.megatron_core}" if self.megatron_core else ""
+        return f"{device} ({self.cores} cores), Python {self.python}, torch {self.torch}{megatron}; links: {self.links}"
+
+
+def this_machine(links: Links, device: torch.device | str = "cpu") -> Machine:
+    """The facts of the machine this runs on. `device` decides whether a GPU is named."""
+    device = torch.device(device)
+    return Machine(
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        megatron_core=_version("megatron-core"),
+        links=links,
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles of samples, in seconds. A single sample is its own quartiles."""
+
+    median_s: float
+    lower_s: float
+    upper_s: float
+
+
+def summarise(samples_s: Sequence[float]) -> Summary:
+    """Their median and quartiles. Raises ValueError where there are no samples."""
+    if not samples_s:
+        raise ValueError("no samples to summarise")
+    if len(samples_s) == 1:
+        return Summary(samples_s[0], samples_s[0], samples_s[0])
+    lower, _, upper = quantiles(samples_s, n=4, method="inclusive")
+    return Summary(median(samples_s), lower, upper)
+
+
+def time_alternating(
+    steps: Mapping[str, Step],
+    *,
+    rounds: int,
+    warmups: int = 1,
+    prepare: Callable[[str], object] = lambda setting: None,
+    barrier: Step = lambda: None,
+    device: torch.device | str = "cpu",
+) -> dict[str, tuple[float, ...]]:
+    """This rank's samples in seconds, by setting, one per round. Settings take turns: a machine that slows down slows them all.
+
+        warm-up   A B C   A B C                not kept
+        round 0   |A |B |C                     | prepare; barrier of all ranks and, on CUDA, an idle device: not timed
+        round 1   |A |B |C
+                  └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
+
+    `prepare` is called with a setting's name before each of its turns, outside of what is timed: to put it in force.
+    Every rank must call this with the same settings in the same order, or their collectives do not meet.
+    """
+    samples: dict[str, list[float]] = {setting: [] for setting in steps}
+    for number in range(warmups + rounds):
+        for setting, step in steps.items():
+            prepare(setting)
+            seconds = _one(step, barrier, torch.device(device))
+            if number >= warmups:
+                samples[setting].append(seconds)
+    return {setting: tuple(taken) for setting, taken in samples.items()}
+
+
+def _one(step: Step, barrier: Step, device: torch.device) -> float:
+    _wait_for(device)
+    barrier()
+    start = time.perf_counter()
+    step()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Counted(Figures):
@@ -90,7 +232,7 @@ class Skipped(Part):
 
 
 class CounterCheck(Part):
-    """The activation counter against the process's real peak memory, in one step; see `process_peak`."""
+    """The activation counter against the process's real peak memory, in one step; see `measure.memory.ProcessPeak`."""
 
     counted_bytes: int
     """Both are above the level at the step's start."""

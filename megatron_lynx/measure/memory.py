@@ -1,25 +1,49 @@
-"""Activation bytes of a step, counted the same way for every setting.
+"""Activation bytes of a step, counted the same way for every setting, and what a process held of them.
 
     with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
         forward();  meter.mark("after forward")   what is live now, above the level at entry
         backward()
     meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
 
-CUDA: the caching allocator's own statistics (blocks, rounded to 512 bytes). CPU: `cpu_memory` (exact). Either needs a step of
-its own: count in a step that is not timed, after a warm-up, or the first use of lazily allocated buffers counts as activations.
+Count in a step that is not timed, after a warm-up: the first use of lazily allocated buffers would count as activations.
 `count_step` also keeps gradients out of it: a step that frees the last step's would seem to hold less than it does, and one
 that allocates its own would seem to hold more from its second micro-batch on.
+
+CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
+a CPU    what PyTorch's allocator reports to its profiler, exact and at every allocation (`CpuMeter`)
+         its total at any moment, without a profiler (`CpuTotal`)
+process  the kernel's high-water mark, to hold the counter against (`ProcessPeak`)
+
+On a CPU c10's flag "report CPU memory usage" goes on before the first count, and stays on. Without it the allocator knows only
+blocks allocated by a profiled thread, keeps a wrong total when another thread frees one, and takes a later block at the same
+address for the old one. It costs each later allocation about a microsecond, the same for every setting.
+
+Counted: what tensors request (`nbytes` of storages), by any thread. Not counted: kernel workspaces that bypass the allocator
+(oneDNN, MKL), NumPy arrays, page rounding. Not seen: the release of blocks older than the flag (`remember_blocks`), and a peak
+that begins and ends inside a thread that neither the metered thread nor autograd started.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar, final
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, final, runtime_checkable
 
 import torch
+from torch.autograd.profiler import profile, record_function
+
+from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.measure.measurement import CounterCheck
+from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
+from megatron_lynx.units import KIB
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,8 +105,6 @@ def activation_meter(device: torch.device | str) -> ActivationMeter:
     if device.type == "cuda":
         return CudaMeter(device)
     if device.type == "cpu":
-        from megatron_lynx.measure.cpu_memory import CpuMeter
-
         return CpuMeter()
     raise ValueError(f"activation bytes can be counted on cpu and cuda, not on {device.type}")
 
@@ -144,3 +166,248 @@ class CudaMeter(ActivationMeter):
         peak = torch.cuda.max_memory_allocated(self._device) - self._level
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
+
+
+LET_GO_S = 0.5
+"""How long a mark waits at most for the other threads to rest."""
+TASKS = Path("/proc/self/task")
+"""The threads of this process, on Linux."""
+_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
+_MARK = "megatron_lynx.mark:"
+_ENTER, _EXIT = "<enter>", "<exit>"
+
+
+def remember_blocks() -> None:
+    """From now on the allocator knows every block's size, for the life of the process.
+
+    Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this
+    build of PyTorch does not offer the flag.
+    """
+    try:
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(c10_library())), _FLAG)
+    except (OSError, ValueError) as error:
+        needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
+        problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
+        raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
+    # The allocator warns about the first block whose size it does not know: let that be this one.
+    with nothing_printed(STANDARD_ERROR):
+        unknown = torch.empty(1, device="cpu")
+        flag.value = True
+        del unknown
+
+
+def c10_library() -> Path:
+    """Where the allocator is."""
+    return Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
+
+
+def wait_for_other_threads() -> None:
+    """Wait until every other thread of this process sleeps, for half a second at most. One of gloo's lets go of a result a moment
+    after whoever waits for it goes on: until then it would count as held, or as freed later."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    until_s = time.monotonic() + LET_GO_S
+    while True:
+        time.sleep(0.001)  # without the interpreter's lock, for which a thread that lets go of a tensor may wait
+        if time.monotonic() > until_s or not _another_runs():
+            return
+
+
+def _another_runs() -> bool:
+    """Whether a thread other than this one has a core, or would take one; not known where there is no `TASKS`."""
+    others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
+    return any(_state(task) != "S" for task in others)
+
+
+def _state(task: Path) -> str:
+    """Of a thread: the letter behind its name, which may itself have brackets. One that has just ended sleeps."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "S"
+
+
+@final
+class CpuMeter(ActivationMeter):
+    """Counts on the CPU. It can be used neither inside itself nor inside another profiler: PyTorch runs one at a time.
+
+    enter       profiler on ── [enter]        a mark: one tiny tensor, so that the total is reported at this moment
+       step     alloc +4096  total 12192      every report of the allocator carries the total of all threads
+                free  -4096  total  8096
+       mark(name) ── [name]
+    exit        ── [exit]   profiler off      peak = max(total) - total at [enter]
+    """
+
+    def __enter__(self) -> CpuMeter:
+        remember_blocks()
+        self._names: list[str] = []
+        self._profiler = profile(profile_memory=True)
+        with nothing_printed(STANDARD_ERROR):
+            self._profiler.__enter__()
+        self.mark(_ENTER)
+        return self
+
+    def mark(self, name: str) -> None:
+        wait_for_other_threads()
+        with record_function(f"{_MARK}{len(self._names)}"):
+            torch.empty(1, device="cpu")
+        self._names.append(name)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if error is None:
+            self.mark(_EXIT)
+        with nothing_printed(STANDARD_ERROR):
+            self._profiler.__exit__(kind, error, traceback)
+        if error is None:
+            self.use = self._read(self._profiler.kineto_results)
+
+    def _read(self, results: Any) -> MemoryUse:
+        at_mark: dict[int, int] = {}
+        most = [0] * len(self._names)  # from each mark to the next
+        now = 0
+        for _, mark, report in sorted(_reports(results.experimental_event_tree()), key=lambda each: each[0]):
+            total = report.total_allocated
+            if mark is not None and report.alloc_size > 0:
+                now, total = mark, total - report.alloc_size
+                at_mark[mark] = total
+            if mark is None or mark == now:
+                most[now] = max(most[now], total)
+        entry, *inner = [(name, at_mark[index]) for index, name in enumerate(self._names)]
+        level = entry[1]
+        return MemoryUse(
+            peak_bytes=max(most) - level,
+            marks=tuple(Mark(name, total - level) for name, total in inner[:-1]),
+            left_bytes=inner[-1][1] - level,
+            peaks=tuple(Mark(name, peak - level) for (name, _), peak in zip(inner[:-1], most[1:], strict=False)),
+        )
+
+
+def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
+    """The CPU allocator's reports: when, the number of the mark that made it (None: the step itself), and what it says."""
+    pending: list[tuple[int | None, Any]] = [(None, event) for event in tree]
+    while pending:
+        mark, event = pending.pop()
+        if event.name.startswith(_MARK):
+            mark = int(event.name.removeprefix(_MARK))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield event.start_time_ns, mark, event.extra_fields
+        pending += [(mark, child) for child in event.children]
+
+
+_REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
+_WORDS = 24
+"""How far to look into the object; it is a mutex, a table and the total."""
+_SIZES = (4099, 70_001)
+"""What is allocated to find the total: no count of anything grows by these."""
+
+
+@runtime_checkable
+class MemoryLimit(Protocol):
+    """Who lets nobody hold more than a limit sees every operator, and knows the most that was held."""
+
+    most_bytes: int
+    """The most that was there behind an operator."""
+
+
+@final
+class CpuTotal:
+    """The allocator's total. To be made before what is to be counted. Raises LynxError where this build of PyTorch hides it.
+
+    It is a word of an object whose address the C10 library gives away. Which word is found by watching: the one that grows by
+    exactly what is allocated and shrinks by exactly what is freed, twice.
+    """
+
+    def __init__(self) -> None:
+        remember_blocks()
+        try:
+            library = ctypes.CDLL(str(c10_library()))
+            reporter: Any = library[_REPORTER]
+        except (OSError, AttributeError) as error:
+            raise _hidden(str(error)) from error
+        reporter.restype = ctypes.c_void_p
+        words = (ctypes.c_size_t * _WORDS).from_address(reporter())
+        found = [word for word in range(_WORDS) if all(_follows(words, word, size) for size in _SIZES)]
+        if len(found) != 1:
+            raise _hidden(f"{len(found)} words that follow what is allocated")
+        self._words, self._word = words, found[0]
+
+    @property
+    def bytes(self) -> int:
+        """What is allocated now."""
+        return int(self._words[self._word])
+
+
+def _follows(words: Any, word: int, size: int) -> bool:
+    before = words[word]
+    block = torch.empty(size, dtype=torch.uint8, device="cpu")
+    grown = words[word] - before
+    del block
+    return bool(grown == size and words[word] == before)
+
+
+def _hidden(found: str) -> LynxError:
+    needed, todo = f"a C10 library that gives away {_REPORTER}", "use a release wheel of PyTorch"
+    problem = Problem(f"torch {torch.__version__}", found, needed, todo)
+    return LynxError("Allocated bytes cannot be asked for on the CPU", [problem])
+
+
+_PROCESS = Path("/proc/self")
+
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * KIB), "MALLOC_TRIM_THRESHOLD_": str(64 * KIB)}
+"""What a process must be started with (glibc reads it at start), so that every tensor gets pages of its own."""
+
+
+def why_unavailable() -> str | None:
+    """Why the peak cannot be read on this machine, in words; None if it can."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+        _status("VmHWM")
+    except (OSError, KeyError) as error:
+        return f"the kernel's high-water mark cannot be reset: {error}"
+    return None
+
+
+class ProcessPeak:
+    """Measures a `with` block; `bytes` exists after it. Raises OSError where `why_unavailable` gives a reason.
+
+        malloc_trim(0)             pages that earlier steps freed go back, or a step would reuse them without a trace
+        clear_refs <- 5            the kernel's high-water mark (VmHWM) falls to what is resident now (VmRSS)
+        step
+        VmHWM - VmRSS at entry     what the step needed on top
+
+    Run it in a process of its own, started with `ENVIRONMENT`. Otherwise it measures glibc's heap instead: a freed aligned block
+    is not reused for one of the same size, and a step of 1 MiB tensors took twice what it ever had live (33 MiB counted, 66 MiB
+    resident; 34 MiB with the environment). `mallopt` later does not help, since the heap has holes by then.
+
+    Coarse where the counter is exact: page rounding, kernel workspaces and Python objects count, memory that was allocated and
+    never touched does not. It is right to the nearest few MiB.
+    """
+
+    bytes: int
+
+    def __enter__(self) -> ProcessPeak:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc
+            libc.malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text("5")
+        self._level = _status("VmRSS")
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.bytes = _status("VmHWM") - self._level
+
+
+def check_counter(step: Callable[[], object]) -> CounterCheck:
+    """Runs a CPU step twice: first with the counter, which also warms it up, then without a profiler and with `ProcessPeak`."""
+    with activation_meter("cpu") as meter:
+        step()
+    with ProcessPeak() as peak:
+        step()
+    return CounterCheck(counted_bytes=meter.use.peak_bytes, process_bytes=peak.bytes)
+
+
+def _status(key: str) -> int:
+    """Bytes of one line of /proc/self/status."""
+    for line in (_PROCESS / "status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)

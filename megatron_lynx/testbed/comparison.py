@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch, Problem
-from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped
-from megatron_lynx.measure.process_peak import ENVIRONMENT
+from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine
+from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import model_facts, parallel_facts
 from megatron_lynx.simulator.timeline import Timeline, timeline_of

@@ -33,7 +33,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
-from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.nest import all_in
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, LynxError, Problem
-from megatron_lynx.measure.machine import Links as LinkFacts
+from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.testbed.fusions import compiler_for, fusion_problems
 from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.ranks import RankError, run_ranks

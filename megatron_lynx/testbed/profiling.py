@@ -25,7 +25,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.planning import flops_of
-from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.profiler.measured import InnerNorm, TeLayer
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape

@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.measure.cpu_total import CpuTotal
+from megatron_lynx.measure.memory import CpuTotal
 from megatron_lynx.testbed.cpu_device import OneGenerator, stand_in_for_cuda, stay
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry

@@ -20,10 +20,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.figures import Figures
-from megatron_lynx.measure import process_peak
-from megatron_lynx.measure.measurement import CounterCheck, Skipped
-from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked
-from megatron_lynx.measure.steps import time_alternating
+from megatron_lynx.measure.measurement import CounterCheck, Skipped, time_alternating
+from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, check_counter, count_step, marked, why_unavailable
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import (
     FULL,
@@ -327,6 +325,6 @@ def _check_of(subject: Subject) -> CounterCheck | None:
     """The counter against the process's real peak, in a step of a setting that holds much."""
     if subject.device.type != "cpu":
         return None
-    if why_not := process_peak.why_unavailable():
+    if why_not := why_unavailable():
         return CounterCheck(counted_bytes=subject.counted_step().peak_bytes, why_not=why_not)
-    return process_peak.check_counter(subject.uncleared_step)
+    return check_counter(subject.uncleared_step)

@@ -17,8 +17,7 @@ def count_embedding(rank: int, job: Job) -> list[int]:
     forward begins; the last one's until the step is over."""
     from megatron.core.utils import unwrap_model
 
-    from megatron_lynx.measure.cpu_memory import remember_blocks
-    from megatron_lynx.measure.memory import activation_meter
+    from megatron_lynx.measure.memory import activation_meter, remember_blocks
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches

@@ -28,8 +28,7 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     from megatron.core import parallel_state
 
     from megatron_lynx.apply import install
-    from megatron_lynx.measure.cpu_memory import remember_blocks
-    from megatron_lynx.measure.memory import activation_meter
+    from megatron_lynx.measure.memory import activation_meter, remember_blocks
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, synthetic_batches

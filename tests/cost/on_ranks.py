@@ -24,7 +24,7 @@ class Counted:
 
 def count(rank: int, job: Job, plans: list[Plan | None]) -> list[Counted]:
     """One counted step under each plan, after a warm-up (None: stock)."""
-    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)

@@ -39,7 +39,7 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
     A dispatcher of experts holds on to the graph of its last pass, until a forward lets go of it (`tests.stock.on_ranks`)."""
     import torch
 
-    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.subject import same_bits, subjects_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.measure.machine import Links, Machine
-from megatron_lynx.measure.measurement import CounterCheck, Measurement, RankResult, Setting, Skipped
+from megatron_lynx.measure.measurement import CounterCheck, Links, Machine, Measurement, RankResult, Setting, Skipped
 
 MIB = 1024**2
 MACHINE = Machine(

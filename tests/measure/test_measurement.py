@@ -6,8 +6,7 @@ import pydantic
 import pytest
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.measure.machine import Links, this_machine
-from megatron_lynx.measure.measurement import RankResult, load_measurement, save_measurement
+from megatron_lynx.measure.measurement import Links, RankResult, load_measurement, save_measurement, this_machine
 from tests.measure.samples import MIB, measurement, setting
 
 

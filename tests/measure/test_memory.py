@@ -10,10 +10,7 @@ import threading
 import pytest
 import torch
 
-from megatron_lynx.measure.cpu_memory import remember_blocks
-from megatron_lynx.measure.cpu_total import CpuTotal
-from megatron_lynx.measure.memory import MemoryUse, activation_meter
-from megatron_lynx.measure.process_peak import ENVIRONMENT, why_unavailable
+from megatron_lynx.measure.memory import ENVIRONMENT, CpuTotal, MemoryUse, activation_meter, remember_blocks, why_unavailable
 from megatron_lynx.units import MIB
 
 KIB4 = 4096
@@ -185,7 +182,7 @@ needs_high_water_mark = pytest.mark.skipif(why_unavailable() is not None, reason
 
 STEPS = """
 import torch
-from megatron_lynx.measure.process_peak import check_counter
+from megatron_lynx.measure.memory import check_counter
 
 for rows, width, depth in ((16 * 1024, 1024, 3), (1024, 256, 40)):
     weight = torch.randn(width, width, requires_grad=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.measure.steps import Summary, summarise, time_alternating
+from megatron_lynx.measure.measurement import Summary, summarise, time_alternating
 
 
 def test_settings_take_turns_and_every_step_begins_at_a_barrier():

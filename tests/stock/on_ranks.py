@@ -36,7 +36,7 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
     `model`: fields that all settings have."""
     import torch
 
-    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.subject import Subject, same_bits

@@ -262,7 +262,7 @@ def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
 def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], None]) -> list[list[int]]:
     """Live bytes at each mark of a step under each plan, after a warm-up. `step`: of (training, batches, offloader, meter)."""
-    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)

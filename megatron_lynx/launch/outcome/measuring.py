@@ -4,7 +4,7 @@
 
     CUDA    the caching allocator's own figures, since the run began: allocated, and reserved. When it is asked for: what the
             driver says is used beside the allocator (context, libraries, NCCL; other processes, too)
-    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved.
+    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.memory`): allocated. Nothing is reserved.
             Where a limit of memory is enforced (`MemoryLimit`), it counts all the time, after operators only
 
 On a CPU memory of the host for offloading is mapped, not allocated, and does not count.
@@ -23,8 +23,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron_lynx.errors import LynxError
-from megatron_lynx.measure.cpu_memory import CpuMeter
-from megatron_lynx.measure.cpu_total import CpuTotal, MemoryLimit
+from megatron_lynx.measure.memory import CpuMeter, CpuTotal, MemoryLimit
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.trace import Clock
 
