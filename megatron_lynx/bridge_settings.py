@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 from megatron_lynx.errors import Problem
+from megatron_lynx.limits import LIMITS, limits
 
 PARTS = ("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "checkpoint", "logger", "rng")
 """In the order in which a name is looked for."""
@@ -82,16 +84,12 @@ def has_setting(cfg: Any, part: str, field: str) -> bool:
 
 def refused_settings(cfg: Any) -> Iterator[Problem]:
     """Settings of a container that no plan can be held under, when it is made and before the first step."""
-    if getattr(getattr(cfg, "dist", None), "use_decentralized_pg", False):
-        needed = "False under a plan: hooks and windows go by Megatron's own groups"
-        yield Problem("cfg.dist.use_decentralized_pg", "True", needed, "unset it")
-    if getattr(getattr(cfg, "inprocess_restart", None), "enabled", False):
-        needed = "False under a plan: a loop that begins again in the middle of a step leaves one that nobody removes"
-        yield Problem("cfg.inprocess_restart.enabled", "True", needed, "unset it: a job that is started again resumes")
-    if (peft := getattr(cfg, "peft", None)) is not None:
-        needed = "None under a plan: the linears that it wraps are not those that a plan recomputes"
-        kind = str(getattr(peft, "_target_", type(peft).__name__)).rpartition(".")[2]
-        yield Problem("cfg.peft", kind, needed, "train without a plan, or all weights")
+    for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
+        path = limit.option.split(".")[1:]
+        found = reduce(lambda part, field: getattr(part, field, None), path, cfg)
+        if not limit.allows(found):
+            kind = str(getattr(found, "_target_", type(found).__name__)).rpartition(".")[2]
+            yield limit.problem(limit.option, found if found is True else kind, under)
 
 
 def in_settings(text: str, has: Callable[[str, str], bool]) -> str:

@@ -3,6 +3,9 @@
 checkout ─ its own parser, built in a process of its own ─> names, arity, type, default, choices, group: facts, no text
 four checkouts ─> megatron_lynx/launch_arguments/flags.json: one row for each form that a flag has had
 
+What is written by hand in that file stays: what each flag means for a plan (`kind`, `why`), which of Megatron's headings matter
+as a whole to neither activations nor seconds (`groups`), and fields without a flag. Flags that nobody has judged are printed.
+
     python scripts/record_flags.py 0.16=~/Megatron-0.16 0.17=... [-o megatron_lynx/launch_arguments/flags.json]
 """
 
@@ -28,10 +31,31 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=TABLE)
     asked = parser.parse_args()
     pairs = [text.split("=", 1) for text in asked.checkouts]
-    table = merged({release: flags_of(Path(folder).expanduser()) for release, folder in pairs})
+    recorded = merged({release: flags_of(Path(folder).expanduser()) for release, folder in pairs})
+    table = with_judgements(recorded, json.loads(TABLE.read_text(encoding="utf-8")))
     asked.output.write_text(as_text(table), encoding="utf-8")
     print(f"wrote {len(table['flags'])} rows of {', '.join(table['releases'])}: {asked.output}")
+    if names := not_judged(table):
+        print(f"not judged yet (kind, why): {' '.join(names)}")
     return 0
+
+
+JUDGED = ("kind", "why")
+"""The columns that are written by hand."""
+
+
+def with_judgements(recorded: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A new table, with everything that was written by hand into the one before."""
+    judged = {row["sets"]: {key: row[key] for key in JUDGED if key in row} for row in before["flags"]}
+    return {**before, **recorded, "flags": [{**row, **judged.get(row["sets"], {})} for row in recorded["flags"]]}
+
+
+def not_judged(table: dict[str, Any]) -> list[str]:
+    """The names of which nothing says what they mean for a plan."""
+    from megatron_lynx.launch_arguments.flag_table import REFUSED
+
+    rows = (row for row in table["flags"] if "kind" not in row and row["group"] not in table["groups"])
+    return sorted({row["sets"] for row in rows} - REFUSED.keys())
 
 
 def flags_of(checkout: Path) -> list[dict[str, Any]]:
@@ -95,9 +119,10 @@ def merged(flags: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def as_text(table: dict[str, Any]) -> str:
-    """One row to a line, so that a difference can be read."""
+    """One flag to a line, so that a difference can be read."""
     rows = ",\n".join(json.dumps(row) for row in table["flags"])
-    return f'{{"releases": {json.dumps(table["releases"])},\n"flags": [\n{rows}\n]}}\n'
+    others = json.dumps({key: value for key, value in table.items() if key != "flags"}, indent=1)
+    return others.removesuffix("\n}") + f',\n "flags": [\n{rows}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

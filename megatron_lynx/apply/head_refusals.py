@@ -8,19 +8,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from megatron_lynx.apply.limits import in_config
 from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.errors import Problem
+from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
 
 WHOLE = "plan without a head in pieces (head)"
-
-OFF = {
-    "use_mup": "--use-mup: it scales logits",
-    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute: it keeps gradients of all logits",
-    "enable_autocast": "--enable-autocast: weights would be cast anew for each piece",
-    "config_logger_dir": "--config-logger-dir: it writes logits to files",
-}
-"""Config fields that must be off, and what to drop."""
 
 LOSSES = ("native", "te")
 """Megatron's fused losses, each of which treats a row by itself."""
@@ -40,9 +34,7 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Every reason why the head cannot run in pieces here; none where the plan leaves it whole."""
     if plan.head is None:
         return
-    for name, drop in OFF.items():
-        if value := getattr(run.config, name, None):
-            yield Problem(f"config.{name}", str(value), "off with a head in pieces", f"drop {drop}; or {WHOLE}")
+    yield from refused(run.config, ["head"], in_config)
     impl = getattr(run.config, "cross_entropy_fusion_impl", "native")
     if run.config.cross_entropy_loss_fusion and impl not in LOSSES:
         yield Problem("config.cross_entropy_fusion_impl", str(impl), " or ".join(LOSSES), f"launch with one of these, or {WHOLE}")

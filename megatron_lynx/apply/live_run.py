@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -175,17 +174,3 @@ def name_of(module: object) -> str:
 def overlapped(config: Any) -> bool:
     """Whether exchanges of experts run beside the computing of another micro-batch."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-
-
-def switched_on(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:
-    """The fields of these that are on, with what to drop."""
-    for name, drop in fields.items():
-        if value := getattr(config, name, None):
-            yield Problem(f"config.{name}", str(value), needed, f"drop {drop}")
-
-
-def not_one(config: Any, name: str, drop: str) -> Iterator[Problem]:
-    """A field that is not 1, where a release has it."""
-    value = getattr(config, name, 1)
-    if value != 1:
-        yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")

@@ -1,6 +1,6 @@
 """Refuses runs that the hooks cannot work with, naming every reason at once (rules R6, R14).
 
-its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
+its settings       a feature that they cannot hold on to, or that works against the plan (`limits`)
 its torch          windows whose collectives would hold memory (at the end)
 its groups         a model with other ones than `parallel_state`'s
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
@@ -29,10 +29,9 @@ from torch import distributed
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
-from megatron_lynx.apply.features import refused_features
-from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.head_refusals import refused_head
 from megatron_lynx.apply.layers import refused_layers
+from megatron_lynx.apply.limits import refused_in_fp8, refused_settings
 from megatron_lynx.apply.linears import refused_deferrals
 from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, module_at, name_of
 from megatron_lynx.errors import Problem
@@ -54,8 +53,7 @@ KNOWN_TRACKERS = (
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Every reason why this run cannot carry a plan, or not this plan."""
     return [
-        *_stock_recomputation(run),
-        *refused_features(run.config, te=run.uses_te),
+        *refused_settings(run.config, te=run.uses_te),
         *refused_in_fp8(run),
         *refused_windows(plan, run),
         *_early_gradients(plan, run),
@@ -68,14 +66,6 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *(problem for face, layers in layers_by_kind(run) for problem in face.refusals(plan, run, layers)),
         *refused_head(plan, run),
     ]
-
-
-def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
-    """Two deciders would record the same tensors twice."""
-    granularity = getattr(run.config, "recompute_granularity", None)
-    if granularity:
-        todo = "drop --recompute-granularity (and -method, -num-layers, -modules): the plan decides what is recomputed"
-        yield Problem("--recompute-granularity", str(granularity), "none under a plan", todo)
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:

@@ -17,8 +17,8 @@ from megatron.core.utils import get_model_config
 from megatron_lynx.apply.hook import MARK
 from megatron_lynx.double_buffered import releases
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
+from megatron_lynx.limits import refused
 from megatron_lynx.schedule import double_buffered
-from megatron_lynx.two_versions import DDP, DDP_WITH_DEFERRAL, MODEL, OPTIMIZER, Needed, otherwise
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
 """Optimizers of which it is known which tensors share memory with the weights (`double_buffered.owners`)."""
@@ -46,10 +46,10 @@ def check(
 
 def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
     yield from releases.stale()
-    yield from _unproven("model config", get_model_config(chunk), MODEL)
-    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), DDP)
+    yield from _unproven("model", get_model_config(chunk))
+    yield from _unproven("ddp", getattr(chunk, "ddp_config", None))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield from _unproven("optimizer config", getattr(part, "config", None), OPTIMIZER)
+        yield from _unproven("optimizer", getattr(part, "config", None))
         if not isinstance(part, OPTIMIZERS):
             names = ", ".join(known.__name__ for known in OPTIMIZERS)
             yield Problem("optimizer", type(part).__name__, f"one of {names}", "what it keeps of the weights is not known")
@@ -74,9 +74,8 @@ def _of_a_plan() -> Iterator[Problem]:
 def _refusals_of_deferral(chunk: torch.nn.Module) -> Iterator[Problem]:
     if not hasattr(chunk, "ddp_config"):
         yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "wrap it, or do not defer updates")
-    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), DDP_WITH_DEFERRAL)
+    yield from _unproven("ddp", getattr(chunk, "ddp_config", None), "deferred updates")
 
 
-def _unproven(where: str, config: Any, needed: Needed) -> Iterator[Problem]:
-    for name, found, value, reason in otherwise(config, needed):
-        yield Problem(f"{where}: {name}", str(found), str(value), reason)
+def _unproven(of: str, config: Any, under: str = "two versions") -> Iterator[Problem]:
+    yield from refused(config, [under], lambda limit: f"{of.replace('ddp', 'DDP')} config: {limit.setting}", of=[of])

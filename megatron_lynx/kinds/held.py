@@ -3,7 +3,7 @@
 a kind says                            who asks
 section_in       of a live layer       everybody: `kinds.running.sections_in`
 classes          by role               `apply.layers`: linears that were shown to be replayed in every bit
-refusals         settings, modules     `apply.refusals`
+refusals         modules               `apply.refusals`
 mismatches       plan and live layers  `apply.match`
 claims           hooks of its own      `apply.installation`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch.nn import Module
 
@@ -51,10 +51,6 @@ class Running(ABC):
     @abstractmethod
     def section_in(self, layer: Module) -> Section | None:
         """What fills the half of a live layer, if it is of this kind."""
-
-    def refused_settings(self, config: Any) -> Iterator[Problem]:
-        """Settings of Megatron's that hooks cannot work with beside this kind. `config`: Megatron's model config."""
-        yield from ()
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Why a run whose layers are of this kind cannot carry a plan."""

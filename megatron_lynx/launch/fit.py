@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from megatron_lynx.apply.live_run import recipe_of
 from megatron_lynx.errors import Problem
+from megatron_lynx.limits import ARGUMENTS, refused
 from megatron_lynx.plan import Plan
 
 GIVEN = {True: "given", False: "not given"}
@@ -28,9 +30,25 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     if found != planned:
         todo = "launch with the plan's, or make a plan for this one"
         yield Problem("--lynx-schedule", str(found), f"{planned}, as the plan has it", todo)
-    if (granularity := getattr(args, "recompute_granularity", None)) is not None:
-        found = f"{granularity} (set by --recompute-activations or --recompute-granularity)"
-        yield Problem("--recompute-*", found, "none", "drop these flags: the plan decides what is recomputed")
+    yield from refused(args, ["plan"], attrgetter("option"), ARGUMENTS)
+
+
+def against_two_versions(args: Any) -> Iterator[Problem]:
+    """Every argument that does not go together with `--lynx-schedule double-buffered`."""
+    flag, stages = "--lynx-schedule double-buffered", args.pipeline_model_parallel_size
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    if stages == 1:
+        yield Problem("--pipeline-model-parallel-size", "1", f"at least 2 with {flag}", f"one stage has no flush, or drop {flag}")
+    if chunks > 1:
+        todo = f"drop the flags of interleaving, or drop {flag}"
+        yield Problem("model chunks of each stage", str(chunks), f"1 with {flag}", todo)
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if microbatches < stages:
+        sizes = f"--global-batch-size {args.global_batch_size} / {args.micro_batch_size} / {args.data_parallel_size}"
+        needed = f"at least {stages}, one for each stage, with {flag}"
+        todo = f"enlarge --global-batch-size, or drop {flag}"
+        yield Problem("micro-batches per update", f"{microbatches} ({sizes})", needed, todo)
+    yield from refused(args, ["two versions"], attrgetter("option"), ARGUMENTS, name=attrgetter("argument"))
 
 
 BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}

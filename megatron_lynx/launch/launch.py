@@ -24,7 +24,7 @@ from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.check.frames import FrameCheck
 from megatron_lynx.launch.ending import concluded
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.fit import against_two_versions, arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.hosts.host import Host
 from megatron_lynx.launch.metrics import Metrics
@@ -32,7 +32,6 @@ from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
 from megatron_lynx.launch.outcome.measuring import DevicePeak
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
 from megatron_lynx.launch.trace_file import TraceFile
-from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.units import format_bytes

@@ -21,7 +21,6 @@ from megatron_lynx.launch_arguments.container_model import (
     vocabulary,
 )
 from megatron_lynx.launch_arguments.files import checked
-from megatron_lynx.launch_arguments.flag_kinds import READ
 from megatron_lynx.launch_arguments.flag_table import FlagTable
 from megatron_lynx.launch_arguments.given import Given, Value
 from megatron_lynx.launch_arguments.today import REPLACED
@@ -38,12 +37,12 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
             continue
         said, default = "cfg." + ".".join(place), table.default(name, release)
         value = TOLD[name](container) if name in TOLD else container.get(".".join(place))
-        counts = name in READ and name not in REPLACED
+        counts = flag.is_read and name not in REPLACED
         if value is None or (not counts and (value == default or not (value or default))):
             continue
         if isinstance(value, list) and flag.takes in (0, 1):
             value = ",".join(map(str, value)) if name == "window_size" else str(value)
-        values[name] = Value(flag, said, checked(flag, said, value, problems) if name in READ else value)
+        values[name] = Value(flag, said, checked(flag, said, value, problems) if flag.is_read else value)
     if vocabulary(container) is None:  # that it is missing is said above
         flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
         values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)

@@ -13,8 +13,6 @@ from typing import Any
 from megatron_lynx.bridge_settings import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.container import Container, plain
-from megatron_lynx.launch_arguments.files import NO_ARGUMENT
-from megatron_lynx.launch_arguments.flag_kinds import names_in
 from megatron_lynx.launch_arguments.flag_table import FlagTable
 
 HYBRID = ("HybridModelProvider", "MambaModelProvider")
@@ -32,21 +30,6 @@ STACKS = {
 """What hybrid stacks are planned with: Transformer Engine's layers, and Mamba layers that scan as many tokens at a time as
 Megatron-LM's do."""
 ACTIVATIONS = {("gelu", False), ("silu", True), ("squared_relu", False), ("quick_gelu", True), ("fast_gelu", False)}
-NO_MATTER = NO_ARGUMENT | names_in(
-    """
-    activation_func share_embeddings_and_output_weights should_pad_vocab transformer_layer_spec cpu_offloading vocab_size
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage virtual_pipeline_model_parallel_size use_te_rng_tracker
-    moe_grad_scale_func mtp_grad_scale_func cpu_offloading_double_buffering softmax_scale persist_layer_norm tp_only_amax_red
-    experimental_attention_variant_loss_scale_func cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
-    disable_parameter_transpose_cache inference_sampling_seed hetereogenous_dist_checkpoint original_max_position_embeddings
-    beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor yarn_rotary_scaling_factor yarn_mscale
-    yarn_mscale_all_dim scatter_embedding_sequence_parallel hf_model_id hf_model_revision mtp_enabled cuda_graph_scope
-    use_arbitrary_attention_mask fp8_param fp4_param num_moe_experts generation_config transformer bias_activation_fusion
-    tp_comm_bootstrap_backend tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 yarn_original_max_position_embeddings
-    yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int attention_softmax_in_fp32 builder
-    """
-)
-"""Fields of `cfg.model` that no flag sets, and that are read in another way, or change neither activations nor seconds."""
 
 
 def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
@@ -61,10 +44,11 @@ def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
         yield Problem("cfg.model.activation_func", f"{name}, {'gated' if gated else 'not gated'}", needed)
     fields = {**vars(model), **vars(getattr(model, "transformer", None) or SimpleNamespace())}
     known = {field for name in table.of_name for part, field in places_of(name) if part == "model"}
+    known |= table.no_flag | table.no_flag_of_bridge
     for field, value in fields.items():
         if str(plain(value)) in STACKS.get(field, ()):
             continue
-        if field.startswith("_") or field in NO_MATTER or field in known or not value or (value == 1 and value is not True):
+        if field.startswith("_") or field in known or not value or (value == 1 and value is not True):
             continue
         yield Problem(f"cfg.model.{field}", str(plain(value)), "a model without it: what it takes is not known")
     if vocabulary(container) is None:

@@ -102,7 +102,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
     if given[DISPATCHER] == "flex":
-        yield from _fused(given, problems, planning=planning)
+        yield from _fused(given, problems)
     if planning and stays_overlapped(given):
         yield Fact("model.experts.overlapped", True, f"{given.origin(OVERLAP)}: the plan is for the combined schedule")
         if given[DELAYED]:
@@ -176,13 +176,11 @@ def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.experts.load", bound, f"{origin}: a balanced router drops the rest")
 
 
-def _fused(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
+def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """The flex dispatcher and its backend: DeepEP unless the launch says otherwise. Another one is priced as DeepEP."""
     backend = "deepep" if given["moe_enable_deepep"] else given["moe_flex_dispatcher_backend"] or "deepep"
     origin = given.origin(DISPATCHER if backend == "deepep" else "moe_flex_dispatcher_backend")
     known = backend if backend in DISPATCHERS else "deepep"
-    if planning and backend != known:
-        problems.append(Problem(origin, str(backend), "deepep or hybridep under a plan", "it can be estimated"))
     yield from _rank_capacity(given, problems, str(backend))
     yield Fact("model.experts.dispatcher", known, f"{origin}: flex, priced as {known}")
     flag = next((name for name in MULTIPROCESSORS[known] if given[name] is not None and name in given.values), None)

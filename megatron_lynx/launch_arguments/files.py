@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE
-from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
 from megatron_lynx.whole_file import text_in
@@ -74,17 +73,6 @@ BESIDE = ("yaml_cfg", "vocab_size")
 RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
 """Fields of Megatron's configuration whose arguments are named otherwise."""
 
-NO_ARGUMENT = names_in(
-    """
-    init_method output_layer_init_method memory_efficient_layer_norm bias_activation_fusion params_dtype timers
-    tp_comm_atomic_ag tp_comm_atomic_rs finalize_model_grads_func pipeline_dtype grad_scale_func enable_autocast autocast_dtype
-    variable_seq_lengths batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs no_sync_func grad_sync_func param_sync_func
-    _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations gated_linear_unit embedding_init_method
-    moe_token_dropping retro_encoder_hidden_dropout
-    """
-)
-"""Fields that no argument sets, and that change neither activations nor seconds; `activation_func` says the gated unit."""
-
 ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
 
 
@@ -100,7 +88,7 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
         flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
         flag = flag or next(iter(table.of_name.get(name, ())), None)
         if flag is None:
-            if name not in NO_ARGUMENT and not (value is None or value is False):
+            if name not in table.no_flag and not (value is None or value is False):
                 found.append(_unknown(f"{path}: {key}", name, table))
         elif value is not None:
             values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, found))
@@ -132,7 +120,7 @@ def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(where, repr(value), needed, todo))
         return None
     if isinstance(value, int | float):
-        is_text = flag.type == "text" and flag.takes == 1 and flag.sets in READ
+        is_text = flag.type == "text" and flag.takes == 1 and flag.is_read
         return str(value) if is_text else in_range(flag, where, value, problems)
     return value
 

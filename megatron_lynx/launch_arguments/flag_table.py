@@ -1,7 +1,15 @@
-"""The flags that Megatron's own parsers take, release by release. Recorded by `scripts/record_flags.py`: facts, no text.
+"""The flags that Megatron's own parsers take, release by release, and what each means for a plan.
 
 --swiglu        takes nothing, sets swiglu to True       0.16 0.17 0.18 0.19
 --split         takes one word                           0.16 0.17 0.18 0.19        a flag that changed has a row for each form
+
+`scripts/record_flags.py` writes the rows: facts, no text. Columns `kind` and `why`, and `groups`, are written by hand; a flag
+whose cost nobody knows has neither.
+
+read           the job is made of it                           --num-layers
+priced as      counted as something else, and reported so      --fp16: as bf16
+no matter      neither activations nor their seconds           --lr: learning rate
+refused        by a row of `megatron_lynx.limits`              --spec
 """
 
 from __future__ import annotations
@@ -11,7 +19,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from megatron_lynx.limits import ARGUMENTS, limits
+
+REFUSED = {limit.argument: limit.reason for limit, _ in limits(["any"], ARGUMENTS)}
+"""Names of Megatron's namespace that cannot be estimated, and why."""
+
+
+class FlagKind(NamedTuple):
+    """`why`: the reason of a refusal, what it is priced as, or what it is about."""
+
+    name: Literal["read", "priced as", "refused", "no matter"]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +53,12 @@ class Flag:
     group: str
     """Megatron's own heading for it."""
     releases: tuple[str, ...]
+    kind: FlagKind | None
+    """None if it has not been judged yet."""
+
+    @property
+    def is_read(self) -> bool:
+        return self.kind is not None and self.kind.name == "read"
 
     def switched(self, option: str) -> Any:
         """What a flag that takes nothing sets, in this spelling."""
@@ -46,6 +72,11 @@ class FlagTable:
     releases: tuple[str, ...]
     """Oldest first."""
     flags: tuple[Flag, ...]
+    no_flag: frozenset[str]
+    """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds;
+    `activation_func` says the gated unit."""
+    no_flag_of_bridge: frozenset[str]
+    """The same of `cfg.model` of Megatron-Bridge, or read in another way."""
 
     def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
         """The form of an option in the newest of these releases (None: of all) that has it."""
@@ -75,10 +106,11 @@ class FlagTable:
 def flag_table() -> FlagTable:
     """The recorded table."""
     data = json.loads((Path(__file__).parent / "flags.json").read_text(encoding="utf-8"))
-    return FlagTable(tuple(data["releases"]), tuple(_flag(row) for row in data["flags"]))
+    flags = tuple(_flag(row, data["groups"]) for row in data["flags"])
+    return FlagTable(tuple(data["releases"]), flags, frozenset(data["no_flag"]), frozenset(data["no_flag_of_bridge"]))
 
 
-def _flag(row: dict[str, Any]) -> Flag:
+def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
     return Flag(
         options=tuple(row["options"]),
         sets=row["sets"],
@@ -89,7 +121,17 @@ def _flag(row: dict[str, Any]) -> Flag:
         default=row["default"],
         group=row["group"],
         releases=tuple(row["releases"]),
+        kind=_kind(row, groups),
     )
+
+
+def _kind(row: dict[str, Any], groups: dict[str, str]) -> FlagKind | None:
+    """`groups`: Megatron's headings that matter as a whole to neither activations nor seconds, and what they are about."""
+    if "kind" in row:
+        return FlagKind(row["kind"], row.get("why", ""))
+    if (why := REFUSED.get(row["sets"])) is not None:
+        return FlagKind("refused", why)
+    return FlagKind("no matter", groups[row["group"]]) if row["group"] in groups else None
 
 
 def _grouped(pairs: Iterable[tuple[str, Flag]]) -> dict[str, list[Flag]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.command_line import is_flag, pieces
-from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 
 MISTYPED = 0.9
@@ -160,7 +159,7 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown:
             return None
         return in_range(flag, option, number, problems)
     if flag.choices and word not in flag.choices:
-        kind = kind_of(flag)
+        kind = flag.kind
         if kind is not None and kind.name == "no matter" and not todo:
             unknown.append(f"{option} {word}")
         elif flag.sets in OPEN:

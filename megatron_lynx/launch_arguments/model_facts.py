@@ -221,9 +221,6 @@ SIZES = {
     "rope_size": "qk_pos_emb_head_dim",
     "value_head_size": "v_head_dim",
 }
-BESIDE = {
-    "tp_comm_overlap": "no --tp-comm-overlap: userbuffers are not shown with latent attention",
-}
 
 
 def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
@@ -234,38 +231,12 @@ def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.latent.q_rank", given["q_lora_rank"], given.origin("q_lora_rank"))
     for name, flag in SIZES.items():
         yield Fact(f"model.latent.{name}", given[flag], given.origin(flag))
-    for flag, needed in BESIDE.items():
-        if given[flag]:
-            problems.append(Problem(given.origin(flag), str(given[flag]), needed))
     positions = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
     if given["apply_rope_fusion"] and positions == "rope":  # Megatron fuses no others
         yield Fact("model.latent.fused_rotary", True, given.origin("apply_rope_fusion"))
         if given["rope_type"] == "rope":
             needed = "--rope-type yarn, or --no-rope-fusion: Megatron fuses no other with latent attention"
             problems.append(Problem(given.origin("rope_type"), "rope", needed))
-
-
-WANTS_LOGITS = {"use_mup": "it scales logits", "config_logger_dir": "it writes logits to files"}
-
-
-def refused_in_pieces(given: Given) -> Iterator[Problem]:
-    """Every flag that a plan for a head in pieces cannot be made with."""
-    for name, why in WANTS_LOGITS.items():
-        value = given.values.get(name)
-        if value is not None and value.value:
-            todo = f"drop it ({why}), or plan without a head in pieces"
-            yield Problem(value.said, str(value.value), "a launch without it, with a head in pieces", todo)
-
-
-NOT_MODELLED = {
-    "fp8_wgrad": (True, "inputs would be saved in both types"),
-    "fp8_output_proj": (False, "an output projection in FP8 is not modelled"),
-    "fp8_quantizer_factory": (None, "what another quantizer saves is not known"),
-    "fp4_param": (False, "no run with weights in FP4 was tried"),
-    "fp4_param_gather": (False, "no run with weights in FP4 was tried"),
-    "fp4_quantizer_factory": (None, "what another quantizer saves is not known"),
-}
-"""What these must be beside `--fp8-format` or `--fp4-format`, and why."""
 
 
 REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
@@ -302,6 +273,3 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:
         problems.append(Problem(flag, found, "--bf16 beside it"))
-    for name, (needed, why) in NOT_MODELLED.items():
-        if name in given.values and given[name] != needed:
-            problems.append(Problem(given.origin(name), "given", f"a launch without it, or without {flag}", why))

@@ -37,8 +37,6 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """Nothing where attention is the usual one. What no layer can have is added to `problems`."""
-    if given[VARIANT] not in (None, KNOWN):
-        problems.append(Problem(given.origin(VARIANT), str(given[VARIANT]), f"none, or {KNOWN}: what others save is not known"))
     if any(given[name] is None for name in NEEDED):
         return
     if stack := stack_of(given):

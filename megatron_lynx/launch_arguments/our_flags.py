@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.command_line import OURS
-from megatron_lynx.launch_arguments.given import Fact, Given
-from megatron_lynx.two_versions import LAUNCH
+from megatron_lynx.launch_arguments.given import Fact
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
@@ -25,18 +24,6 @@ COUNTS = {
     "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
 }
 """Flags that are followed by a number, what they need in words, and how that is written."""
-
-_REFUSED = (
-    *("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed", "async_save", "adlr_autoresume"),
-    *("inprocess_restart", "save_wgrads_interval", "save_dgrads_interval", "save_params_interval"),
-    *("save_activations_interval", "save_tokens_per_expert_interval", "decoder_seq_length", "vision_pretraining", "qk_clip"),
-    *("log_max_attention_logit", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
-    *("reuse_grad_buf_for_mxfp8_param_ag", "nccl_ub", "mtp_num_layers", "num_experts", "fp8", "fp8_param_gather"),
-    *("fp4", "fp4_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
-)
-WITHOUT_FLUSHES = {name: LAUNCH[name][1] for name in _REFUSED}
-"""Megatron's arguments that a launch without flushes refuses as soon as they are given, and why: what `launch.without_flushes`
-will say, for whoever plans without Megatron. Those that no plan goes with are not among them."""
 
 
 def misread(arguments: Sequence[str]) -> Iterator[Problem]:
@@ -59,17 +46,6 @@ def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterato
         yield Fact("schedule", SCHEDULES[said[-1]], SCHEDULE)
     else:
         problems.append(Problem(SCHEDULE, said[-1] or "nothing", f"one of {', '.join(SCHEDULES)}"))
-
-
-def refused_without_flushes(given: Given) -> Iterator[Problem]:
-    """Every argument of a launch that does not go together with two versions of the weights."""
-    for name, why in WITHOUT_FLUSHES.items():
-        if name in given.values and given[name]:
-            yield Problem(given.origin(name), "given", f"a launch without it, or without {SCHEDULE} double-buffered", why)
-    mode = given["rerun_mode"]
-    if "rerun_mode" in given.values and mode != "disabled":
-        needed = f"disabled with {SCHEDULE} double-buffered"
-        yield Problem(given.origin("rerun_mode"), str(mode), needed, "batches overlap: none can be run again alone")
 
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:

@@ -27,24 +27,14 @@ from megatron_lynx.launch_arguments.container import Container, read_container
 from megatron_lynx.launch_arguments.container_facts import given_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.files import given_file
-from megatron_lynx.launch_arguments.flag_kinds import (
-    ALLOWED,
-    EXPERTS_OWN,
-    NOT_UNDER_PLANS,
-    PRICED_AS,
-    SOME_USERBUFFERS,
-    USERBUFFERS_OWN,
-    FlagKind,
-    kind_of,
-)
-from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.flag_table import FlagKind, flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
 from megatron_lynx.launch_arguments.graph_facts import graph_facts
 from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
-from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, refused_in_pieces
+from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork
 from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
-from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
+from megatron_lynx.launch_arguments.our_flags import misread, schedule_facts
 from megatron_lynx.launch_arguments.packing import with_packing
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
@@ -57,8 +47,16 @@ from megatron_lynx.launch_arguments.parallel_facts import (
 from megatron_lynx.launch_arguments.recipe import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, today_of
 from megatron_lynx.launch_arguments.window_facts import window_facts
+from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, OR_ELSE, limits
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
+
+EXPERTS_OWN = ("moe_", "expert_")
+"""Flags without effect in a launch without experts begin so."""
+USERBUFFERS_OWN = "tp_comm_"
+"""Flags without effect in a launch without userbuffers begin so."""
+SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
+DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
 POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
 """Stock settings that a job has a word for."""
@@ -179,9 +177,10 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]
-    problems += [*_refused(kinds), *(_not_under_plans(effective) if planning else ())]
-    if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
-        problems += refused_without_flushes(given)
+    needed = "one whose cost in memory and time is known"
+    problems += [Problem(value.said, "a flag that nobody has judged", needed) for value, kind in kinds if kind is None]
+    overlapping = any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts)
+    problems += _refused(given, today, [*_circumstances(given, planning=planning), *(["two versions"] if overlapping else [])])
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given), *_softmax(given)]
     given = without_known(given)
@@ -223,25 +222,34 @@ def _judged(given: Given, value: Value) -> FlagKind | None:
         return FlagKind("no matter", "a feature that is not switched on")
     if given[USERBUFFERS] and value.flag.sets.startswith(USERBUFFERS_OWN) and value.flag.sets != USERBUFFERS:
         return FlagKind("priced as", SOME_USERBUFFERS)
-    return kind_of(value.flag)
+    return value.flag.kind
 
 
-def _refused(kinds: Sequence[tuple[Value, FlagKind | None]]) -> Iterator[Problem]:
-    """Every flag that switches on what is not modelled, or of which nobody has said what it is."""
-    for value, kind in kinds:
-        if kind is None:
-            yield Problem(value.said, "a flag that nobody has judged", "one whose cost in memory and time is known")
-        elif kind.name == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
-            found = "given" if value.value is True else str(value.value)
-            yield Problem(value.said, found, f"a launch without it: {kind.why}")
+def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
+    """The circumstances of `limits` that a launch is in."""
+    latent, flex = given["multi_latent_attention"], given["moe_token_dispatcher_type"] == "flex"
+    te = given["transformer_impl"] == "transformer_engine"
+    planned = {"plan": True, "te": te, "flex": flex and has_experts(given), "planned latent": latent}
+    always = {"any": True, "latent": latent, "fp8": given["fp8"] or given["fp4"]}
+    yield from (name for name, holds in {**always, **(planned if planning else {})}.items() if holds)
 
 
-def _not_under_plans(values: Sequence[Value]) -> Iterator[Problem]:
-    """What can be estimated, and cannot be trained under a plan."""
-    for value in values:
-        if value.value and (why := NOT_UNDER_PLANS.get(value.flag.sets)) is not None:
-            found = "given" if value.value is True else str(value.value)
-            yield Problem(value.said, found, f"a launch without it under a plan: {why}")
+def _refused(given: Given, today: Today, circumstances: Collection[str]) -> Iterator[Problem]:
+    """Every flag that is refused in these circumstances, once. Flags that a plan replaces are left out of its launch."""
+    told = set(today.replaced)
+    if not has_experts(given):
+        told.update(name for name in given.values if name.startswith(EXPERTS_OWN))
+    for limit, under in limits(circumstances, ARGUMENTS):
+        value = given.values.get(limit.argument)
+        if value is None or limit.allows(value.value) or limit.argument in told:
+            continue
+        if under == "any" and value.value == given.table.default(limit.argument, given.release):
+            continue
+        told.add(limit.argument)
+        found = "given" if value.flag.takes == 0 and value.said.startswith("--") else str(value.value)
+        plain = found == "given" if limit.allowed else under == "any"
+        needed = f"{'a launch without it' if plain else limit.needed} {CIRCUMSTANCES[under]}".rstrip()
+        yield Problem(value.said, found, f"{needed}: {limit.reason}", OR_ELSE.get(under, ""))
 
 
 def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
@@ -280,7 +288,7 @@ def _activation(given: Given) -> Iterator[tuple[str, str]]:
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
     """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
-        yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
+        yield given.origin("moe_token_dispatcher_type"), DISPATCH
 
 
 def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
@@ -308,7 +316,7 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     """
     problems: list[Problem] = list(reading.problems)
     if any(place.startswith("head.") for place in changes or {}):
-        problems += refused_in_pieces(reading.given)
+        problems += _refused(reading.given, reading.today, ["head"])
     try:
         machine = load_cluster(cluster, "--cluster").model_dump(mode="json", exclude_none=True)
     except ConfigError as error:

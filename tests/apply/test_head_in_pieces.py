@@ -128,9 +128,9 @@ def test_a_second_loss_of_logits_is_refused_and_is_shown_none(pool_of):
 def test_all_that_is_unfit_is_said_at_once(pool_of):
     found = refused(pool_of, head_on_ranks.unfit)
     assert [text.partition(":")[0] for text in found] == [
+        "config.config_logger_dir",
         "config.defer_embedding_wgrad_compute",
         "config.enable_autocast",
-        "config.config_logger_dir",
         "config.cross_entropy_fusion_impl",
         "output_layer.bias",
         "output_layer.gather_output",

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
-from megatron_lynx.apply.features import OFF, refused_features
+from megatron_lynx.apply.limits import refused_settings
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
+from megatron_lynx.limits import limits
 from megatron_lynx.plan.plan import Head
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
@@ -58,7 +59,7 @@ def test_features_that_work_against_a_plan(pool_of):
     """All at once: every one is listed."""
     [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.set_config, **FEATURES))
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
-    assert refusal.places == [f"config.{name}" for name in FEATURES]
+    assert sorted(refusal.places) == sorted(f"config.{name}" for name in FEATURES)
     assert all(problem.todo.startswith("drop ") for problem in refusal.error.problems)
 
 
@@ -103,7 +104,7 @@ def test_experts_that_cannot_be_looked_into(pool_of):
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_stock_recomputation(pool_of, granularity):
     [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.set_config, recompute_granularity=granularity))
-    assert refusal.places == ["--recompute-granularity"]
+    assert refusal.places == ["config.recompute_granularity"]
     assert "the plan decides" in str(refusal.error)
 
 
@@ -349,10 +350,10 @@ def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
 def test_experts_whose_weights_are_gathered_by_collectives_of_their_own():
     """Those of other layers were refused, and theirs were not."""
     config = SimpleNamespace(num_moe_experts=8, fp8=None, moe_token_dispatcher_type="alltoall", expert_gtp_weight_remat_size=2)
-    [problem] = refused_features(config, te=True)
+    [problem] = refused_settings(config, te=True)
     assert (problem.where, problem.found) == ("config.expert_gtp_weight_remat_size", "2")
     config.expert_gtp_weight_remat_size = 1
-    assert list(refused_features(config, te=True)) == []
+    assert list(refused_settings(config, te=True)) == []
 
 
 def test_every_way_in_which_stock_offloads_activations_is_known():
@@ -363,7 +364,7 @@ def test_every_way_in_which_stock_offloads_activations_is_known():
     for root in roots:
         text = "".join((root / name).read_text() for name in ("model_parallel_config.py", "transformer/transformer_config.py"))
         switches = set(re.findall(r"^    (\w*offload\w*): bool = False", text, flags=re.MULTILINE))
-        assert switches - HOW_IT_IS_DONE <= OWN_DEVICES & set(OFF), root
+        assert switches - HOW_IT_IS_DONE <= OWN_DEVICES & {limit.setting for limit, _ in limits(["plan"], ["model"])}, root
 
 
 HOW_IT_IS_DONE = {"cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers", "cpu_offloading_weights"}

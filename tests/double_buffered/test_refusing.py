@@ -12,8 +12,8 @@ from . import on_ranks
 DDP = {"ddp": True, "optimizer": "megatron"}
 CASES = [
     (on_ranks.second_chunk, {}, ConfigError, ["found 2, needed 1", "without interleaving"]),
-    (on_ranks.overlapped_gather, DDP, HookRefused, ["DDP config: overlap_param_gather: found True, needed False"]),
-    (on_ranks.experts_and_fp8, DDP, HookRefused, ["num_moe_experts: found 4", "fp8: found hybrid, needed None"]),
+    (on_ranks.overlapped_gather, DDP, HookRefused, ["DDP config: overlap_param_gather: found True, needed off"]),
+    (on_ranks.experts_and_fp8, DDP, HookRefused, ["num_moe_experts: found 4", "fp8: found hybrid, needed off"]),
     (on_ranks.unknown_optimizer, {}, HookRefused, ["optimizer: found object", "DistributedOptimizer"]),
     (on_ranks.nothing, {"defer_updates": True}, HookRefused, ["needed Megatron's DistributedDataParallel"]),
     (on_ranks.plan_installed, {}, HookRefused, ["a plan that is installed"]),

@@ -56,7 +56,7 @@ OTHERS = {
     "--sequence-parallel": {"sequence_parallel": False},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
     "--num-virtual-stages-per-pipeline-rank": {"virtual_pipeline_model_parallel_size": 2},
-    "--recompute-*": {"recompute_granularity": "full"},
+    "--recompute-granularity": {"recompute_granularity": "full"},
     "--lynx-schedule": {"lynx_schedule": "double-buffered"},
 }
 

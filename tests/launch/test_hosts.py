@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from megatron_lynx.bridge_settings import in_settings
+from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.hosts.bridge import Bridge, Settings
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from .hosts_on_ranks import one_after_the_other
 from .launched import saved
+
+PLAN = uniform_plan(tiny_job())
 
 
 def test_what_bridge_does_and_no_plan_goes_with():
@@ -23,10 +27,11 @@ def test_what_bridge_does_and_no_plan_goes_with():
         ("cfg.dist.use_decentralized_pg", "True"),
         ("cfg.inprocess_restart.enabled", "True"),
         ("cfg.peft", "SimpleNamespace"),
-        ("cfg.ddp.use_megatron_fsdp", "True"),
         ("cfg.dist.use_megatron_fsdp", "True"),
         ("--lynx-schedule", "double-buffered"),
     ]
+    [sharded] = [problem for problem in arguments_against(PLAN, settings) if problem.where == "--use-megatron-fsdp"]
+    assert in_settings(sharded.where, settings.has) == "cfg.ddp.use_megatron_fsdp"
     usual = {"dist": SimpleNamespace(use_decentralized_pg=False), "peft": None}
     settings = Settings(SimpleNamespace(**usual, inprocess_restart=SimpleNamespace(enabled=False)))
     settings.lynx_schedule = "flush"

@@ -149,10 +149,10 @@ def test_a_plan_for_another_launch(run, tmp_path):
     assert [problem.split(":")[0].strip(" -") for problem in problems] == [
         "tensor-model-parallel-size",
         "micro-batch-size",
-        "recompute-*",
+        "recompute-granularity",
         "rank 0",
     ]
-    assert "drop these flags: the plan decides" in refused.text
+    assert "--recompute-activations: the plan decides what is recomputed" in refused.text
     assert "--lynx-trace: found /proc/trace.json (" in refused.text
     assert refused.iterations == []
     assert without_traceback_of_ours(refused)

@@ -1,7 +1,7 @@
 """What installation refuses by Megatron's settings, `plan` refuses by its flags, or leaves out of the launch: nobody is given
 a plan that cannot be installed.
 
-The tables of `apply` are walked: each of their fields is set by a flag, which the launch is then given, or by none.
+The table is walked: each of its settings is set by a flag, which the launch is then given, or by none.
 """
 
 from __future__ import annotations
@@ -10,114 +10,119 @@ import shlex
 
 import pytest
 
-from megatron_lynx.apply import features, fp8_refusals
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.kinds.experts import running as experts
-from megatron_lynx.kinds.latent import running as latent
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
-from megatron_lynx.launch_arguments.flag_kinds import NOT_UNDER_PLANS, REFUSED
 from megatron_lynx.launch_arguments.flag_table import Flag, flag_table
-from megatron_lynx.launch_arguments.today import REPLACED
+from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, LIMITS, Limit, limits
 
 from .test_reading import SMALL
 
-BESIDE = {
-    "dense": (*features.OFF, *features.ONE, "cuda_graph_impl"),
-    "Transformer Engine": features.OFF_WITH_TE,
-    "latent attention": latent.OFF,
-    "experts": (*(name for name in features.OFF if name.startswith("moe_")), *experts.ONE),
-    "fused exchanges": ("moe_flex_dispatcher_backend",),
-    "FP8": fp8_refusals.OFF,
-}
-"""The fields that installation looks at, by what else the launch has."""
 FLAGS = {
-    "dense": "",
-    "Transformer Engine": "--transformer-impl transformer_engine",
-    "latent attention": "--multi-latent-attention",
+    "any": "",
+    "plan": "",
+    "te": "--transformer-impl transformer_engine",
+    "latent": "--multi-latent-attention",
+    "planned latent": "--multi-latent-attention --transformer-impl local",
     "experts": "--num-experts 8 --moe-token-dispatcher-type alltoall",
-    "fused exchanges": "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
-    "FP8": "--fp8-format hybrid",
+    "flex": "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
+    "fp8": "--fp8-format hybrid",
+    "head": "",
+    "two versions": "--pipeline-model-parallel-size 4 --global-batch-size 32 --transformer-impl local"
+    " --lynx-schedule double-buffered",
 }
-SET_BY = {
-    "cpu_offloading": "cpu_offloading_num_layers",
-    "heterogeneous_block_specs": "heterogeneous_layers_config_path",
-    "quant_recipe": "te_precision_config_file",
-    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
-    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
+"""What a launch has in each circumstance. Inside experts a plan is made as if nothing could be touched there."""
+CHANGES = {"head": {"head.pieces": 4}}
+"""What is asked of the planner there."""
+EXPERTS = " --num-experts 8 --moe-token-dispatcher-type alltoall"
+VALUES = {
+    "moe_flex_dispatcher_backend": "ncclep",
+    "experimental_attention_variant": "dsa",
+    "cuda_graph_impl": "local",
+    "fp8_quantizer_factory": "own.factory",
+    "rerun_mode": "report_stats",
 }
-"""Fields that flags of another name set."""
-NO_FLAG = {
-    "num_microbatches_with_partial_activation_checkpoints",
-    "enable_autocast",
-    "fp8_dot_product_attention",
-    "fp8_multi_head_attention",
-}
-VALUES = {"moe_flex_dispatcher_backend": "ncclep", "cuda_graph_impl": "local", "fp8_quantizer_factory": "own.factory"}
 """What a flag is given that takes other words than these: a choice of Megatron's that is not its default, or 2."""
 
-FIELDS = [
-    pytest.param(name, beside, id=f"{name}, {beside}")
-    for beside, names in BESIDE.items()
-    for name in names
-    if name not in NO_FLAG and not (beside == "dense" and name.startswith("moe_"))
+BESIDE = [
+    pytest.param(limit, under, id=f"{limit.setting}, {under}")
+    for limit in LIMITS
+    for under in limit.under
+    if under in FLAGS and limit.argument and limit.of in ARGUMENTS
 ]
 
 
-def flag_of(field: str) -> Flag:
-    forms = flag_table().of_name[SET_BY.get(field, field)]
-    return max(forms, key=lambda flag: flag.releases[-1])
+def flag_of(name: str) -> Flag:
+    return max(flag_table().of_name[name], key=lambda flag: flag.releases[-1])
 
 
-def words_of(flag: Flag) -> str:
-    """The flag, switched on; nothing where it is on without a word."""
-    if flag.default is True:
-        return ""
+def words_of(limit: Limit) -> str:
+    """The flag, switched on."""
+    flag = flag_of(limit.argument)
     if flag.takes == 0:
-        return flag.options[0]
-    value = VALUES.get(flag.sets) or next((choice for choice in flag.choices if choice != flag.default), 2)
-    return f"{flag.options[0]} {value}"
+        return limit.option
+    value = VALUES.get(flag.sets) or next((choice for choice in flag.choices if choice not in (flag.default, "none")), 2)
+    return f"{limit.option} {' '.join([str(value)] * (flag.takes if isinstance(flag.takes, int) else 1))}"
+
+
+def launch_of(limit: Limit, under: str) -> str:
+    words = words_of(limit)
+    needs_experts = limit.argument.startswith(("moe_", "expert_")) and "--num-experts" not in FLAGS[under]
+    return f"{FLAGS[under]}{EXPERTS if needs_experts else ''} --no-rope-fusion {words}"
 
 
 def reading_of(flags: str) -> Reading:
     return read_launch(shlex.split(f"{SMALL} --position-embedding-type rope {flags}"), gpus=8)
 
 
-def problems_of(flags: str) -> tuple[Problem, ...]:
+def problems_of(flags: str, changes: dict[str, object] | None = None) -> tuple[Problem, ...]:
     """What `plan` says is wrong with a launch."""
     try:
-        job_of(reading_of(flags), "h100-80g")
+        job_of(reading_of(flags), "h100-80g", changes)
     except ConfigError as error:
         return error.problems
     return ()
 
 
-@pytest.mark.parametrize(("field", "beside"), FIELDS)
-def test_what_installation_refuses_is_refused_by_plan_or_left_out(field: str, beside: str) -> None:
-    flag = flag_of(field)
-    fused = "" if field == "apply_rope_fusion" else "--no-rope-fusion"
-    said = f"{FLAGS[beside]} {fused} {words_of(flag)}"
-    found = problems_of(said)
-    if flag.sets in REPLACED:  # the launch under the plan is without it
-        assert flag.options[0] in said
-        assert flag.options[0] not in reading_of(said).changed({}).arguments
+@pytest.mark.parametrize(("limit", "under"), BESIDE)
+def test_what_installation_refuses_is_refused_by_plan_or_left_out(limit: Limit, under: str) -> None:
+    said = launch_of(limit, under)
+    found = problems_of(said, CHANGES.get(under))
+    flag = flag_of(limit.argument)
+    if flag.sets in reading_of(said).today.replaced:  # the launch under the plan is without it
+        assert limit.option in said
+        assert limit.option not in reading_of(said).changed({}).arguments
         return
-    assert [problem for problem in found if problem.where in flag.options] != []
+    reasons = {each.reason for each, _ in limits(["any", under], ARGUMENTS) if each.argument == limit.argument}
+    told = [problem for problem in found if problem.where in flag.options and problem.needed.partition(": ")[2] in reasons]
+    assert len(told) == 1, found
 
 
-@pytest.mark.parametrize("beside", FLAGS)
-def test_what_they_are_tried_beside_is_planned(beside: str) -> None:
-    assert problems_of(f"{FLAGS[beside]} --no-rope-fusion") == ()
+@pytest.mark.parametrize("under", FLAGS)
+def test_what_they_are_tried_beside_is_planned(under: str) -> None:
+    assert problems_of(f"{FLAGS[under]} --no-rope-fusion", CHANGES.get(under)) == ()
 
 
-def test_every_other_field_has_no_flag() -> None:
-    names = flag_table().of_name.keys()
-    assert sorted(name for name in NO_FLAG if SET_BY.get(name, name) in names) == []
-
-
-def test_only_what_installation_refuses_is_refused_under_plans_alone() -> None:
-    """The rest of the launch can be estimated; flags whose cost is not known are refused anyway."""
-    refused = {SET_BY.get(name, name) for names in BESIDE.values() for name in names}
-    assert set(NOT_UNDER_PLANS) <= refused - set(REFUSED)
-    for name in NOT_UNDER_PLANS:
-        launch = shlex.split(f"{SMALL} {words_of(flag_of(name))}")
+def test_what_is_refused_under_plans_alone_can_be_estimated() -> None:
+    names = ("qk_clip", "log_max_attention_logit", "symmetric_ar_type", "inference_fuse_tp_communication")
+    planned = [limit for limit in LIMITS if limit.setting in names and {"plan", "te"} & set(limit.under)]
+    assert len(planned) == len(names)
+    for limit in planned:
+        launch = shlex.split(f"{SMALL} --transformer-impl transformer_engine {words_of(limit)}")
         assert read_launch(launch, gpus=8, planning=False).problems == ()
+        assert read_launch(launch, gpus=8).problems != ()
+
+
+def test_rows_name_recorded_flags() -> None:
+    """Fields of another name say which argument sets them; fields that no flag sets say so."""
+    wrong = []
+    for limit in LIMITS:
+        options = {option for flag in flag_table().of_name.get(limit.argument, ()) for option in flag.options}
+        if limit.of in ARGUMENTS and limit.argument and limit.option not in options:
+            wrong.append((limit.setting, limit.option))
+    assert wrong == []
+    assert {name for limit in LIMITS for name in limit.under} == CIRCUMSTANCES.keys()
+
+
+def test_no_setting_is_refused_twice_in_one_circumstance() -> None:
+    rows = [(limit.setting, limit.of, under) for limit in LIMITS for under in limit.under]
+    assert len(rows) == len(set(rows))

@@ -14,13 +14,15 @@ from torch.nn import Module
 from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges
-from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, not_one, overlapped
+from megatron_lynx.apply.limits import in_config
+from megatron_lynx.apply.live_run import LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, overlapped
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER
-from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, FUSED, IN_NODES, MIXTURE, MIXTURES, Dispatcher
+from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.section import Section
+from megatron_lynx.limits import OR_ELSE, refused
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.runtime.engine import Engine
@@ -45,19 +47,7 @@ _TE: Classes = {
 }
 """By role the classes of linears that were shown to be replayed in every bit."""
 
-OFF = {
-    "moe_shared_expert_overlap": "--moe-shared-expert-overlap: shared experts then run inside the dispatcher's methods",
-    "moe_latent_size": "--moe-latent-size: its projections are no items",
-    "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad: experts then run twice",
-}
-"""Config fields that must be off, and what to drop."""
-
-TODO = "or keep the experts' items in the plan, on the device"
-
-ONE = {
-    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards: weights are gathered by their own collectives",
-}
-"""Config fields that must also be 1 with experts, and what to drop."""
+TODO = OR_ELSE["inside experts"]
 
 
 class HeldExperts(Running):
@@ -75,24 +65,12 @@ class HeldExperts(Running):
         mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
         return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
 
-    def refused_settings(self, config: Any) -> Iterator[Problem]:
-        if not config.num_moe_experts:
-            return
-        for name, drop in ONE.items():
-            yield from not_one(config, name, drop)
-        if config.moe_token_dispatcher_type == "flex" and (backend := _dispatched_by(config)) not in FUSED:
-            needed = " or ".join(FUSED)
-            yield Problem("config.moe_flex_dispatcher_backend", backend, f"{needed} under a plan", "no other ran on a CPU")
-
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Every reason why the experts of this run cannot be looked into; none where the plan does not ask for it."""
         touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
         if not touched:
             return
-        for name, drop in OFF.items():
-            if value := getattr(run.config, name, None):
-                needed = "off where a plan replays, offloads or defers inside experts"
-                yield Problem(f"config.{name}", str(value), needed, f"drop {drop}; {TODO}")
+        yield from refused(run.config, ["inside experts"], in_config)
         config: Any = run.config
         if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"

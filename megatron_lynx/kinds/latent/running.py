@@ -1,4 +1,4 @@
-"""Latent attention of a run: where it is, which settings go with it, and the hook on what it gathers between sites."""
+"""Latent attention of a run: where it is, and the hook on what it gathers between sites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import latents
-from megatron_lynx.apply.live_run import IDENTITY, LINEARS, TE_MODULE, LiveRun, module_at, name_of, switched_on
+from megatron_lynx.apply.live_run import IDENTITY, LINEARS, TE_MODULE, LiveRun, module_at, name_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.dense.running import LOCAL, TE
 from megatron_lynx.kinds.held import Classes, Layers, Running
@@ -25,14 +25,6 @@ ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAtten
 _COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
 
 ANY = LATENT[True, True, False]
-
-OFF = {
-    "cache_mla_latents": "--cache-mla-latents: it is for inference, and takes a linear apart",
-    "mla_down_proj_fusion": "--mla-down-proj-fusion: one linear does what two items stand for",
-    "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
-    "tp_comm_overlap": "--tp-comm-overlap: not shown with latent attention",
-}
-"""Config fields that must also be off with multi-latent attention, and what to drop."""
 
 
 class HeldLatentAttention(Running):
@@ -56,10 +48,6 @@ class HeldLatentAttention(Running):
         te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
         config: Any = layer.config
         return LATENT[module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion)]
-
-    def refused_settings(self, config: Any) -> Iterator[Problem]:
-        if getattr(config, "multi_latent_attention", False):
-            yield from switched_on(config, OFF, "off under a plan with multi-latent attention")
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         if not run.layers:

@@ -133,10 +133,6 @@ class Bridge:
 
     def refused(self, args: Any) -> Iterator[Problem]:
         yield from refused_settings(args._cfg)
-        for part, field in (("ddp", "use_megatron_fsdp"), ("dist", "use_megatron_fsdp"), ("dist", "use_torch_fsdp2")):
-            if args.has(part, field) and getattr(getattr(args._cfg, part), field):
-                needed = "False under a plan: weights that come and go are not those that its replays meet"
-                yield Problem(f"cfg.{part}.{field}", "True", needed, "unset it")
         if args.lynx_schedule != "flush":
             needed = "flush: Megatron-Bridge's loop saves and stops where a pipeline is empty"
             yield Problem("--lynx-schedule", args.lynx_schedule, needed, "launch without it")

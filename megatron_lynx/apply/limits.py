@@ -1,4 +1,5 @@
-"""Refuses runs in FP8 or FP4 that hooks cannot work with: recipes that no plan was run with, flags that change what is saved."""
+"""Refuses live configurations: settings that hooks cannot work with (`megatron_lynx.limits`), recipes of FP8 that no plan was run
+with, and variables that change what nodes save."""
 
 from __future__ import annotations
 
@@ -6,22 +7,41 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.graphs import refused_graphs
 from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
+from megatron_lynx.limits import Limit, refused
 
-OFF = {
-    "fp8_dot_product_attention": "--fp8-dot-product-attention: the attention's scales are not put back",
-    "fp8_multi_head_attention": "--fp8-multi-head-attention: outputs of linears in FP8 are not held",
-    "fp8_quantizer_factory": "--fp8-quantizer-factory: its quantizers are not known",
-    "fp4_quantizer_factory": "--fp4-quantizer-factory: its quantizers are not known",
-    "fp4_param": "--fp4-param-gather: weights that are held in FP4 were not run under a plan",
-}
 UNSET = {
     "NVTE_BACKWARD_OVERRIDE": "",
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "0",
 }
-"""Variables that decide what nodes save, and the value with which they say nothing."""
+"""Variables that decide what nodes save, and the value that is their default."""
+
+
+def in_config(limit: Limit) -> str:
+    return f"config.{limit.setting}"
+
+
+def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
+    """Every setting that no plan can work with. `te`: the layers are Transformer Engine's."""
+    yield from refused(config, list(_circumstances(config, te=te)), in_config)
+    yield from refused_graphs(config)
+
+
+def _circumstances(config: Any, *, te: bool) -> Iterator[str]:
+    yield "plan"
+    if te:
+        yield "te"
+        if recipe_of(config) is not None:
+            yield "fp8"
+    if getattr(config, "multi_latent_attention", False):
+        yield from ("latent", "planned latent")
+    if getattr(config, "num_moe_experts", None):
+        yield "experts"
+        if config.moe_token_dispatcher_type == "flex":
+            yield "flex"
 
 
 def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
@@ -41,21 +61,12 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
         yield lacking(known, f"config.{bits}_recipe")
     if bits == "fp4" and run.userbuffers:
         yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
-    yield from _flags(run.config)
+    for name, nothing in UNSET.items():
+        if (found := os.environ.get(name, nothing)) != nothing:
+            yield Problem(name, found, "unset under a plan", "unset it: what nodes save then is not known")
 
 
 def _installed(known: Recipe) -> bool:
     from transformer_engine.common import recipe
 
     return hasattr(recipe, STORED[known].made_by)
-
-
-def _flags(config: Any) -> Iterator[Problem]:
-    for name, drop in OFF.items():
-        if value := getattr(config, name, None):
-            yield Problem(f"config.{name}", str(value), "off under a plan", f"drop {drop}")
-    if not config.fp8_wgrad:
-        yield Problem("config.fp8_wgrad", "False", "True under a plan", "drop --no-fp8-wgrad: what its nodes save is not known")
-    for name, nothing in UNSET.items():
-        if (found := os.environ.get(name, nothing)) != nothing:
-            yield Problem(name, found, "unset under a plan", "unset it: what nodes save then is not known")

@@ -1,0 +1,122 @@
+"""The settings of Megatron that are refused: one table, limits.json, for everything that reads settings.
+
+    {"setting": "qk_clip", "under": ["te", "two versions"], "reason": "..."}     a row: off is needed in these circumstances
+
+reader                       settings                          circumstances
+`launch_arguments.reading`   flags, by the names they set      any, and those of the launch and of the plan
+`launch.fit`                 Megatron's parsed arguments       a plan, two versions
+`apply.limits`               a live model's configuration      those of the run and of its plan
+`double_buffered.match`      live configurations               two versions, deferred updates
+`bridge_settings`            Megatron-Bridge's container       a plan
+
+A row may have `allowed` (values besides None; otherwise anything false), `of` (the configuration that has the field; "arguments":
+only Megatron's arguments have it; "cfg...": only Bridge's container), `argument` (the name in Megatron's arguments, if it is
+another one; empty: no flag sets it) and `flag` (what to drop, if that is not the argument's name).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.errors import Problem
+
+CIRCUMSTANCES = {
+    "any": "",
+    "plan": "under a plan",
+    "te": "under a plan with Transformer Engine",
+    "flex": "under a plan",
+    "experts": "under a plan with experts",
+    "inside experts": "where a plan replays, offloads or defers inside experts",
+    "latent": "with multi-latent attention",
+    "planned latent": "under a plan with multi-latent attention",
+    "fp8": "in FP8 or FP4",
+    "head": "with a head in pieces",
+    "two versions": "with --lynx-schedule double-buffered",
+    "deferred updates": "where updates are deferred",
+}
+"""In words. `any`: it cannot even be estimated."""
+OR_ELSE = {
+    "inside experts": "or keep the experts' items in the plan, on the device",
+    "head": "or plan without a head in pieces (head)",
+    "deferred updates": "or do not defer updates",
+}
+"""What else can be done than to drop the flag."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One row."""
+
+    setting: str
+    under: tuple[str, ...]
+    reason: str
+    of: str
+    argument: str
+    flag: str
+    allowed: tuple[Any, ...]
+
+    def allows(self, value: object) -> bool:
+        return value is None or (value in self.allowed if self.allowed else not value)
+
+    @property
+    def option(self) -> str:
+        """The flag that a message is about."""
+        return self.flag.partition(" ")[0]
+
+    @property
+    def needed(self) -> str:
+        return " or ".join("none" if value is None else str(value) for value in self.allowed) or "off"
+
+    def problem(self, where: str, found: object, under: str) -> Problem:
+        """The refusal, in one of these circumstances."""
+        drop = f"drop {self.flag or 'that setting'}: {self.reason}"
+        todo = "; ".join(filter(None, (drop, OR_ELSE.get(under))))
+        return Problem(where, str(found), " ".join(filter(None, (self.needed, CIRCUMSTANCES[under]))), todo)
+
+
+def _limit(row: dict[str, Any]) -> Limit:
+    argument = row.get("argument", row["setting"])
+    return Limit(
+        setting=row["setting"],
+        under=tuple(row["under"]),
+        reason=row["reason"],
+        of=row.get("of", "model"),
+        argument=argument,
+        flag=row.get("flag", f"--{argument.replace('_', '-')}" if argument else ""),
+        allowed=tuple(row.get("allowed", ())),
+    )
+
+
+LIMITS = tuple(map(_limit, json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))))
+
+
+ARGUMENTS = ("arguments", "model", "ddp", "optimizer")
+"""The configurations that Megatron's arguments set."""
+
+
+def limits(circumstances: Collection[str], of: Collection[str]) -> Iterator[tuple[Limit, str]]:
+    """The rows of these configurations that apply, each with the first of its circumstances that is there."""
+    for limit in LIMITS:
+        under = next((each for each in limit.under if each in circumstances), None)
+        if under is not None and limit.of in of:
+            yield limit, under
+
+
+def refused(
+    settings: object,
+    circumstances: Collection[str],
+    where: Callable[[Limit], str],
+    of: Collection[str] = ("model",),
+    name: Callable[[Limit], str] = attrgetter("setting"),
+) -> Iterator[Problem]:
+    """Every field of these settings that is not allowed. One that they do not have is. `where`, `name`: of a field, for messages,
+    and in `settings`."""
+    for limit, under in limits(circumstances, of):
+        found = getattr(settings, name(limit), None)
+        if not limit.allows(found):
+            yield limit.problem(where(limit), found, under)
