@@ -7,8 +7,8 @@ Nothing runs, as in `benchmarks.when_not`. Each row is given what the fullest de
 cost least: `layernorm` and `moe_act`, `shared_experts` where there are any, `mla_up_proj` with latent attention.
 
     stock's best    of all that releases 0.16 to 0.19 offer within these bytes: module sets, blocks of layers, offloading
-    overlapped      the best of these beside overlapped exchanges, where Megatron takes them (one stage, or several chunks): if
-                    nothing slows down, as ours is simulated, and slowed down as it was measured elsewhere
+    overlapped      the best of these beside overlapped exchanges, where Megatron takes them (one stage, or several chunks); both
+                    slow down as it was measured elsewhere, for stock and for ours
     ours            the fastest plan within these bytes, which offloads nothing
     ours beside     the fastest plan within these bytes beside overlapped exchanges, where Megatron takes them; on one stage it
                     may offload, as stock does
@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.when_not import on_devices_of, replayed_s
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
-from megatron_lynx.cost.combined import MEASURED
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import Decision, decide, least_memory
+from megatron_lynx.planner.left_open import with_exchanges
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock import NONE, StockSetting, priced
@@ -124,8 +124,6 @@ class Row:
     best_stock: str
     overlapped_s: float | None
     """The best beside overlapped exchanges; None where Megatron refuses them, or nothing fits."""
-    measured_s: float | None
-    """The same setting, with what overlaps slowed down as measured."""
     overlapped: str
     ours_s: float
     hidden: float
@@ -211,11 +209,10 @@ def row(what: str, job: Job) -> Row:
         best.step_s,
         best.setting.name,
         None if beside is None else beside.step_s,
-        None if beside is None else priced(job, profile, beside.setting, MEASURED).step_s,
         "" if beside is None else beside.setting.name,
         ours.simulation.step_s,
         hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0,
-        next((each.simulation.step_s for each in flagged if each is not None), None),
+        min((each.simulation.step_s for each in flagged if each is not None), default=None),
         as_fast_bytes(asked[::-1], rival_s, budget_bytes),
         states,
     )
@@ -232,12 +229,12 @@ Asked = tuple[Job, Profile]
 
 
 def with_overlap(job: Job) -> Iterator[Asked]:
-    """The same job beside overlapped exchanges, with its profile, where Megatron takes them."""
+    """The same job beside overlapped exchanges, weight gradients delayed or not, with its profile, where Megatron takes them."""
     if any(family[-1].overlap for family in families(job)):
-        experts = job.model.experts.model_copy(update={"overlapped": True})  # type: ignore[union-attr]
         offloading = {"offload_ratio": "auto"} if job.parallel.pipeline == 1 else {}
-        flagged = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts}), **offloading})
-        yield flagged, analytic_profile(flagged)
+        for delayed in (False, True):
+            flagged = with_exchanges(job, overlapped=True, delayed=delayed).model_copy(update=offloading)
+            yield flagged, analytic_profile(flagged)
 
 
 def step_within(job: Job, profile: Profile, budget_bytes: int) -> Decision | None:
@@ -291,11 +288,11 @@ def line(row: Row) -> str:
 
 
 def beside(row: Row) -> str:
-    """Stock with overlapped exchanges: its step if nothing slows down, and as measured; which."""
-    if row.overlapped_s is None or row.measured_s is None:
+    """Stock with overlapped exchanges: its step; which."""
+    if row.overlapped_s is None:
         return "-"
-    which = row.overlapped.removesuffix("exchanges overlapped").removesuffix(", ")
-    return f"{row.overlapped_s / row.none_s:.3f} to {row.measured_s / row.none_s:.3f}{f': {which}' if which else ''}"
+    which = row.overlapped.replace("exchanges overlapped", "").strip(", ").replace(", , ", ", ")
+    return f"{row.overlapped_s / row.none_s:.3f}{f': {which}' if which else ''}"
 
 
 if __name__ == "__main__":

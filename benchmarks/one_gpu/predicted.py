@@ -71,9 +71,9 @@ def without_host(profile: Profile) -> Profile:
 
 
 def _stock_step(job: Job, profile: Profile, setting: StockSetting) -> Simulation:
-    stages = [StockStage(job, setting, stage) for stage in range(job.parallel.pipeline)]
+    stages = [StockStage(job, setting, stage).timed(profile) for stage in range(job.parallel.pipeline)]
     schedule = schedule_of(job, job.microbatches)
-    chunks = [stage.passes(profile, stage.copies(profile, schedule)) for stage in stages]
+    chunks = [stage.passes(stage.copies(schedule)) for stage in stages]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if job.parallel.pipeline > 1 else 0.0
     return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 

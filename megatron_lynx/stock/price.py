@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
@@ -22,8 +23,9 @@ from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.stock.seconds import StageCopies
 from megatron_lynx.stock.setting import StockSetting
-from megatron_lynx.stock.stage import StockStage, deferred_heads
+from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 
 WALKED_GROUPS = 4
 """Copies are walked through so many times as many micro-batches as there are stages: by then each phase looks as it stays."""
@@ -57,33 +59,72 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
 
     The step is a range where userbuffers hide an unknown part of the exchanges, and where an unknown part of the head's deferred
     weight gradients runs while the last stage waits at the end of the step."""
-    if setting.userbuffers and not job.userbuffers:
-        job = job.with_userbuffers(True)
-    pipeline, more = job.parallel.pipeline, int(setting.overlap)
-    stages = [StockStage(job, setting, stage) for stage in range(pipeline)]
-    walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), more)
-    copies = [stage.copies(profile, walked) for stage in stages]
-    chunks = [stage.passes(profile, own) for stage, own in zip(stages, copies, strict=True)]
-    message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
+    return Pricing(job, profile, setting).price
 
-    def step_s(chunks: Sequence[Sequence[ChunkPasses]]) -> float:
+
+class Pricing:
+    """A setting that is priced as far as it is asked: whether it fits, then its seconds."""
+
+    def __init__(self, job: Job, profile: Profile, setting: StockSetting) -> None:
+        self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
+        self._profile, self._setting = profile, setting
+        self._stages = [StockStage(self._job, setting, stage) for stage in range(job.parallel.pipeline)]
+        self._memory: dict[int, StageMemory] = {}
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether no device holds more. The walk ends at the first that does."""
+        return all(self._memory_of(stage).total <= budget_bytes for stage in range(len(self._stages)))
+
+    @cached_property
+    def price(self) -> Priced:
+        """Of the whole setting."""
+        job, profile, setting = self._job, self._profile, self._setting
+        stages = range(len(self._stages))
+        passes = [self._timed[stage].passes(self._copies_of(stage)) for stage in stages]
+        most_s = least_s = self._step_s(passes)
+        if job.userbuffers:
+            timed = [stage.timed(hiding_all(profile)) for stage in self._stages]
+            least_s = self._step_s([stage.passes(stage.copies(self._walked)) for stage in timed])
+        return Priced(
+            setting,
+            tuple(map(self._memory_of, stages)),
+            StepRange(least_s - _head_spared_s(job, profile, setting), most_s),
+            max(stage.host_bytes for stage in self._stages),
+            job.microbatches * max(sum(map(_steady_s, own)) for own in passes),
+        )
+
+    def _memory_of(self, stage: int) -> StageMemory:
+        if stage not in self._memory:
+            self._memory[stage] = self._stages[stage].memory(self._copies_of(stage))
+        return self._memory[stage]
+
+    def _step_s(self, passes: Sequence[Sequence[ChunkPasses]]) -> float:
+        job, more = self._job, int(self._setting.overlap)
+        message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if len(self._stages) > 1 else 0.0
+
         def simulated(microbatches: int) -> Simulation:
             schedule = schedule_of(job, microbatches, more)
-            return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
+            return simulate(schedule, passes, message_s, between_passes=not job.overlap.messages)
 
         return in_steady_state(job, simulated)
 
-    most_s = least_s = step_s(chunks)
-    if job.userbuffers:
-        hidden = hiding_all(profile)
-        least_s = step_s([stage.passes(hidden, stage.copies(hidden, walked)) for stage in stages])
-    return Priced(
-        setting,
-        tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
-        StepRange(least_s - _head_spared_s(job, profile, setting), most_s),
-        max(stage.host_bytes for stage in stages),
-        job.microbatches * max(sum(map(_steady_s, own)) for own in chunks),
-    )
+    def _copies_of(self, stage: int) -> StageCopies | None:
+        if stage not in self._copies:
+            self._copies[stage] = self._timed[stage].copies(self._walked)
+        return self._copies[stage]
+
+    @cached_property
+    def _copies(self) -> dict[int, StageCopies | None]:
+        return {}
+
+    @cached_property
+    def _timed(self) -> list[TimedStage]:
+        return [stage.timed(self._profile) for stage in self._stages]
+
+    @cached_property
+    def _walked(self) -> Schedule:
+        job = self._job
+        return schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), int(self._setting.overlap))
 
 
 def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:

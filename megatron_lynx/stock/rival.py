@@ -33,7 +33,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
-from megatron_lynx.stock.price import Priced, least_bytes, priced
+from megatron_lynx.stock.price import Priced, Pricing, least_bytes, priced
 from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
@@ -65,6 +65,9 @@ class _Rivals:
     found: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
+    _too_large: set[StockSetting] = field(default_factory=set)
+    """Sets of modules that do not fit, exchanges overlapped or not: delaying weight gradients frees nothing, nor does overlapping
+    free what does not fit without."""
 
     def take(self, family: Family) -> None:
         """Prices a family that may be the fastest, if one of it fits."""
@@ -73,9 +76,17 @@ class _Rivals:
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.found):
             return
+        if self._is_too_large(last):
+            return
         price = _first_that_fits(self.job, self.profile, family, self.budget_bytes)
-        if price is not None and host_shortage(self.job, price.host_bytes) is None:
+        if price is None:
+            self._too_large.add(replace(last, delayed=False))
+        elif host_shortage(self.job, price.host_bytes) is None:
             self.found.append(price)
+
+    def _is_too_large(self, setting: StockSetting) -> bool:
+        delayed = replace(setting, delayed=False)
+        return setting.overlap and not self._too_large.isdisjoint((delayed, replace(delayed, overlap=False)))
 
     def _lacks(self, setting: StockSetting) -> bool:
         """Whether a module is not offloaded without which no set with these recomputed modules fits."""
@@ -149,20 +160,14 @@ def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: St
 
 
 def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: int) -> Priced | None:
-    """Members are first passed over by what they hold at least, then priced; copies on their way take room as well."""
+    """Members are first passed over by what they hold at least, then by what they hold with copies on their way; only the one
+    that fits is priced."""
     if least_bytes(job, family[-1]) > budget_bytes:
         return None
     start = bisect_left(family, True, key=lambda setting: least_bytes(job, setting) <= budget_bytes)
-    found: dict[int, Priced] = {}
-
-    def fits(number: int) -> bool:
-        found[number] = priced(job, profile, family[number])
-        return found[number].most_bytes <= budget_bytes
-
-    number = bisect_left(range(len(family)), True, lo=start, key=fits)
-    if number == len(family):
-        return None
-    return found.get(number) or priced(job, profile, family[number])
+    found = {number: Pricing(job, profile, family[number]) for number in range(start, len(family))}
+    number = bisect_left(range(len(family)), True, lo=start, key=lambda number: found[number].fits(budget_bytes))
+    return None if number == len(family) else found[number].price
 
 
 Family = tuple[StockSetting, ...]

@@ -102,67 +102,84 @@ class StockStage:
         """Page-locked host memory: every chunk in flight has its own."""
         return most_in_flight_bytes(self.job, self.stage, [sum(layer.copied for layer in chunk) for chunk in self.chunks])
 
-    def copies(self, profile: Profile, schedule: Schedule) -> StageCopies | None:
+    @property
+    def as_policy(self) -> Job:
+        """The job under the policy whose host time is known and is the nearest."""
+        return self.job.model_copy(update={"policy": "full" if self.setting.method == "uniform" else "none"})
+
+    def timed(self, profile: Profile) -> TimedStage:
+        """The stage with its seconds."""
+        return TimedStage(self, profile)
+
+
+@dataclass(frozen=True)
+class TimedStage:
+    """A stage whose layers have the seconds of a profile."""
+
+    stage: StockStage
+    profile: Profile
+
+    def copies(self, schedule: Schedule) -> StageCopies | None:
         """Its copies, walked; None where there are none."""
-        if not any(layer.copied for chunk in self.chunks for layer in chunk):
+        stage = self.stage
+        if not any(layer.copied for chunk in stage.chunks for layer in chunk):
             return None
         blocking = schedule.blocking and schedule.pipeline > 1
-        exchange_s = profile.link_s("p2p", LayerShape.of(self.job).input_bytes) if blocking else None
-        timed = [self._timed(profile, chunk) for chunk in range(self.job.chunks)]
-        copies = StageCopies(timed, exchange_s, ahead=self.setting.method is None)
-        copies.walk(list(schedule.phases(self.stage)))
+        exchange_s = self.profile.link_s("p2p", LayerShape.of(stage.job).input_bytes) if blocking else None
+        copies = StageCopies(self._layers, exchange_s, ahead=stage.setting.method is None)
+        copies.walk(list(schedule.phases(stage.stage)))
         return copies
 
-    def passes(self, profile: Profile, copies: StageCopies | None) -> list[ChunkPasses]:
+    def passes(self, copies: StageCopies | None) -> list[ChunkPasses]:
         """Of every chunk."""
-        host = policy_host_s(self._as_policy, profile, self.stage) * (1 / self.job.chunks)
-        apart = [self._chunk_passes(profile, chunk, copies, host) for chunk in range(self.job.chunks)]
-        return [self._paired(profile, chunk, apart, host) for chunk in range(self.job.chunks)] if self.setting.overlap else apart
+        job = self.stage.job
+        host = policy_host_s(self.stage.as_policy, self.profile, self.stage.stage) * (1 / job.chunks)
+        apart = [self._chunk_passes(chunk, copies, host) for chunk in range(job.chunks)]
+        return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if self.stage.setting.overlap else apart
 
-    def _paired(self, profile: Profile, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
+    def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
         """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
         backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
-        layers = [self._nodes(profile, each) for each in range(self.job.chunks)]
-        beside = shared_rates(profile, self.job.fused_dispatch.computing_kept)
-        timed, both_s = [self._timed(profile, each) for each in range(self.job.chunks)], 0.0
-        for other in range(self.job.chunks):
-            ends_s = sum(self._ends_s(profile, which)[way] for way, which in enumerate((chunk, other)))
-            nodes_s = paired_s(layers[chunk], layers[other], beside, delayed=self.setting.delayed)
-            copies_s = max(sum(layer.copy_s for layer in timed[which]) for which in (chunk, other))
-            both_s += max(nodes_s + ends_s, copies_s, host.both_s) / self.job.chunks
+        job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
+        both_s = 0.0
+        for other in range(job.chunks):
+            ends_s = sum(self._ends_s(which)[way] for way, which in enumerate((chunk, other)))
+            nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.stage.setting.delayed)
+            copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
+            both_s += max(nodes_s + ends_s, copies_s, host.both_s) / job.chunks
         own = apart[chunk]
         return replace(
             own, forward={**own.forward, "steady": TimedPass(both_s)}, backward={**own.backward, "steady": TimedPass()}
         )
 
-    def _nodes(self, profile: Profile, chunk: int) -> tuple[Nodes, ...]:
-        shape, layers = LayerShape.of(self.job), self.chunks[chunk]
-        known = {
-            kind: nodes_of(profile, layer_seconds(shape, profile, self.setting, kind), kind)
-            for kind in {layer.kind for layer in layers}
-        }
-        return tuple(known[layer.kind] for layer in layers)
+    @cached_property
+    def _seconds(self) -> dict[LayerKind, LayerSeconds]:
+        """Of one layer of each kind that the stage has."""
+        shape, kinds = LayerShape.of(self.stage.job), {layer.kind for chunk in self.stage.chunks for layer in chunk}
+        return {kind: layer_seconds(shape, self.profile, self.stage.setting, kind) for kind in kinds}
 
-    def _ends_s(self, profile: Profile, chunk: int) -> tuple[float, float]:
+    @cached_property
+    def _nodes(self) -> list[tuple[Nodes, ...]]:
+        """By chunk and layer."""
+        known = {kind: nodes_of(self.profile, seconds, kind) for kind, seconds in self._seconds.items()}
+        return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
+
+    def _ends_s(self, chunk: int) -> tuple[float, float]:
         """What runs before the first and behind the last layer of the model, forward and backward, where a chunk has them."""
-        ends = self._ends(profile, chunk)
+        ends = self._ends(chunk)
         return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
 
-    def _ends(self, profile: Profile, chunk: int) -> tuple[BlockProfile, BlockProfile]:
+    def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
         """Of the model, as far as the chunk has them."""
-        message_bytes, last = LayerShape.of(self.job).gathered_bytes, (self.job.parallel.pipeline - 1, self.job.chunks - 1)
+        job, stage = self.stage.job, self.stage.stage
+        message_bytes, last = LayerShape.of(job).gathered_bytes, (job.parallel.pipeline - 1, job.chunks - 1)
         return (
-            embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK,
-            last_end_of(profile, message_bytes) if (self.stage, chunk) == last else NO_BLOCK,
+            embedding_of(self.profile, message_bytes) if (stage, chunk) == (0, 0) else NO_BLOCK,
+            last_end_of(self.profile, message_bytes) if (stage, chunk) == last else NO_BLOCK,
         )
 
-    @property
-    def _as_policy(self) -> Job:
-        """The job under the policy whose host time is known and is the nearest."""
-        return self.job.model_copy(update={"policy": "full" if self.setting.method == "uniform" else "none"})
-
-    def _chunk_passes(self, profile: Profile, chunk: int, copies: StageCopies | None, host: HostSeconds) -> ChunkPasses:
-        layers = self._timed(profile, chunk)
+    def _chunk_passes(self, chunk: int, copies: StageCopies | None, host: HostSeconds) -> ChunkPasses:
+        layers = self._layers[chunk]
         plain_s = {"F": sum(layer.forward_s for layer in layers), "B": sum(sum(layer.backward_s) for layer in layers)}
         least_s = {"F": host.forward_s, "B": host.backward_s}
         walked = {} if copies is None else copies.seconds
@@ -172,29 +189,30 @@ class StockStage:
         )
         return ChunkPasses(forward, backward)
 
-    def _timed(self, profile: Profile, chunk: int) -> list[CopiedLayer]:
-        """The layers of a chunk with their seconds; the first and the last one with the ends of the model that the chunk has."""
-        first, last = self._ends(profile, chunk)
-        shape, layers = LayerShape.of(self.job), self.chunks[chunk]
-        known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.kind for layer in layers}}
-        return with_ends([self._timed_layer(profile, layer, known[layer.kind]) for layer in layers], first, last)
+    @cached_property
+    def _layers(self) -> list[list[CopiedLayer]]:
+        """Of every chunk; the first and the last one with the ends of the model that the chunk has."""
+        return [
+            with_ends([self._timed_layer(layer) for layer in layers], *self._ends(chunk))
+            for chunk, layers in enumerate(self.stage.chunks)
+        ]
 
-    def _timed_layer(self, profile: Profile, layer: StockLayer, seconds: LayerSeconds) -> CopiedLayer:
-        """`seconds`: of such a layer whose modules are recomputed."""
-        (attention, mlp), copied = recomputed_whole(seconds) if layer.whole else seconds, layer.copied
-        again_s = mlp.again_s + (attention.again_s + self._both_ways_s(profile, layer) if layer.whole else 0.0)
+    def _timed_layer(self, layer: StockLayer) -> CopiedLayer:
+        seconds, copied = self._seconds[layer.kind], layer.copied
+        attention, mlp = recomputed_whole(seconds) if layer.whole else seconds
+        again_s = mlp.again_s + (attention.again_s + self._both_ways_s(layer) if layer.whole else 0.0)
         rest_s = attention.backward_s + (0.0 if layer.whole else attention.again_s)
-        copy_s = profile.link_s("host", copied) if copied else 0.0
+        copy_s = self.profile.link_s("host", copied) if copied else 0.0
         forward_s = attention.forward_s + mlp.forward_s
         return CopiedLayer(forward_s, (again_s + mlp.backward_s, rest_s), copy_s, layer.leaves, copied)
 
-    def _both_ways_s(self, profile: Profile, layer: StockLayer) -> float:
+    def _both_ways_s(self, layer: StockLayer) -> float:
         """Copies of what a layer that is recomputed as a whole makes again."""
-        if not self.setting.offload:
+        if not self.stage.setting.offload:
             return 0.0
-        modules = StockSetting(offload=self.setting.offload)
-        halves = layer_bytes(LayerShape.of(self.job), modules, layer.kind)
-        return 2 * profile.link_s("host", sum(half.copied for half in halves))
+        modules = StockSetting(offload=self.stage.setting.offload)
+        halves = layer_bytes(LayerShape.of(self.stage.job), modules, layer.kind)
+        return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
 
 
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
@@ -264,7 +282,7 @@ def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
 
 
 def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: bool, begins: bool) -> StockLayer:
-    halves = layer_bytes(shape, NONE if whole else replace(setting, method=None, layers=None), kind)
+    halves = layer_bytes(shape, NONE if whole else StockSetting(setting.recompute, offload=setting.offload), kind)
     return StockLayer(kind, halves, whole, begins, shape.input_bytes)
 
 
