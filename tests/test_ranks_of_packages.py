@@ -88,7 +88,7 @@ MAY_IMPORT = {
     "compare": {"plan", "simulator.timeline", "measure"},
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "stock"),
-        *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
+        *("measure.measurement", "measure.run_outcome", "compare.report"),
         *("launch_arguments", "advise.today"),
     },
 }

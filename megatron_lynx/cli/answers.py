@@ -31,9 +31,8 @@ def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[P
     from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.compare.report import write_report
     from megatron_lynx.report.contents import Asked, contents
-    from megatron_lynx.report.given import Given
+    from megatron_lynx.report.given import Given, ReadTrace
     from megatron_lynx.report.island import write_page
-    from megatron_lynx.report.trace_file import ReadTrace
 
     trace, drawn = folder / "trace.json", folder / "report.html"
     write_trace(comparison.timeline, trace)

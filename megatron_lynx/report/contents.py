@@ -18,24 +18,24 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.report.figures import (
+from megatron_lynx.report.front import Watch, plans_over_budgets, point, stages_of, stock_points
+from megatron_lynx.report.given import NEEDED, Given
+from megatron_lynx.report.island import VERSION, Island, Point, Table, View
+from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, notes_of, subject_of, with_fallbacks
+from megatron_lynx.report.tables import (
     Seen,
     allocated_bytes,
     check_outcome,
+    exposed_table,
     how_measured,
+    launch_tables,
     outcome_table,
     settings_table,
     stage_table,
     tiles_of,
+    use_table,
 )
-from megatron_lynx.report.front import Watch, plans_over_budgets, point, stock_points
-from megatron_lynx.report.given import NEEDED, Given
-from megatron_lynx.report.island import VERSION, Island, Point, Table, View
-from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, notes_of, subject_of, with_fallbacks
-from megatron_lynx.report.launch import planned_launch
-from megatron_lynx.report.treatments import stages_of
 from megatron_lynx.report.views import views_of
-from megatron_lynx.report.waits import exposed_table, use_table
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.version import __version__
 
@@ -149,7 +149,7 @@ def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]
     today: list[Table] = []
     read: list[Table] = []
     if given.plan is not None and job is not None and costs is not None and reading is not None:
-        today, read = ([each] for each in planned_launch(given.plan, job, costs, reading, own[0]).tables())
+        today, read = ([each] for each in launch_tables(given.plan, job, costs, reading, own[0]))
     yield from today
     if given.outcome is not None:
         yield outcome_table(given.outcome)

@@ -3,30 +3,209 @@
 plan.yaml, profile.yaml, jobs/demo          keys of YAML
 trace.json, measurement.json, ...           keys of JSON
 a folder                                    all of these that lie in it; others are passed over
+
+A trace for Perfetto, of a run (`--lynx-trace`), of `compare` or of `simulate --trace`, becomes a timeline.
+
+{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}   ─> what the row is: a rank, or a simulated stage
+{"ph": "X", "cat": "replay", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
+{"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> what is held from then on
+
+What `megatron-lynx simulate --json` printed: passes over time, without their halves.
+
+{"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
+
+A traced run is one of the plan beside which it is to be shown, if there fit:
+
+ranks       a multiple of tensor x pipeline; Megatron counts them with the stage outermost: stage = rank // (ranks // pipeline)
+layers      each rank's are its stage's
+batch       no more micro-batches than the plan's, where the pipeline is flushed after each batch
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
-from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch, Problem
 from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
-from megatron_lynx.report.trace_file import ABOUT_TRACES, ReadSimulation, ReadTrace, read_simulation, read_trace
+from megatron_lynx.report.island import Cell
+from megatron_lynx.simulator.timeline import MemoryCurve, Span, SpanKind, Timeline
 from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import json_in
 from megatron_lynx.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement
+
+MICRO = 1e6
+ABOUT_TRACES = "give the file that --lynx-trace, compare or simulate --trace wrote; if it broke off, trace a step again"
+MOST_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class ReadTrace:
+    """A timeline from a file. `simulated`: its rows are stages, not ranks."""
+
+    timeline: Timeline
+    memory: Mapping[int, MemoryCurve]
+    simulated: bool
+
+
+def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
+    """Raises ConfigError with the events that cannot be read."""
+    events = data["traceEvents"]
+    if not isinstance(events, list):
+        raise _unreadable(where, [Problem(f"{where}: traceEvents", type(events).__name__, "a list of events", ABOUT_TRACES)])
+    rows: defaultdict[int, list[Span]] = defaultdict(list)
+    held: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    names, problems = set(), []
+    for number, event in enumerate(events):
+        try:
+            kind = event["ph"]
+            if kind == "X":
+                rows[int(event["pid"])].append(_span(event))
+            elif kind == "C":
+                held[int(event["pid"])].append((float(event["ts"]) / MICRO, int(event["args"]["held"])))
+            elif event["name"] == "process_name":
+                names.add(str(event["args"]["name"]).partition(" ")[0])
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(
+                Problem(f"{where}: traceEvents.{number}", f"{_cut(event)} ({error!r})", "an event of a trace", ABOUT_TRACES)
+            )
+            if len(problems) == MOST_PROBLEMS:
+                break
+    if problems:
+        raise _unreadable(where, problems)
+    if not rows:
+        raise _unreadable(where, [Problem(where, "no event with a duration", "a traced step", ABOUT_TRACES)])
+    timeline = Timeline({row: tuple(sorted(rows[row], key=lambda span: (span.start_s, -span.end_s))) for row in sorted(rows)})
+    memory = {row: MemoryCurve(*zip(*points, strict=True)) for row, points in held.items()}
+    return ReadTrace(timeline, memory, names == {"stage"})
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start_s, seconds = float(event["ts"]) / MICRO, float(event["dur"]) / MICRO
+    if not (isfinite(start_s) and isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"it begins at {event['ts']} and lasts {event['dur']}")
+    about = event.get("args", {})
+    layer, half, micro_batch, window = (about.get(key) for key in ("layer", "half", "micro_batch", "window"))
+    kind = cast(SpanKind, str(event["cat"]))  # a later release may have more kinds
+    return Span(kind, start_s, start_s + seconds, layer, half, micro_batch, window, str(event["name"]))
+
+
+def _cut(event: object) -> str:
+    text = repr(event)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _unreadable(where: str, problems: list[Problem]) -> ConfigError:
+    return ConfigError(f"{where} is no trace that can be drawn", problems)
+
+
+ACTION = re.compile(r"(\d+)([FBR])(\d+)")
+KINDS: dict[str, SpanKind] = {"F": "forward", "B": "backward", "R": "replay"}
+ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --json` was written"
+
+
+@dataclass(frozen=True)
+class ReadSimulation:
+    """A simulated step, pass by pass. `figures`: of each stage, by their names in the file."""
+
+    passes_s: float
+    timeline: Timeline
+    figures: tuple[Mapping[str, Cell], ...]
+
+
+def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
+    """Raises ConfigError where the file says something else."""
+    try:
+        rows = {int(stage["stage"]): tuple(_spans(stage["actions"])) for stage in data["stages"]}
+        figures = tuple({key: value for key, value in stage.items() if key != "actions"} for stage in data["stages"])
+        return ReadSimulation(float(data["passes_s"]), Timeline(rows), figures)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = Problem(where, f"{error!r}", "the figures of a simulated step", ABOUT_SIMULATIONS)
+        raise ConfigError(f"{where} is no simulation that can be drawn", [problem]) from error
+
+
+def _spans(actions: list[Mapping[str, Any]]) -> Iterator[Span]:
+    for each in actions:
+        parts = ACTION.fullmatch(each["action"])
+        if parts is None:
+            raise ValueError(f"{each['action']!r} is no action")
+        micro_batch, kind, chunk = parts.groups()
+        window = "pipe.recv_backward" if kind == "R" else None
+        name = f"{KINDS[kind]} of micro-batch {micro_batch}" + (f", chunk {chunk}" if chunk != "0" else "")
+        yield Span(KINDS[kind], float(each["start_s"]), float(each["end_s"]), None, None, int(micro_batch), window, name)
+
+
+def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
+    """The stage of each row of a trace. Raises `PlanMismatch` where it is of another job than the plan."""
+    rows = list(trace.timeline.ranks)
+    if plan is None or trace.simulated:
+        stages = {row: row for row in rows}
+        problems = list(_too_many_stages(rows, plan, where)) if plan is not None else []
+    else:
+        group = max(1, len(rows) // plan.parallel.pipeline)
+        stages = {row: row // group for row in rows}
+        problems = list(_wrong_ranks(rows, plan, where))
+    if plan is not None and not problems:
+        problems = [*_wrong_layers(trace, stages, plan, where), *_wrong_batch(trace, plan, where)]
+    if problems:
+        raise PlanMismatch("the trace is of another job than the plan", problems)
+    return stages
+
+
+ABOUT_RUNS = "give the trace of a run under this plan, or the plan of that run"
+
+
+def _wrong_ranks(rows: list[int], plan: Plan, where: str) -> Iterator[Problem]:
+    layout = plan.parallel
+    needed = layout.tensor * layout.pipeline
+    if len(rows) % needed or rows != list(range(len(rows))):
+        of = f"a multiple of {needed} (tensor {layout.tensor} x pipeline {layout.pipeline}), counted from 0"
+        yield Problem(f"{where}: ranks", ", ".join(map(str, as_spans(set(rows)))), of, ABOUT_RUNS)
+
+
+def _too_many_stages(rows: list[int], plan: Plan, where: str) -> Iterator[Problem]:
+    if rows != list(range(plan.parallel.pipeline)):
+        found = ", ".join(map(str, as_spans(set(rows))))
+        yield Problem(f"{where}: stages", found, f"the plan's {plan.parallel.pipeline}, counted from 0", ABOUT_RUNS)
+
+
+def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: str) -> Iterator[Problem]:
+    owned = {
+        stage: {layer for entry in plan.chunks_of(stage) for layer in entry.layers} for stage in range(plan.parallel.pipeline)
+    }
+    for row, spans in trace.timeline.ranks.items():
+        found = {span.layer for span in spans if span.layer is not None}
+        if not found <= owned[stages[row]]:
+            said, needed = (", ".join(map(str, as_spans(layers))) for layers in (found, owned[stages[row]]))
+            yield Problem(
+                f"{where}: rank {row}", f"layers {said}", f"layers {needed}, which stage {stages[row]} owns", ABOUT_RUNS
+            )
+
+
+def _wrong_batch(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
+    if plan.schedule != "flush":
+        return
+    for row, spans in trace.timeline.ranks.items():
+        found = len({span.micro_batch for span in spans if span.micro_batch is not None and span.kind == "forward"})
+        if found > plan.batch.microbatches:
+            needed = f"at most {plan.batch.microbatches}, as in the plan"
+            yield Problem(f"{where}: rank {row}", f"{found} micro-batches in one step", needed, ABOUT_RUNS)
+
 
 FileKind = Literal["plan", "profile", "job", "trace", "simulation", "measurement", "outcome"]
 

@@ -27,11 +27,10 @@ from itertools import groupby
 from typing import Literal
 
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.report.figures import Seen
-from megatron_lynx.report.given import Given
+from megatron_lynx.report.given import Given, stages_of_rows
 from megatron_lynx.report.island import Memory, Row, Spans, Subject, View
 from megatron_lynx.report.kinds import is_wait, kind_of
-from megatron_lynx.report.trace_file import stages_of_rows
+from megatron_lynx.report.tables import Seen
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
 

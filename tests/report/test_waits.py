@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_lynx.report.figures import RowFigures, Seen, stage_table
+from megatron_lynx.report.tables import RowFigures, Seen, WaitUse, exposed_table, stage_table, use_table, waits_of
 from megatron_lynx.report.views import trimmed
-from megatron_lynx.report.waits import WaitUse, exposed_table, use_table, waits_of
 from megatron_lynx.simulator.timeline import Span, Timeline
 from tests.report.samples import simulated
 

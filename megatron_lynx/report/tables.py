@@ -1,25 +1,116 @@
-"""Figures of a view that are the same for a simulated step and a traced one, so that they can stand side by side.
+"""The figures and tables of a page: where a step went, how waits were used, how a run came out, what a launch takes today.
 
-They are taken from spans alone. Bars of halves include the waits inside them. Beside them: the few figures at the top of a page,
-how a run came out (`lynx_outcome.json`), and the settings of a comparison.
+Figures of a step are taken from its spans alone, so that a simulated step and a traced one stand side by side.
+
+wait      ├──────────── bwd.mlp.0 ────────────┤       used: what of replays (and of other tasks) lies inside it
+replays     ├─ attention(3) ─┤                        unused: the rest
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_lynx.advise.today import launch_today
+from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.measure.run_outcome import COLUMNS, Report, RunOutcome, StageRow
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit
-from megatron_lynx.report.kinds import kind_of
-from megatron_lynx.report.waits import waits_of
+from megatron_lynx.report.kinds import is_wait, kind_of
 from megatron_lynx.simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement
+
+TASKS = ("hidden", "weight_gradient")
+"""Kinds of what runs in waits."""
+
+EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy from the host"}
+"""Kinds of bars that no wait hides, and what they are."""
+
+
+@dataclass
+class WaitUse:
+    """All waits of one name of one row."""
+
+    count: int = 0
+    seconds: float = 0.0
+    used_s: float = 0.0
+    tasks: set[str] = field(default_factory=set)
+
+    @property
+    def unused_s(self) -> float:
+        return max(0.0, self.seconds - self.used_s)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """As the columns behind the name of a wait have it."""
+        share = self.used_s / self.seconds if self.seconds else None
+        times = (self.seconds, self.seconds / self.count, self.used_s, self.unused_s)
+        return [self.count, *times, share, ", ".join(sorted(self.tasks))]
+
+
+def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
+    """How the waits of one row were used, by their name without the layer."""
+    found: dict[str, WaitUse] = defaultdict(WaitUse)
+    tasks = sorted((span for span in spans if kind_of(span) in TASKS), key=lambda span: span.start_s)
+    ends = sorted(span.end_s for span in tasks)
+    for wait in spans:
+        if not is_wait(wait):
+            continue
+        use = found[wait_name(wait)]
+        use.count += 1
+        use.seconds += wait.seconds
+        for task in _within(tasks, ends, wait):
+            use.used_s += min(task.end_s, wait.end_s) - max(task.start_s, wait.start_s)
+            use.tasks.add(f"{task.kind.replace('_', ' ')} {task.half or ''}".strip())
+    return dict(found)
+
+
+def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterator[Span]:
+    """The tasks that overlap a wait. Tasks follow one another, so starts and ends have one order."""
+    for task in tasks[bisect_left(ends, wait.start_s) :]:
+        if task.start_s >= wait.end_s:
+            return
+        if task.end_s > wait.start_s:
+            yield task
+
+
+def wait_name(span: Span) -> str:
+    """`bwd.mlp.0` for `bwd.mlp.0@3`."""
+    return (span.window or span.name).partition("@")[0]
+
+
+def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
+    """The table of waits of a view. `labels`: of the rows that are shown."""
+    rows: list[list[Cell]] = [
+        [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
+    ]
+    note = "Seconds of one step for which a stage would wait for communication, and what of them replays used."
+    columns: dict[str, Unit] = {"where": "text", "wait": "text", "number": "count"}
+    columns |= {"seconds": "s", "each": "s", "used": "s", "unused": "s", "share used": "share", "what ran in it": "text"}
+    return _table(f"waits-{name}", f"Waits, {name}", note, columns, rows)
+
+
+def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
+    """What made the step longer because no wait hid it."""
+    rows: list[list[Cell]] = []
+    for row, label in labels.items():
+        found: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for span in timeline.ranks[row]:
+            if (kind := kind_of(span)) in EXPOSED:
+                found[EXPOSED[kind], span.half or ""].append(span.seconds)
+        rows += [[label, *what, len(each), sum(each), sum(each) / len(each)] for what, each in sorted(found.items())]
+    note = "Replays on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
+    columns: dict[str, Unit] = {"where": "text", "what": "text", "half": "text", "number": "count", "seconds": "s", "each": "s"}
+    return _table(f"exposed-{name}", f"What no wait hid, {name}", note, columns, rows)
 
 
 @dataclass(frozen=True)
@@ -91,15 +182,14 @@ def stage_table(views: Sequence[Seen]) -> Table:
         for row, figures in seen.rows.items():
             held = seen.held_bytes.get(row)
             rows.append([seen.labels[row], seen.name, seen.layers.get(row, ""), *vars(figures).values(), held])
-    columns = [Column(label=label, unit="text") for label in ("where", "seen", "layers")]
+    columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
     names = ("forward", "backward", "replays hidden", "replays exposed", "waits", "unused", "of collectives", "unused of these")
-    columns += [Column(label=label, unit="s") for label in names]
-    columns.append(Column(label="activations at most", unit="bytes"))
+    columns |= {**dict.fromkeys(names, "s"), "activations at most": "bytes"}
     note = (
         "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
         "Communication slows what runs beside it, so a bar is longer than a replay would be alone."
     )
-    return Table(id="stages", title="Stages", note=note, columns=columns, rows=rows)
+    return _table("stages", "Stages", note, columns, rows)
 
 
 FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
@@ -149,17 +239,11 @@ def outcome_table(outcome: RunOutcome) -> Table:
     """A row for each stage, at every time that was told of."""
     ended = "the run has ended" if outcome.finished else "the run has not ended, or broke off"
     met = ", predicted ones for what came" if any(report.met for report in outcome.reports) else ""
-    return Table(
-        id="outcome",
-        title="How the run came out",
-        note=f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}.",
-        columns=[
-            Column(label="when", unit="text"),
-            Column(label="stage", unit="count"),
-            *(Column(label=f"{group} {name}", unit=unit) for group, name, unit in COLUMNS),
-        ],
-        rows=[[_when(report), row.stage, *report.cells(row)] for report in outcome.reports for row in report.stages],
-    )
+    note = f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}."
+    columns: dict[str, Unit] = {"when": "text", "stage": "count"}
+    columns |= {f"{group} {name}": unit for group, name, unit in COLUMNS}
+    rows: list[list[Cell]] = [[_when(at), row.stage, *at.cells(row)] for at in outcome.reports for row in at.stages]
+    return _table("outcome", "How the run came out", note, columns, rows)
 
 
 def _when(report: Report) -> str:
@@ -202,23 +286,9 @@ def settings_table(measurement: Measurement) -> Table:
         found = setting.figures
         figures = (found.resident_bytes, found.peak_bytes, found.in_windows, found.on_demand)
         rows.append([setting.name, setting.step.median_s, ratio, *figures, equal])
-    columns: tuple[tuple[str, Unit], ...] = (
-        ("setting", "text"),
-        ("step", "s"),
-        ("of none", "share"),
-        ("resident activations", "bytes"),
-        ("peak", "bytes"),
-        ("replays hidden", "count"),
-        ("replays on demand", "count"),
-        ("gradients equal", "text"),
-    )
-    return Table(
-        id="settings",
-        title="Settings side by side, measured",
-        note=" ".join(verdicts(measurement)),
-        columns=[Column(label=label, unit=unit) for label, unit in columns],
-        rows=rows,
-    )
+    columns: dict[str, Unit] = {"setting": "text", "step": "s", "of none": "share", "resident activations": "bytes"}
+    columns |= {"peak": "bytes", "replays hidden": "count", "replays on demand": "count", "gradients equal": "text"}
+    return _table("settings", "Settings side by side, measured", " ".join(verdicts(measurement)), columns, rows)
 
 
 def how_measured(measurement: Measurement) -> list[str]:
@@ -226,3 +296,28 @@ def how_measured(measurement: Measurement) -> list[str]:
     from megatron_lynx.compare.report import notes
 
     return list(notes(measurement))
+
+
+def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> tuple[Table, Table]:
+    """Of the launch that a plan was made of: what it takes today beside the plan, and what was read of it. `own`: the plan's
+    figures."""
+    today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
+    step_s = own["step_s"]
+    rows: list[list[Cell]] = [["the plan", step_s, None, own["memory_bytes"] or 0]]
+    if (row := today.row) is not None:
+        rows[0][2] = step_s / row.step.most_s
+        rows.insert(0, [f"today: {today.setting}", row.step.most_s, 1.0, row.memory_bytes])
+    left_out = " ".join(today.flags) or "nothing"
+    note = f"simulated, the optimizer's update included; left out of the launch under the plan: {left_out}"
+    columns: dict[str, Unit] = {"": "text", "step": "s", "of today": "share", "fullest device": "bytes"}
+    facts: list[list[Cell]] = [[fact.place, str(fact.value), fact.origin] for fact in reading.facts]
+    words: dict[str, Unit] = {"job": "text", "value": "text", "from": "text"}
+    return (
+        _table("today", "The launch today, and the plan", f"{today.unknown} {note}".strip(), columns, rows),
+        _table("launch", "What was read of the launch", "; ".join(remarks(reading)), words, facts),
+    )
+
+
+def _table(name: str, title: str, note: str, columns: dict[str, Unit], rows: list[list[Cell]]) -> Table:
+    shown = [Column(label=label, unit=unit) for label, unit in columns.items()]
+    return Table(id=name, title=title, note=note, columns=shown, rows=rows)
