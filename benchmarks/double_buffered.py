@@ -20,6 +20,7 @@ from datetime import date
 from typing import Any
 
 from benchmarks.results_folder import results_folder
+from benchmarks.schedules import Timed, Way, time_ways
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import this_machine
@@ -28,7 +29,6 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
-from megatron_lynx.testbed.schedules import Timed, Way, time_ways
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}

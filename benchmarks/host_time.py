@@ -5,7 +5,7 @@
 On a GPU the host has to stay ahead of the device, so what matters is how long it takes to issue a layer's kernels. Here tensors
 are tiny (width 32, 16 tokens), so that a step is nearly all Python: Megatron's, PyTorch's, gloo's and ours. Every setting
 trains the same weights; settings take turns; figures are the least of all steps of the thread's own processor time, of the rank
-that needs most (`testbed/host_clock`): whatever else runs only adds to it, and medians differed by a third within minutes.
+that needs most (`testbed/host_time`): whatever else runs only adds to it, and medians differed by a third within minutes.
 Embedding, head and loss are a part of every setting's step. What a plan replays takes time of its own (`own_ms`): on one rank
 the items' forwards are measured as a profile measures them, and the last column leaves them out.
 `--te`: the folder of a Transformer Engine whose layers run as well, by its own Python; its kernels are a stand-in's, in Python

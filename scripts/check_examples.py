@@ -254,7 +254,7 @@ def megatron_on(checkout: Path, launches: list[Launch]) -> list[dict[str, Any]]:
 
 def answer() -> None:
     """Runs in the process that has Megatron on its path."""
-    from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+    from tests.instruments.script_device import stand_in_for_gpu_machine
 
     stand_in_for_gpu_machine()
     for name in ("six", "regex"):

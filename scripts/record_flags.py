@@ -71,7 +71,7 @@ def flags_of(checkout: Path) -> list[dict[str, Any]]:
 
 def print_flags() -> None:
     """Print the flags of the Megatron that is on the import path."""
-    from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+    from tests.instruments.script_device import stand_in_for_gpu_machine
 
     stand_in_for_gpu_machine()
     for name in OPTIONAL:

@@ -26,8 +26,7 @@ from megatron_lynx.apply.releases import GONE, Release, fingerprint, installed_v
 from megatron_lynx.apply.transformer_engine import installed_te
 from megatron_lynx.double_buffered import releases as without_flushes
 from megatron_lynx.errors import HookRefused
-from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
-from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
+from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 COMING = (

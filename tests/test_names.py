@@ -112,7 +112,7 @@ def test_a_plan_for_the_testbed_keeps_its_profile_and_is_launched_there(tmp_path
     plan = tmp_path / "tiny.yaml"
     made = lynx("plan", "--cluster", "testbed", "-o", plan, "--", *words)
     assert made.exit_code == 0, made.output
-    assert " -m megatron_lynx.testbed pretrain_gpt.py " in made.stdout
+    assert " -m tests.instruments pretrain_gpt.py " in made.stdout
     assert (tmp_path / "tiny.profile.yaml").is_file()
     assert lynx("simulate", plan).exit_code == 0
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
+    from megatron_lynx.search.schedules import ScheduleRow
     from megatron_lynx.stock.side_by_side import SimulatedRow
     from megatron_lynx.testbed.comparison import Comparison
-    from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
@@ -137,12 +137,16 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
     from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes, format_seconds
 
-    columns = ("setting", "predicted", "measured", "ratio to none", "fullest device", "gradients")
-    table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included")
+    columns = ("setting", "step", "ratio to none", "fullest device", "gradients")
+    table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included, simulated")
     for row in rows:
-        measured = "-" if row.measured_s is None else format_seconds(row.measured_s)
-        figures = (format_seconds(row.predicted_s), measured, f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes))
-        table.add(row.setting, *figures, row.gradients, style="bold red" if row.equals_version_rule is False else "")
+        table.add(
+            row.setting,
+            format_seconds(row.step_s),
+            f"{row.ratio_to_none:.3f}",
+            format_bytes(row.memory_bytes),
+            row.gradients,
+        )
     show(table)
     if any(row.without_flushes for row in rows):
         say("a batch without flushes teaches something else than one with: compare losses, not only seconds")

@@ -197,21 +197,18 @@ def plan_and_costs(
     plan_file: Path | None,
     profile_file: Path | None,
     folder: Path,
-    hosts: Hosts | None = None,
     *,
     make: Callable[[Job, Profile], Plan] | None = None,
 ) -> tuple[Plan, Profile]:
-    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept. The
-    costs that are returned have what the given plan has learned. `make`: the planner, where that is another one than
-    `make_plan`."""
+    """The given plan, or one made from figures. Both are kept. The costs that are returned have what the given plan has learned.
+    `make`: the planner, where that is another one than `make_plan`."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
     from megatron_lynx.profiler.scaled import as_learned
 
     given = None if plan_file is None else _given(job, plan_file)
-    measured = hosts is not None and profile_file is None and job.cluster.matmul is None
-    costs = measured_here(job, hosts) if measured and hosts is not None else costs_of(job, profile_file)
+    costs = costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
     made = (make or make_plan)(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
@@ -222,7 +219,7 @@ def _given(job: Job, plan_file: Path) -> Plan:
     """The plan in a file, refused before anything is measured if it was made for another job."""
     from megatron_lynx.plan import load_plan
     from megatron_lynx.planner import as_planned
-    from megatron_lynx.testbed.comparison import check_plan
+    from megatron_lynx.planner.checks import check_plan
 
     plan = load_plan(plan_file)
     check_plan(as_planned(job, plan) if job.cluster.device == "cuda" else job, plan)

@@ -32,7 +32,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 HEADLINE = "the launch cannot be read"
 
-LAUNCHER, TESTBED = ("-m", "megatron_lynx.launch"), ("-m", "megatron_lynx.testbed")
+LAUNCHER, TESTBED = ("-m", "megatron_lynx.launch"), ("-m", "tests.instruments")
 RUNNERS = (LAUNCHER, TESTBED)
 """Modules that already run a script under a plan."""
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, PlanMismatch, Problem
 from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.consistency import of_launch
 from megatron_lynx.plan.contents import PlanContents
-from megatron_lynx.planner.writing import contents_of
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.writing import contents_of, model_facts, parallel_facts
 from megatron_lynx.profiler.profile import Profile, shape_of
 
 
@@ -38,6 +39,36 @@ def check_plannable(job: Job) -> None:
         problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
+
+
+def check_plan(job: Job, plan: Plan) -> None:
+    """Raises `PlanMismatch` with every fact in which the plan was made for another job. `job`: as planned (`planner.as_planned`),
+    where a plan may choose flags of a launch."""
+    found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
+    needed: dict[str, dict[str, object]] = {
+        "model": model_facts(job).model_dump(),
+        "parallel": parallel_facts(job).model_dump(),
+        "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
+    }
+    del needed["model"]["fp8_copies_kept"]  # the planner decides it
+    found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
+    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # then it says nothing of its own
+        del needed["parallel"]["microbatch_group"]
+    differing = [
+        (f"{part}.{name}", found[part][name], value)
+        for part, facts in needed.items()
+        for name, value in facts.items()
+        if found[part][name] != value
+    ]
+    differing += [
+        (name, getattr(plan, name), getattr(job, name))
+        for name in ("schedule", "defer_updates")
+        if getattr(plan, name) != getattr(job, name)
+    ]
+    todo = "make a plan for this job"
+    problems = [Problem(f"plan: {place}", str(own), f"{value}, as in the job", todo) for place, own, value in differing]
+    if problems:
+        raise PlanMismatch("the plan does not fit the job", problems)
 
 
 def _overlap_problems(job: Job) -> Iterator[Problem]:

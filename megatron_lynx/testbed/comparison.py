@@ -13,11 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine
 from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.writing import model_facts, parallel_facts
+from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
 from megatron_lynx.testbed.fusions import deferring_job
@@ -72,36 +71,6 @@ def compare(
         counter_check=censuses[0].check,
     )
     return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
-
-
-def check_plan(job: Job, plan: Plan) -> None:
-    """Raises `PlanMismatch` with every fact in which the plan was made for another job, before any rank is started. `job`: as
-    planned (`planner.as_planned`), where a plan may choose flags of a launch."""
-    found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
-    needed: dict[str, dict[str, object]] = {
-        "model": model_facts(job).model_dump(),
-        "parallel": parallel_facts(job).model_dump(),
-        "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
-    }
-    del needed["model"]["fp8_copies_kept"]  # the planner decides it
-    found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
-    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # then it says nothing of its own
-        del needed["parallel"]["microbatch_group"]
-    differing = [
-        (f"{part}.{name}", found[part][name], value)
-        for part, facts in needed.items()
-        for name, value in facts.items()
-        if found[part][name] != value
-    ]
-    differing += [
-        (name, getattr(plan, name), getattr(job, name))
-        for name in ("schedule", "defer_updates")
-        if getattr(plan, name) != getattr(job, name)
-    ]
-    todo = "make a plan for this job"
-    problems = [Problem(f"plan: {place}", str(own), f"{value}, as in the job", todo) for place, own, value in differing]
-    if problems:
-        raise PlanMismatch("the plan does not fit the job", problems)
 
 
 def subject_of(job: Job) -> str:

@@ -8,7 +8,8 @@ What megatron.core asks, and who answers while the stand-in is active:
     torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
       default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
     streams, events, empty_cache                     torch.cpu's empty versions; ranges for a profiler (`nvtx`) are ignored
-    torch.cuda.synchronize()                         `posted`: it waits for all that this rank has posted
+    torch.cuda.synchronize()                         nothing to wait for; tests/instruments wait for all that a rank has posted
+    modules that are not installed                   `stand_in_for_missing_modules`
     all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
 
@@ -20,23 +21,27 @@ operation (which doubles the cost of a small one) and only in the thread that en
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import logging
-import os
+import re
+import sys
+import typing
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo  # Megatron's import loads it; its tables must be made of torch's own functions, before they are replaced
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.testbed.posted import LONGEST_S, PostedWorks, Synchronize
-from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
+from megatron_lynx.testbed.links import Works
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, stand_in_for_compiled_parts
 
 CPU = torch.device("cpu")
-
-SYNCHRONIZE_S = "TESTBED_SYNCHRONIZE_S"
-"""The environment variable with the seconds after which a synchronisation is taken for a hang; 0: it waits for nothing."""
 
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye"),
@@ -62,7 +67,7 @@ def stand_in_for_cuda() -> StandIn:
     undo = ExitStack()
     if not isinstance(torch.cuda.default_generators, OneGenerator):
         answer_device_calls(undo)
-        answer_synchronize(undo)
+        Works().watch(undo)
         answer_random_numbers(undo)
         answer_placement(undo)
         answer_exchanges(undo)
@@ -84,6 +89,7 @@ def answer_device_calls(undo: ExitStack) -> None:
         "is_initialized": lambda: True,
         "set_device": ignore,
         "empty_cache": ignore,
+        "synchronize": ignore,
         "Stream": CpuStream,
         "Event": CpuEvent,
         "stream": torch.cpu.stream,
@@ -95,13 +101,6 @@ def answer_device_calls(undo: ExitStack) -> None:
     for name in ("range_push", "range_pop"):
         replace(undo, torch.cuda.nvtx, name, ignore)
     replace(undo, torch.Tensor, "record_stream", ignore)
-
-
-def answer_synchronize(undo: ExitStack) -> None:
-    """A synchronisation ends when this rank's messages and collectives have ended."""
-    works = PostedWorks()
-    works.watch(undo)
-    replace(undo, torch.cuda, "synchronize", Synchronize(works, float(os.environ.get(SYNCHRONIZE_S, LONGEST_S))))
 
 
 def answer_random_numbers(undo: ExitStack) -> None:
@@ -217,3 +216,76 @@ def is_not_about_cpu_state(record: logging.LogRecord) -> bool:
 def stay(holder: Any, *args: Any, **kwargs: Any) -> Any:
     """`.cuda()` of a tensor or module that is where it should be."""
     return holder
+
+
+ROUTERS = "megatron.core.transformer.moe.moe_utils"
+THEIR_GEMM = "te_general_gemm"
+"""Imported there with Transformer Engine; without it 0.15 and 0.16 have no such name, and ask for it all the same."""
+
+UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
+"""Matches modules that import triton without asking whether it is there."""
+
+
+def stand_in_for_missing_modules() -> StandIn:
+    """Answer imports of megatron.core until the returned handle is removed. To be in place before Megatron is imported.
+
+    Installed modules are left alone. Others are: `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
+    (`stand_in_for_compiled_parts`), modules that import triton unguarded (their functions do nothing: training without padded or
+    fused routing calls none), and a GEMM of Transformer Engine's in routers ("none": torch's is used then).
+    """
+    undo = ExitStack()
+    if not hasattr(typing, "override"):
+        replace(undo, typing, "override", unchanged)
+    undo.enter_context(stand_in_for_compiled_parts())
+    finder = Answers()
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)
+    return StandIn(undo)
+
+
+class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules that are missing, and no others."""
+
+    def __init__(self) -> None:
+        self._no_triton = importlib.util.find_spec("triton") is None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron.") or not path:
+            return None
+        if name == ROUTERS:
+            return naming_their_gemm(importlib.machinery.PathFinder.find_spec(name, path))
+        source = Path(next(iter(path))) / f"{name.rpartition('.')[2]}.py"
+        missing = self._no_triton and source.is_file() and UNGUARDED.search(source.read_text(encoding="utf-8"))
+        return importlib.machinery.ModuleSpec(name, self) if missing else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return Inert(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.machinery.ModuleSpec | None:
+    """The module as it is, with the name of a GEMM that is not there."""
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            vars(module).setdefault(THEIR_GEMM, None)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
+
+
+class Inert(ModuleType):
+    """A module in which every function exists and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ignore
+
+
+def unchanged(function: Any) -> Any:
+    return function

@@ -19,6 +19,7 @@ from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.testbed.fusions import compiler_for, fusion_problems
 from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.ranks import RankError, run_ranks
+from megatron_lynx.testbed.stand_in import named_stand_ins
 
 if TYPE_CHECKING:
     from megatron_lynx.testbed.fusions import Backend
@@ -98,7 +99,9 @@ def _check(job: Job) -> None:
     if job.cluster.device == "cpu" and job.gpus > MOST_RANKS_PER_CORE * (cores := len(os.sched_getaffinity(0))):
         needed = f"at most {MOST_RANKS_PER_CORE * cores}, {MOST_RANKS_PER_CORE} for each core of this machine"
         problems.append(Problem("job: gpus", f"{job.gpus} processes", needed))
-    problems += _context_problems(job)
+    if job.parallel.context > 1 and job.cluster.device == "cpu" and named_stand_ins() is None:
+        needed = "1: on CPU ranks no attention exchanges keys and values"
+        problems.append(Problem("job: parallel.context", f"{job.parallel.context}", needed))
     if job.model.vocab % job.parallel.tensor:
         needed = f"a multiple of parallel.tensor ({job.parallel.tensor})"
         problems.append(Problem("job: model.vocab", f"{job.model.vocab}", needed, "pad it, as Megatron's training scripts do"))
@@ -108,20 +111,6 @@ def _check(job: Job) -> None:
     problems += fusion_problems(job)
     if problems:
         raise ConfigError("this job cannot be run on this machine", problems)
-
-
-def _context_problems(job: Job) -> Iterator[Problem]:
-    """What the stand-in for fused kernels cannot do, which CPU ranks among which sequences are cut have."""
-    if job.parallel.context == 1 or job.cluster.device == "cuda":
-        return
-    if job.model.uses_te:
-        needed = "local: on CPU ranks only its layers have an attention that exchanges"
-        yield Problem("job: model.implementation", job.model.implementation, needed)
-    if (exchange := job.parallel.context_exchange) == "a2a+p2p":
-        yield Problem("job: parallel.context_exchange", exchange, "p2p, all_gather or a2a on CPU ranks")
-    elif exchange == "p2p" and job.model.attention_dropout:
-        todo = "or all_gather or a2a: the ring of CPU ranks drops nothing out"
-        yield Problem("job: model.attention_dropout", str(job.model.attention_dropout), "0 with p2p on CPU ranks", todo)
 
 
 MOST_RANKS_PER_CORE = 4

@@ -21,19 +21,22 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial, wraps
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.nest import all_in
-from megatron_lynx.testbed.stand_in import ignore
+from megatron_lynx.testbed.stand_in import ignore, replace
 
 LATENCY_S = 50e-6
 """From the last byte's departure to its arrival; a few switches between two hosts. It keeps the link busy for nobody else."""
@@ -201,3 +204,109 @@ def _host(rank: int) -> int:
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in all_in(torch.Tensor, tensors))
+
+
+MESSAGES = ("send", "recv")
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
+    *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+)
+"""Methods of `ProcessGroup` that return a `Work`, as far as a release of torch has them."""
+
+
+class Posted:
+    """One work that this rank posted. `crosses`: waits until its bytes have crossed the link between emulated hosts."""
+
+    def __init__(self, operation: str, group: ProcessGroup, peer: int | None, crosses: Callable[[], None]) -> None:
+        self.over = False
+        self.operation, self.group, self.peer = operation, group, peer
+        self.pair = None if peer is None else (operation, group, peer)
+        """Of a message: its direction and its two ends. Such messages arrive in the order in which they were posted."""
+        self._crosses = crosses
+        self._waiting = threading.Lock()
+
+    def wait(self, work: Work, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Wait as `Work.wait` does, once; other threads that call it meanwhile wait for the first one."""
+        with self._waiting:
+            if not self.over:
+                original(work, *args, **kwargs)
+                self._crosses()
+                self.over = True
+        return True
+
+
+class Works:
+    """gloo's works with what Megatron expects of NCCL's: they may be waited for twice, and a message may be dropped unawaited.
+
+    Methods of `ProcessGroup` and `Work.wait` are replaced, because Megatron's own calls, coalesced ones and those of
+    `batch_isend_irecv` all go through them. With `LYNX_LINK` in the environment, works cross that link.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Posted, Work] = {}
+        """Works that have not been waited for, oldest first."""
+        self._known: weakref.WeakKeyDictionary[Work, Posted] = weakref.WeakKeyDictionary()
+        self._wait: Callable[..., bool] = Work.wait
+
+    def watch(self, undo: ExitStack) -> None:
+        """Replace the methods until `undo` is closed."""
+        for name in (*MESSAGES, *COLLECTIVES):
+            if hasattr(ProcessGroup, name):
+                replace(undo, ProcessGroup, name, self._posting(name, getattr(ProcessGroup, name)))
+        self._wait = Work.wait
+        replace(undo, Work, "wait", self._waiting(Work.wait))
+
+    @cached_property
+    def _link(self) -> Link | None:
+        setting = os.environ.get("LYNX_LINK")
+        return None if setting is None else Link(setting, int(os.environ["RANK"]))
+
+    def posting(self, operation: str, group: ProcessGroup, args: tuple[Any, ...]) -> Posted:
+        """Called right before an operation is posted. `args`: those of the method, without the group."""
+        crosses = ignore if self._link is None else self._link.post(operation, group, args)
+        return Posted(operation, group, args[1] if operation in MESSAGES else None, crosses)
+
+    def posted(self, work: Work, posted: Posted, args: tuple[Any, ...]) -> None:
+        """Called right after it."""
+
+    def waits(self, work: Work) -> None:
+        """Called before each `Work.wait`."""
+
+    def _posting(self, operation: str, original: Callable[..., Work]) -> Callable[..., Work]:
+        @wraps(original)
+        def post(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+            if operation in MESSAGES:  # an alias keeps the storage, which Megatron frees after `isend`, and not the graph
+                args = ([tensor.detach() for tensor in args[0]], *args[1:])
+            posted = self.posting(operation, group, args)
+            work = original(group, *args, **kwargs)
+            self._pending[posted], self._known[work] = work, posted
+            self.posted(work, posted, args)
+            return work
+
+        return post
+
+    def _waiting(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        @wraps(original)
+        def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
+            self.waits(work)
+            posted = self._known.get(work)
+            return original(work, *args, **kwargs) if posted is None else self.finish(posted, work, *args, **kwargs)
+
+        return wait
+
+    def finish(self, posted: Posted, work: Work, *args: Any, **kwargs: Any) -> bool:
+        """Wait for a work."""
+        try:
+            return posted.wait(work, self._wait, *args, **kwargs)
+        finally:
+            self._forget(posted)
+
+    def _forget(self, posted: Posted) -> None:
+        """And messages of the same pair before it: Megatron's interleaved schedule waits for the last one only."""
+        if posted in self._pending and posted.pair is not None:
+            for older in list(takewhile(lambda one: one is not posted, self._pending)):
+                if older.pair == posted.pair:
+                    del self._pending[older]
+        self._pending.pop(posted, None)

@@ -40,18 +40,13 @@ def die_with_parent() -> None:
 
 
 def prepare(store: list[Any]) -> int:
-    """Pin, import torch, install the stand-in if there is no GPU, and join the link between emulated hosts if there is one.
+    """Pin, import torch, and install the stand-in if there is no GPU.
 
     Rank 0 opens the store that the job's ranks meet in, keeps it in `store` and returns its port; the others return 0.
     """
     if core := os.environ.pop("LYNX_CORE", ""):
         os.sched_setaffinity(0, {int(core)})
     stand_in()
-    if link := os.environ.pop("LYNX_LINK", ""):
-        from megatron_lynx.testbed.links import Link
-        from megatron_lynx.testbed.posted import present_synchronize
-
-        present_synchronize().works.link = Link(link, int(os.environ["RANK"]))
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
@@ -67,8 +62,7 @@ def stand_in() -> None:
     """What has to be as ranks have it before Megatron is imported. A second time it changes nothing."""
     import torch
 
-    from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
-    from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
+    from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
 
     # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed|transformer_engine")

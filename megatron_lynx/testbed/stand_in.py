@@ -74,7 +74,12 @@ def ignore(*args: Any, **kwargs: Any) -> None:
 TRANSFORMER_ENGINE = "transformer_engine"
 
 STAND_INS = "TESTBED_STAND_INS"
-"""The environment variable that names a module with `stand_in() -> StandIn`; without it nothing stands in."""
+"""The environment variable that names a module with `stand_in() -> StandIn` and `attention_among_ranks(te=) -> type`."""
+
+
+def named_stand_ins() -> Any:
+    """The module that the environment names; None where it names none."""
+    return importlib.import_module(name) if (name := os.environ.get(STAND_INS)) else None
 
 
 def transformer_engine_can_run() -> bool:
@@ -92,8 +97,8 @@ def has_compiled_extension() -> bool:
 def stand_in_for_compiled_parts() -> StandIn:
     """What is missing is answered or hidden until the returned handle is removed. To be in place before Megatron is imported."""
     undo = ExitStack()
-    if name := os.environ.get(STAND_INS):
-        undo.enter_context(importlib.import_module(name).stand_in())
+    if (stand_ins := named_stand_ins()) is not None:
+        undo.enter_context(stand_ins.stand_in())
     elif TRANSFORMER_ENGINE not in sys.modules and not has_compiled_extension():
         replace_entry(undo, sys.modules, TRANSFORMER_ENGINE, None)  # its import fails as that of a module that is not there
     return StandIn(undo)

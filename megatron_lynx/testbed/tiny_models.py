@@ -31,8 +31,8 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
 from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
 from megatron_lynx.plan.layout import layout_text
-from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
+from megatron_lynx.testbed.stand_in import STAND_INS, named_stand_ins
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACTIVATIONS = {
@@ -239,10 +239,22 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     for layer in layers:
         exchange_norms(layer.submodules)
         if config.context_parallel_size > 1:
-            layer.submodules.self_attention.submodules.core_attention = ContextAttention
+            layer.submodules.self_attention.submodules.core_attention = context_attention()
         elif config.multi_latent_attention:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
     return block
+
+
+def context_attention(*, te: bool = False) -> Any:
+    """A core attention that exchanges keys and values without fused kernels, which the module in `TESTBED_STAND_INS` has.
+
+    Raises:
+        ConfigError: no module is named.
+    """
+    if (stand_ins := named_stand_ins()) is None:
+        needed = f"1: the exchange of keys and values needs fused kernels ({STAND_INS} names no stand-in)"
+        raise ConfigError("The testbed cannot build this model.", [Problem("job: parallel.context", "more than 1", needed)])
+    return stand_ins.attention_among_ranks(te=te)
 
 
 def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None, *, te: bool) -> Any:
@@ -279,20 +291,8 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
     if config.context_parallel_size > 1 and not torch.cuda.is_available():
-        layer.submodules.self_attention.submodules.core_attention = TeContextAttention
+        layer.submodules.self_attention.submodules.core_attention = context_attention(te=True)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
-
-
-class TeContextAttention:
-    """Transformer Engine's module for the core attention without a GPU, whose exchange needs fused kernels: called, it does what
-    `ContextAttention` does."""
-
-    def __new__(cls, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        module: torch.nn.Module = TEDotProductAttention(config, *args, **kwargs)
-        module.forward = ContextAttention(config, *args, **kwargs).forward
-        return module
 
 
 class Norm:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.schedules import Way
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.apply.releases import minor_of
 from megatron_lynx.apply.transformer_engine import KNOWN
@@ -16,7 +17,6 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.fusions import NAME
-from megatron_lynx.testbed.schedules import Way
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.meeting import meeting

@@ -26,6 +26,7 @@ from megatron_lynx.runtime.device import device_for
 from scripts.gpu_check.late import Late
 from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Answer
+from tests import instruments
 from tests.transparency.fp8_state import reset_fp8
 
 STEPS = 3
@@ -162,6 +163,8 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
         stack.enter_context(stand_in_for_fused_gradient())
         reset_fp8()
         seed_random_numbers(SEED)
+        if setting.job.parallel.context > 1 and not setting.job.model.uses_te:
+            instruments.offer()
         training = Training(setting.job, build_model(setting.job, **setting.model), **setting.training)
         seed_random_numbers(SEED)
         device = device_for(next(training.chunks[0].parameters()).device)

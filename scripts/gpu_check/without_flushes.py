@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.schedules import SEED, TrainedModel, Way, differing
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.schedules import SEED, TrainedModel, Way, differing
 from scripts.gpu_check.part import Answer
 
 BATCHES = 4

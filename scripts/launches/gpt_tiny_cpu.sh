@@ -9,7 +9,7 @@
 set -euo pipefail
 
 GPUS_PER_NODE=4
-LAUNCHER=megatron_lynx.testbed
+LAUNCHER=tests.instruments
 # Without a compiler, Apex and Transformer Engine: Megatron's own layers, nothing fused.
 ENGINE=(
     --transformer-impl local --distributed-backend gloo --use-cpu-initialization

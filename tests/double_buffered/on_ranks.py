@@ -116,7 +116,7 @@ def differing(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> lis
 
 def sent_too_early(rank: int, job: Job, how: dict[str, Any]) -> tuple[int, list[str]]:
     """How many messages were sent, and those that were sent while an earlier one of the same direction was under way."""
-    from megatron_lynx.testbed.posted import WorkListener, listening_to_works
+    from tests.instruments.posted import WorkListener, listening_to_works
 
     class Sent(WorkListener):
         def __init__(self) -> None:

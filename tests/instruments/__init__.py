@@ -8,6 +8,9 @@
     graphs                captured CUDA graphs: operators of a capture, run again on the same memory
     deep_ep               DeepEP's and HybridEP's buffers, over all-to-alls
     mamba                 kernels of Mamba layers, in torch
+    context_attention     a core attention that exchanges keys and values between ranks
+    posted                works that nobody has waited for, and synchronisations that would hang
+    script_device         what Megatron's scripts ask of a GPU machine: `python -m tests.instruments SCRIPT`
 
 They are no part of the wheel. The testbed's ranks take them, but `mamba`'s, where TESTBED_STAND_INS names this package:
 `tests/conftest.py` does, and scripts and benchmarks that run such layers without a GPU do with `offer()`.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from typing import Any
 
 from megatron_lynx.testbed.stand_in import STAND_INS, StandIn
 
@@ -31,6 +35,7 @@ def stand_in() -> StandIn:
     from tests.instruments.apex_norms import stand_in_for_apex_norms
     from tests.instruments.deep_ep import stand_in_for_deep_ep
     from tests.instruments.latent_rotary import stand_in_for_latent_rotary
+    from tests.instruments.posted import stand_in_for_posted
     from tests.instruments.transformer_engine import stand_in_for_transformer_engine
 
     undo = ExitStack()
@@ -38,4 +43,12 @@ def stand_in() -> StandIn:
     undo.enter_context(stand_in_for_apex_norms())
     undo.enter_context(stand_in_for_latent_rotary())
     undo.enter_context(stand_in_for_deep_ep())
+    stand_in_for_posted(undo)
     return StandIn(undo)
+
+
+def attention_among_ranks(*, te: bool) -> Any:
+    """The class of a core attention among ranks that have parts of the sequences, for local layers or Transformer Engine's."""
+    from tests.instruments.context_attention import ContextAttention, TeContextAttention
+
+    return TeContextAttention if te else ContextAttention

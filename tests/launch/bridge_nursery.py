@@ -34,8 +34,8 @@ LONGEST_S = 400.0
 
 def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
     from tests.instruments.mamba import stand_in_for_mamba
+    from tests.instruments.script_device import stand_in_for_gpu_machine
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed while importing is no answer

@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 if "UNDER" in os.environ:  # not started by the testbed's launcher, which answers for what a GPU machine has
-    from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+    from tests.instruments.script_device import stand_in_for_gpu_machine
 
     stand_in_for_gpu_machine()
 
@@ -43,9 +43,8 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.models import backends
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_lynx.testbed.context_attention import ContextAttention
-from megatron_lynx.testbed.tiny_models import TeContextAttention
 from tests.instruments import graphs
+from tests.instruments.context_attention import ContextAttention, TeContextAttention
 
 
 def container(words: list[str]) -> ConfigContainer:

@@ -110,7 +110,7 @@ def launch(
     arguments: Sequence[str | Path],
     *,
     ranks: int = 1,
-    module: str = "megatron_lynx.testbed",
+    module: str = "tests.instruments",
     path: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     as_users_do: bool = False,
@@ -125,7 +125,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
     }
     skip_in_a_hurry()
-    if module == "megatron_lynx.testbed" and not as_users_do:
+    if module == "tests.instruments" and not as_users_do:
         environment[OF_LAUNCHES] = with_megatron(environment, "training")[0].removeprefix("\0")
     environment |= env or {}
     with tempfile.TemporaryFile("w+") as said:

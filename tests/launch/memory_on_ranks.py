@@ -29,9 +29,9 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     from megatron_lynx.launch.out_of_memory.explanation import explained
     from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
     from megatron_lynx.measure.memory import CpuTotal
-    from megatron_lynx.testbed.script_device import LimitedMemory
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, synthetic_batches
+    from tests.instruments.script_device import LimitedMemory
 
     training = Training(job, build_model(job), optimizer="megatron", ddp=True)
     batches = synthetic_batches(job)
@@ -60,7 +60,7 @@ def said_in(rank: int, job: Job, plan: Plan, module: str, owner: str, function: 
     from unittest.mock import patch
 
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.script_device import out_of_memory
+    from tests.instruments.script_device import out_of_memory
 
     def failing(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError(out_of_memory(2**20, 2**30, 2**30))

@@ -7,7 +7,7 @@ import sys
 
 from megatron.core.models import backends
 
-from megatron_lynx.testbed.context_attention import ContextAttention
+from tests.instruments.context_attention import ContextAttention
 
 if __name__ == "__main__":
     backends.DotProductAttention = ContextAttention

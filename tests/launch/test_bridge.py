@@ -20,15 +20,15 @@ import torch
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.script_device import MEMORY_BYTES
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.instruments.script_device import MEMORY_BYTES
 
 from ..te_releases import folder_of
 from ..test_cli import lynx
 from .launched import MODEL, flags_of, plan_of, saved
 
 HERE = Path(__file__).parent
-LAUNCHER = ["-m", "megatron_lynx.testbed", "--lynx-host", "bridge"]
+LAUNCHER = ["-m", "tests.instruments", "--lynx-host", "bridge"]
 TP2 = ["local", "model.tensor_model_parallel_size=2"]
 FOUR = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.sequence_parallel=True"]
 CHUNKS = ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"]

@@ -97,8 +97,8 @@ def test_a_script_without_megatron(tmp_path, capsys):
 
 
 def test_usage(capsys):
-    assert main(["--help"], module="megatron_lynx.testbed") == 0
-    assert "-m megatron_lynx.testbed SCRIPT" in capsys.readouterr().out
+    assert main(["--help"], module="tests.instruments") == 0
+    assert "-m tests.instruments SCRIPT" in capsys.readouterr().out
 
 
 def test_the_host_may_stand_before_the_script(tmp_path):

@@ -21,9 +21,9 @@ from megatron_lynx.runtime.progress import Whereabouts, note
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.testbed.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
+from tests.instruments.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved

@@ -16,7 +16,7 @@ from tests.nursery.process import OF_LAUNCHES, Process, start
 def from_nursery(handler: SubprocessHandler, command: tuple[str, ...], environment: dict[str, str]) -> Process:
     """`command` is `python -u -m MODULE ARGUMENTS`."""
     _, _, _, module, *arguments = command
-    nursery = f"\0{environment[OF_LAUNCHES]}" if module == "megatron_lynx.testbed" and OF_LAUNCHES in environment else None
+    nursery = f"\0{environment[OF_LAUNCHES]}" if module == "tests.instruments" and OF_LAUNCHES in environment else None
     return start(module, arguments, environment, nursery=nursery)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+from tests.instruments.script_device import stand_in_for_gpu_machine
 
 if __name__ == "__main__":
     stand_in_for_gpu_machine()

@@ -50,7 +50,7 @@ def test_the_command_to_paste() -> None:
     )
     again = command_line(shlex.split(under_plan)).under_plan("other.yaml", [])
     assert again == under_plan.replace("plan.yaml", "other.yaml"), "the launcher and the plan are there once"
-    testbed = "torchrun -m megatron_lynx.testbed pretrain_gpt.py"
+    testbed = "torchrun -m tests.instruments pretrain_gpt.py"
     assert command_line(testbed.split()).under_plan("plan.yaml", []) == f"{testbed} --lynx-plan plan.yaml"
     assert command_line(["--num-layers", "4"]).under_plan("plan.yaml", []) == "add to the launch: --lynx-plan plan.yaml"
 

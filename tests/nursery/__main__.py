@@ -27,7 +27,7 @@ OUT_OF_THE_WAY = 200
 
 def import_ahead() -> None:
     """What takes long and looks at nothing that a process may have of its own."""
-    for module in ("torch._dynamo", "torch.distributed.run", "megatron_lynx.testbed.__main__", "tests.apply.on_ranks"):
+    for module in ("torch._dynamo", "torch.distributed.run", "tests.instruments.__main__", "tests.apply.on_ranks"):
         import_module(module)
     assert not {"megatron", "transformer_engine", "apex"} & sys.modules.keys(), "a process has releases of its own"
     gc.collect()
@@ -39,7 +39,7 @@ def import_megatron(what: str) -> None:
     if what == "megatron":
         from megatron_lynx.testbed.rank_process import stand_in
     else:
-        from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine as stand_in
+        from tests.instruments.script_device import stand_in_for_gpu_machine as stand_in
 
     stand_in()
     with suppress(Exception):

@@ -52,7 +52,7 @@ def recorded(rank: int, job: Job, setting: Setting) -> Log:
 def trained(rank: int, job: Job, setting: Setting) -> None:
     """Runs inside `RankPool`. The same steps, not recorded: where Megatron synchronises the device, this rank waits."""
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.posted import synchronizing_within
+    from tests.instruments.posted import synchronizing_within
 
     initialise(job)
     loop = Loop(job, setting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
+from tests.instruments.posted import stand_in_for_posted
 from tests.instruments.queues.differences import differences
 from tests.instruments.queues.log import COMPUTE, Kernel
 from tests.instruments.queues.recorder import Recorder
@@ -133,7 +135,9 @@ def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: A
 
 def test_memory_and_views_are_no_kernels() -> None:
     """What comes behind them on the host used to come behind them on the device."""
-    with stand_in_for_cuda(), Recorder(0) as recorder:
+    with stand_in_for_cuda(), ExitStack() as undo:
+        stand_in_for_posted(undo)
+        recorder = undo.enter_context(Recorder(0))
         torch.empty(4).view(2, 2).detach()
         assert recorder.log.entries == []
         torch.empty(4).fill_(1)

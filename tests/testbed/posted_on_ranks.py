@@ -1,4 +1,4 @@
-"""What the tests of `testbed.posted` run on ranks."""
+"""What the tests of `tests.instruments.posted` run on ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ready(ranks: int) -> None:
 
 
 def pending() -> int:
-    from megatron_lynx.testbed.posted import present_synchronize
+    from tests.instruments.posted import present_synchronize
 
     return len(present_synchronize().works._pending)
 
@@ -27,7 +27,7 @@ def wait_before_sending(rank: int) -> tuple[str, list[float]]:
     import torch.distributed as dist
 
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.posted import synchronizing_within
+    from tests.instruments.posted import synchronizing_within
 
     ready(2)
     said, received = "nothing", torch.full((3,), 9.0)
@@ -70,7 +70,7 @@ def wait_for_nothing(rank: int) -> list[float]:
     """What is there behind a synchronisation, before the other rank sends."""
     import torch.distributed as dist
 
-    from megatron_lynx.testbed.posted import synchronizing_within
+    from tests.instruments.posted import synchronizing_within
 
     ready(2)
     received = torch.zeros(1)
@@ -87,9 +87,9 @@ def wait_for_nothing(rank: int) -> list[float]:
 def left_by_steps(rank: int, job: Job) -> int:
     """Works that nobody has waited for behind two steps."""
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.posted import synchronizing_within
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, synthetic_batches
+    from tests.instruments.posted import synchronizing_within
 
     initialise(job)
     left = pending()

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,9 +13,10 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config import load_job
 from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.testbed.candidates import MODULES, blocks, deferring, module_sets, ours, without_windows
-from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
+from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
@@ -164,15 +164,13 @@ def test_a_job_that_this_machine_cannot_run_is_refused() -> None:
     assert [problem.where for problem in refusal.value.problems] == ["job: gpus", "job: model.attention"]
 
 
-def test_what_cut_sequences_cannot_have_here_is_refused() -> None:
-    def places(**fields: Any) -> list[str]:
-        with pytest.raises(ConfigError) as refusal, hosts_for(tiny_job("gpt", context=2, **fields)) as hosts:
-            measure_profile(tiny_job("gpt", context=2, **fields), hosts, silently)
-        return [problem.where for problem in refusal.value.problems]
-
-    assert places() == ["job: model.attention_dropout"], "p2p: the ring drops nothing out"
-    assert places(implementation="transformer_engine", attention_dropout=0.0) == ["job: model.implementation"]
-    assert places(context_exchange="all_gather") == ["job: parallel.context"], "no layer is measured with its exchange"
+def test_cut_sequences_are_refused_where_no_attention_exchanges_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job("gpt", context=2, context_exchange="all_gather")
+    with pytest.raises(ConfigError, match="a layer is measured without its exchange"), hosts_for(job) as hosts:
+        measure_profile(job, hosts, silently)
+    monkeypatch.delenv("TESTBED_STAND_INS")
+    with pytest.raises(ConfigError, match="on CPU ranks no attention exchanges keys and values"), hosts_for(job):
+        pass
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Sequences cut among context-parallel ranks: all is replayed, hidden and offloaded as anywhere, but for the core attention.
 
-Its exchange over the context-parallel group is real; only its kernels are stood in for (`testbed.context_attention`).
+Its exchange over the context-parallel group is real; only its kernels are stood in for (`tests.instruments.context_attention`).
 """
 
 from __future__ import annotations

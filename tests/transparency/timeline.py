@@ -1,6 +1,6 @@
 """What a plan's tasks run beside: on one rank, in the order in which the host does it. Runs inside `RankPool`.
 
-    issued allreduce 3        torch.distributed was asked for it                    `testbed.posted`, below all hooks
+    issued allreduce 3        torch.distributed was asked for it                    `tests.instruments.posted`, below all hooks
     replay attention(2)       a task of a window, named as the plan names it        what the runtime does for the task
     waited allreduce 3        somebody waits for it: compute comes behind it
 
@@ -20,7 +20,7 @@ from unittest import mock
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.posted import MESSAGES, Posted, WorkListener, listening_to_works
+from tests.instruments.posted import MESSAGES, Posted, WorkListener, listening_to_works
 
 GRADIENT = "gradient"
 OUTSIDE = (ON_DEMAND, "flushed")

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_lynx.testbed.posted import Posted, WorkListener, listening_to_works
+from megatron_lynx.testbed.links import Posted
 from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.posted import WorkListener, listening_to_works
 from tests.instruments.queues.log import Communicator, Direction, Event, Log, Message
 
 UNEQUAL = ("gather", "scatter", "all_to_all_single")

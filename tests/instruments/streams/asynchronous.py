@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.runtime.device import CpuDevice, Device, Event, Stream
-from megatron_lynx.testbed.posted import asked_at
+from tests.instruments.posted import asked_at
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.move import Move, poison
 from tests.instruments.streams.threads import CallingThread, ThreadStream

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.nest import all_in
-from megatron_lynx.testbed.posted import Posted, WorkListener
+from megatron_lynx.testbed.links import Posted
+from tests.instruments.posted import WorkListener
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.memory import Access, Memory, Race
 from tests.instruments.streams.move import Move

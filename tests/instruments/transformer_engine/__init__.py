@@ -9,7 +9,7 @@ The Python of a release is in pip's `transformer_engine` wheel (about 1 MB, no d
     path = os.pathsep.join([str(folder), *sys.path])
     RankPool(2, env={"PYTHONPATH": path})        # in a test; elsewhere `tests.instruments.offer()` before
 
-    PYTHONPATH=CHECKOUT:folder TESTBED_STAND_INS=tests.instruments torchrun -m megatron_lynx.testbed pretrain_gpt.py
+    PYTHONPATH=CHECKOUT:folder TESTBED_STAND_INS=tests.instruments torchrun -m tests.instruments pretrain_gpt.py
 
 A process of its own that is no rank calls `stand_in_for_transformer_engine()`, after `stand_in_for_cuda()` and before Megatron is
 imported: Megatron decides at its import whether Transformer Engine is there.

@@ -3,7 +3,7 @@
     asked                                            answered by
     torch.cuda.is_available(), device_count()        yes, as many as this machine has ranks: Megatron refuses to start otherwise
     device properties, capability, memory            those of a card that has none of what is optional
-    make, for the dataset helper                     nothing to do where `missing_modules` finds one that is built
+    make, for the dataset helper                     nothing to do where `ScriptModules` finds one that is built
 
     how much memory there is                         no bound, or the one that TESTBED_MEMORY_BYTES states: who exceeds it meets
                                                        `torch.OutOfMemoryError`
@@ -17,13 +17,18 @@ Found by removing each alone and running the scripts of 0.16 to 0.19 on a CPU. T
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing import context
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -31,10 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.measure.memory import CpuTotal
-from megatron_lynx.testbed.cpu_device import OneGenerator, stand_in_for_cuda, stay
-from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
+from megatron_lynx.testbed.cpu_device import Inert, OneGenerator, stand_in_for_cuda, stand_in_for_missing_modules, stay
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry
 from megatron_lynx.units import format_bytes
+from tests.instruments.posted import stand_in_for_posted
 
 CAPABILITY = (8, 0)
 """Compute capability that is claimed: new enough for what Megatron requires, too old for what is optional."""
@@ -52,7 +57,10 @@ def stand_in_for_gpu_machine() -> StandIn:
     if not isinstance(torch.cuda.default_generators, OneGenerator):
         undo.enter_context(stand_in_for_cuda())
         answer_which_device(undo)
-        undo.enter_context(stand_in_for_missing_modules(apex=True))
+        undo.enter_context(stand_in_for_missing_modules())
+        sys.meta_path.insert(0, finder := ScriptModules())
+        undo.callback(sys.meta_path.remove, finder)
+        stand_in_for_posted(undo)
         build_nothing(undo)
         fork_children(undo)
     limit_memory(undo)
@@ -81,7 +89,7 @@ def answer_which_device(undo: ExitStack) -> None:
 
 
 def build_nothing(undo: ExitStack) -> None:
-    """`make` in the folder of the dataset helper has nothing to do where `missing_modules` finds one that is built."""
+    """`make` in the folder of the dataset helper has nothing to do where `ScriptModules` finds one that is built."""
     original = subprocess.run
 
     @functools.wraps(original)
@@ -149,3 +157,83 @@ def out_of_memory(asked_bytes: int, limit_bytes: int, allocated_bytes: int, rese
         f"allocated by PyTorch, and {format_bytes(reserved_bytes)} is reserved by PyTorch but unallocated. If reserved but "
         "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
+
+
+APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
+RESTARTS = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
+HELPER = "megatron.core.datasets.helpers_cpp"
+FUSED_KERNELS = "megatron.legacy.fused_kernels"
+"""Compiled with nvcc when 0.16 starts."""
+
+
+class ScriptModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that scripts import and this machine lacks, and no others.
+
+    Apex's fused norm                    torch's; without it the local layers refuse sequence parallelism
+    fused kernels (nvcc)                 a module whose functions do nothing
+    the compiled dataset helper          the one of pip's megatron-core, where its source is the same
+    restarts inside a process            classes without anything: Megatron-Bridge imports them, and restarts nothing
+    """
+
+    def __init__(self) -> None:
+        self._apex = APEX if importlib.util.find_spec("apex") is None else ()
+        self._restarts = RESTARTS if _is_there("megatron.bridge") and not _is_there(RESTARTS[0]) else ()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name in self._apex:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name != APEX[-1])
+        if name in self._restarts:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name == RESTARTS[0])
+        if name == HELPER and path:
+            return helper_spec(Path(next(iter(path))))
+        return importlib.machinery.ModuleSpec(name, self) if name == FUSED_KERNELS else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        if spec.name == RESTARTS[-1]:
+            return Classes(spec.name)
+        return ModuleType(spec.name) if spec.name in (*APEX, *RESTARTS) else Inert(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == APEX[-1]:
+            module.FusedLayerNormAffineFunction = FusedLayerNorm  # type: ignore[attr-defined]
+
+
+class FusedLayerNorm:
+    """Apex's function, as far as Megatron's FusedLayerNorm calls it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: float) -> None:
+        """Never called: Megatron looks only at its parameters, among which `memory_efficient` is missing."""
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Sequence[int], eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(input, shape, weight, bias, eps)
+
+
+class Classes(ModuleType):
+    """A module in which every name is a class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is the package that it would be in
+        return False
+
+
+def helper_spec(folder: Path) -> importlib.machinery.ModuleSpec | None:
+    """The dataset helper of an installed megatron-core, built for this Python, for a tree whose source of it is the same."""
+    for installed in importlib.metadata.distributions(name="megatron-core"):
+        beside = Path(str(installed.locate_file("megatron/core/datasets")))
+        built = next(
+            (path for suffix in importlib.machinery.EXTENSION_SUFFIXES for path in beside.glob(f"helpers_cpp{suffix}")), None
+        )
+        if built is not None and (beside / "helpers.cpp").read_bytes() == (folder / "helpers.cpp").read_bytes():
+            return importlib.util.spec_from_file_location(HELPER, built)
+    return None

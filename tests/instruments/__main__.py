@@ -1,6 +1,6 @@
-"""`python -m megatron_lynx.testbed SCRIPT ...`: the launcher, on a machine without a GPU.
+"""`python -m tests.instruments SCRIPT ...`: the launcher, on a machine without a GPU. Needs a checkout on the import path.
 
-torchrun --nproc-per-node 4 -m megatron_lynx.testbed pretrain_gpt.py --lynx-plan plan.yaml --distributed-backend gloo ...
+torchrun --nproc-per-node 4 -m tests.instruments pretrain_gpt.py --lynx-plan plan.yaml --distributed-backend gloo ...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.command import main
 from megatron_lynx.launch.message import say
-from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+from tests.instruments.script_device import stand_in_for_gpu_machine
 
 
 def run() -> int:
@@ -23,7 +23,7 @@ def run() -> int:
     except ConfigError as error:
         say(f"megatron-lynx: {error}")
         return error.exit_status
-    return main(sys.argv[1:], module="megatron_lynx.testbed")
+    return main(sys.argv[1:], module="tests.instruments")
 
 
 if __name__ == "__main__":

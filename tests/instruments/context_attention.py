@@ -42,6 +42,8 @@ class ContextAttention(torch.nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.exchange = cp_comm_type or "p2p"
+        if self.exchange not in ("p2p", "all_gather", "a2a"):
+            raise ValueError(f"cp_comm_type ({self.exchange}) must be p2p, all_gather or a2a here")
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.dropout = torch.nn.Dropout(dropout)
         self.tracked = not config.sequence_parallel
@@ -117,6 +119,18 @@ class ContextAttention(torch.nn.Module):
         by_rows = own.unflatten(0, (self.group.size(), -1)).contiguous()
         traded: torch.Tensor = all_to_all(self.group, by_rows)
         return traded.movedim(0, 2).flatten(2, 3)
+
+
+class TeContextAttention:
+    """Transformer Engine's module for the core attention without a GPU, whose exchange needs fused kernels: called, it does what
+    `ContextAttention` does."""
+
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        module: torch.nn.Module = TEDotProductAttention(config, *args, **kwargs)
+        module.forward = ContextAttention(config, *args, **kwargs).forward
+        return module
 
 
 class RingAttention(torch.autograd.Function):
