@@ -1,10 +1,8 @@
 """Finds what on this machine, or in a launch, keeps recomputation from overlapping with communication, and says what to set.
 
-software   versions, fingerprints                             machine   GPUs, NUMA, host memory
-hardware_queues   how many, and how many Megatron wants    launch    flags that take windows away (where a launch was given)
-environment   variables: who waits, the allocator
-beside_collectives   what shares the GPU with NCCL's kernels in windows (where a launch or a plan was given)
-host_time   whether Python stays ahead of the GPU, measured here by whoever calls
+machine       versions, fingerprints, GPUs, NUMA, host memory
+environment   variables: who waits, the allocator, hardware queues; what shares the GPU with NCCL's kernels in windows
+launch        flags that take windows away; whether Python stays ahead of the GPU, as measured by the caller
 """
 
 from __future__ import annotations
@@ -14,11 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.doctor.beside_collectives import beside_collectives
-from megatron_lynx.doctor.environment import Software, environment, hardware_queues
+from megatron_lynx.doctor.environment import Software, beside_collectives, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding
-from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
-from megatron_lynx.doctor.launch import launch
+from megatron_lynx.doctor.launch import Asked, Unmeasured, host_time, launch
 from megatron_lynx.doctor.machine import gpus, machine, software, version_of
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan

@@ -14,9 +14,8 @@ import torch
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen
 from megatron_lynx.launch.outcome.measuring import Peak, StepClock
-from megatron_lynx.launch.outcome.reporter import Reporter, path_of
+from megatron_lynx.launch.outcome.reporter import Reporter, lines, path_of
 from megatron_lynx.launch.outcome.rows import most, predicted_of, rows, step_met
-from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
     PlannedReserve,

@@ -2,6 +2,5 @@
 
 measuring   seconds of each step, and of its passes; the most that the device held
 rows        the ranks of a stage together, beside what the plan predicts for what came
-reporter    when what is measured, gathered, printed and written
-table       the lines that are printed
+reporter    when what is measured, gathered, printed and written; the lines that are printed
 """
