@@ -35,6 +35,7 @@ CIRCUMSTANCES = {
     "latent": "with multi-latent attention",
     "planned latent": "under a plan with multi-latent attention",
     "fp8": "in FP8 or FP4",
+    "weight gradients": "where a plan delays weight gradients",
     "head": "with a head in pieces",
     "two versions": "with --lynx-schedule double-buffered",
     "deferred updates": "where updates are deferred",
@@ -42,6 +43,7 @@ CIRCUMSTANCES = {
 """In words. `any`: it cannot even be estimated."""
 OR_ELSE = {
     "inside experts": "or keep the experts' items in the plan, on the device",
+    "weight gradients": "or plan without weight_gradients",
     "head": "or plan without a head in pieces (head)",
     "deferred updates": "or do not defer updates",
 }

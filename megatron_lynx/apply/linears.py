@@ -11,10 +11,12 @@ from torch.nn import Module, Parameter
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hybrid import layers_in
+from megatron_lynx.apply.limits import in_config
 from megatron_lynx.apply.live_run import LiveRun, recipe_of
 from megatron_lynx.apply.site import modules_named
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import sections_in
+from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.pending import Linear
 
@@ -74,13 +76,7 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Every reason why weight gradients cannot be deferred here; none where the plan defers none."""
     if not any(entry.defers for entry in plan.stages):
         return
-    if not run.config.gradient_accumulation_fusion:
-        needed = "True: where weight gradients are deferred they are added to main_grad where it lies"
-        todo = "drop --no-gradient-accumulation-fusion (local layers need APEX for it), or plan without weight_gradients"
-        yield Problem("config.gradient_accumulation_fusion", "False", needed, todo)
-    if getattr(run.config, "defer_embedding_wgrad_compute", False):
-        todo = "drop --defer-embedding-wgrad-compute: the plan decides which weight gradients are deferred"
-        yield Problem("config.defer_embedding_wgrad_compute", "True", "off where a plan defers weight gradients", todo)
+    yield from refused(run.config, ["weight gradients"], in_config)
     if any(list(entry.layers) != _layers_of(run, entry.chunk) for entry in plan.chunks_of(run.stage)):
         return  # the plan was made for another model, which is said elsewhere
     linears = deferring_linears(plan, run)

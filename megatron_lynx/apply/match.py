@@ -1,19 +1,21 @@
-"""Refuses a plan that was made for another run than the live one, with every difference at once.
+"""Refuses a plan that was made for another model or layout, with every difference at once.
 
-    live facts   <── LiveRun          plan facts   <── plan.yaml
-                         └──── compared here ────┘
+    facts of a launch (arguments)   <── before a model is built    ──┐
+                                                                     ├── compared with the plan's
+    facts of a run (live model)     <── before the first step      ──┘
 
-Plan and run may both be sound, but not fit each other. Whether the run can carry any plan at all is checked in `refusals`.
+Whether a run can carry any plan at all is checked in `refusals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hybrid import layers_in
-from megatron_lynx.apply.live_run import LiveRun, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, overlapped, recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.running import layers_by_kind
 from megatron_lynx.plan.facts import IN_BF16
@@ -22,7 +24,7 @@ from megatron_lynx.plan.plan import Plan
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
     """Every way in which the plan was made for something else. `overlapping`: the run does not flush."""
-    problems = [*_schedule(plan, overlapping), *_layout(plan, run), *_model(plan, run)]
+    problems = [*_schedule(plan, overlapping), *_facts(plan, run)]
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
@@ -36,49 +38,131 @@ def _schedule(plan: Plan, overlapping: bool) -> Iterator[Problem]:
         yield Problem("plan: schedule", plan.schedule, f"{needed}, as this run has it", "make a plan for this schedule")
 
 
-def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    live: dict[str, int]
-    found, live = plan.parallel, {"tensor": run.tensor, "context": run.context, "pipeline": run.pipeline}
-    live["chunks"] = len(run.chunks)
-    live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
-    live["userbuffers"] = run.userbuffers
-    planned = {name: getattr(found, name) for name in live}
-    if found.chunks == len(run.chunks) > 1 and found.pipeline == run.pipeline:
-        planned["microbatch_group"], live["microbatch_group"] = found.group, run.group_size
-    for name, needed in live.items():
-        if planned[name] != needed:
-            place, stated = f"plan: parallel.{name}", str(planned[name])
-            yield Problem(place, stated, f"{needed}, as this run has it", "make a plan for this layout")
+FLAGS = {
+    "parallel.tensor": "--tensor-model-parallel-size",
+    "parallel.context": "--context-parallel-size",
+    "parallel.pipeline": "--pipeline-model-parallel-size",
+    "parallel.chunks": "--num-virtual-stages-per-pipeline-rank",
+    "parallel.sequence_parallel": "--sequence-parallel",
+    "parallel.userbuffers": "--tp-comm-overlap",
+    "model.layers": "--num-layers",
+    "model.hidden": "--hidden-size",
+    "model.ffn": "--ffn-hidden-size",
+    "model.heads": "--num-attention-heads",
+    "model.seq": "--seq-length",
+    "model.implementation": "--transformer-impl",
+    "model.mtp": "--mtp-num-layers",
+    "model.moe_overlapped": "--overlap-moe-expert-parallel-comm",
+    "model.fp8": "--fp8-recipe",
+    "model.fp8_parameters": "--fp8-param-gather",
+    f"model.{IN_BF16[0]}": "--num-layers-at-start-in-bf16",
+    f"model.{IN_BF16[1]}": "--num-layers-at-end-in-bf16",
+    "batch.micro": "--micro-batch-size",
+}
+"""The facts that a launch states before a model is built: keys of a plan, and the flags that set them."""
+WHY = {
+    "parallel.userbuffers": "with userbuffers linears have no windows",
+    "model.implementation": "windows and bytes differ",
+    "model.fp8": "bytes differ",
+    "model.fp8_parameters": "bytes differ",
+}
 
 
-def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+def facts_of_launch(args: Any) -> dict[str, Any]:
+    """Facts from Megatron's validated arguments, by a plan's keys."""
+    tensor = getattr(args, "tensor_model_parallel_size", None)
+    facts = {
+        "parallel.tensor": tensor,
+        "parallel.context": getattr(args, "context_parallel_size", None),
+        "parallel.pipeline": getattr(args, "pipeline_model_parallel_size", None),
+        "parallel.chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+        "parallel.sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and tensor != 1,
+        "parallel.userbuffers": bool(getattr(args, "tp_comm_overlap", False)) and tensor != 1,
+        "model.seq": getattr(args, "seq_length", None),
+        "batch.micro": getattr(args, "micro_batch_size", None),
+        **_of_model(args),
+    }
+    if not getattr(args, "hybrid_layer_pattern", None):  # two of its layers may be one of a plan's (`hybrid`)
+        facts["model.layers"] = getattr(args, "num_layers", None)
+    implementation = getattr(args, "transformer_impl", None)
+    if implementation is not None and getattr(args, "spec", None) is None:
+        facts["model.implementation"] = implementation
+    return facts
+
+
+def facts_of_run(run: LiveRun) -> dict[str, Any]:
+    """Facts from the live model and its groups, by a plan's keys."""
     config = run.config
     latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
-    live = {
-        "layers": run.all_layers,
-        "hidden": config.hidden_size,
-        "ffn": config.ffn_hidden_size,
-        "heads": config.num_attention_heads,
-        "kv_groups": config.num_attention_heads if latent else config.num_query_groups,
-        **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
-        "mtp": getattr(config, "mtp_num_layers", None) or 0,
-        "moe_overlapped": run.combined,
-        "captured": captured_modules(config),
-        "fp8": (recipe := recipe_of(config)),
-        "fp8_parameters": bool(recipe and (getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False))),
-        **(layers_in_bf16(config) if recipe else {}),
+    facts = {
+        "parallel.tensor": run.tensor,
+        "parallel.context": run.context,
+        "parallel.pipeline": run.pipeline,
+        "parallel.chunks": len(run.chunks),
+        "parallel.sequence_parallel": bool(config.sequence_parallel and run.tensor > 1),
+        "parallel.userbuffers": run.userbuffers,
+        "model.layers": run.all_layers,
+        **_of_model(config),
+        "model.kv_groups": config.num_attention_heads if latent else config.num_query_groups,
+        "model.captured": captured_modules(config),
     }
-    for name, needed in live.items():
-        if getattr(plan.model, name) != needed:
-            found = getattr(plan.model, name)
-            yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
+    if run.layers:
+        facts["model.implementation"] = "transformer_engine" if run.uses_te else "local"
+    return facts
+
+
+def _of_model(settings: Any) -> dict[str, Any]:
+    """Facts that arguments and model configurations state under the same names."""
+    recipe, held = recipe_of(settings), ("fp8_param_gather", "fp8_param", "fp4_param")
+    return {
+        "model.hidden": getattr(settings, "hidden_size", None),
+        "model.ffn": getattr(settings, "ffn_hidden_size", None),
+        "model.heads": getattr(settings, "num_attention_heads", None),
+        "model.mtp": getattr(settings, "mtp_num_layers", None) or 0,
+        "model.moe_overlapped": overlapped(settings),
+        "model.fp8": recipe,
+        "model.fp8_parameters": recipe is not None and any(getattr(settings, name, False) for name in held),
+        **(layers_in_bf16(settings) if recipe else {}),
+    }
+
+
+def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in the plan, value found) of every fact that is another one in the plan."""
+    for key, found in facts.items():
+        planned = attrgetter(key)(plan)
+        if planned != found:
+            yield key, planned, found
+
+
+def launch_mismatches(plan: Plan, args: Any) -> Iterator[Problem]:
+    """Every argument that differs from what the plan was made for."""
+    for key, planned, found in differing(plan, facts_of_launch(args)):
+        flag = "--fp4-recipe" if "nvfp4" in (planned, found) else FLAGS[key]
+        todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", WHY.get(key))))
+        yield Problem(flag, _said(found), f"{_said(planned)}, as the plan has it ({key})", todo)
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "given" if value else "not given"
+    return "none" if value is None else str(value)
+
+
+def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    differences = list(differing(plan, facts_of_run(run)))
+    interleaved = plan.parallel.chunks == len(run.chunks) > 1 and plan.parallel.pipeline == run.pipeline
+    if interleaved and plan.parallel.group != run.group_size:
+        differences.append(("parallel.microbatch_group", plan.parallel.group, run.group_size))
+    for key, planned, found in differences:
+        part = key.partition(".")[0].replace("parallel", "layout")
+        yield Problem(f"plan: {key}", str(planned), f"{found}, as this run has it", f"make a plan for this {part}")
 
 
 def layers_in_bf16(config: Any) -> dict[str, int]:
     """How many layers Megatron leaves in bf16 at each end of a model in FP8 (`get_fp8_context`), by a plan's key."""
     asked = getattr(config, "first_last_layers_bf16", False)
     numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    return {key: getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
+    return {f"model.{key}": getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
 
 
 def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
