@@ -7,7 +7,8 @@
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
 # make fuzz    drawn jobs under drawn and planned plans against stock, for five minutes; FUZZ="--seed 17" repeats one (tests/fuzz)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
-# make check   style and types
+# make check   style, types, pages
+# make docs    a site of the documentation in build/site, read without a network
 # make clean   remove what was built (.venv stays)
 #
 # Needs Python >= 3.10 and a way to reach packages; pip's own settings (PIP_INDEX_URL, ...) are respected.
@@ -30,7 +31,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test ci long streams bridge fuzz faults releases quick check clean
+.PHONY: demo test ci long streams bridge fuzz faults releases quick check docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -70,6 +71,17 @@ check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_pages.py tests/test_prose.py tests/test_readme.py
+
+docs: $(VENV)/installed build/docs/installed
+	$(BIN)/python -m scripts.make_site
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict --config-file build/mkdocs.yml
+	@echo "Open build/site/index.html; its search needs a server: python3 -m http.server --directory build/site"
+
+build/docs/installed:
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --no-input --quiet 'mkdocs-material>=9,<10'
+	touch $@
 
 # Torch first and pinned: the tests compare bits, and whatever asks for torch later is content with it.
 $(VENV)/installed: setup.py megatron_lynx/version.py Makefile

@@ -1,8 +1,8 @@
 """Advice about every launch of a folder, as a table: today, stock's best, the plan, the best neighbour; and why some get no plan.
 Simulated.
 
-python -m benchmarks.launches FOLDER                        FOLDER/*.args, one word a line, `# cluster: C` in their headers
-python -m benchmarks.launches FOLDER -o docs/launches.md    between the page's two marks, in place of the table of before
+python -m benchmarks.launches FOLDER                       FOLDER/*.args, one word a line, `# cluster: C` in their headers
+python -m scripts.make_pages launches --launches FOLDER    the same as docs/generated/launches.md
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from pathlib import Path
 
 from megatron_lynx.advise import Answer, answered, verdict
 from megatron_lynx.advise.today import Row, asked_launch, row_of
-from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.files import read_launch_file
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.units import GIB
-from megatron_lynx.whole_file import write_whole
-
-BEGIN, END = "<!-- launches -->", "<!-- end of launches -->"
-
 
 LONGEST = 16
 """Characters of a flag's value that is told."""
@@ -110,33 +106,15 @@ def _ratio(row: Row | None, before: Row | None) -> str:
     return "" if row is None or before is None else f"{row.expected_s / before.expected_s:.2f}"
 
 
-def page(text: str) -> Path:
-    """The page. Raises `ArgumentTypeError`, which argparse tells, where there is none with both marks."""
-    path = Path(text)
-    try:
-        marks = [mark for mark in (BEGIN, END) if mark not in path.read_text(encoding="utf-8")]
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: found {in_words(error)}, needed a page") from None
-    if marks:
-        raise argparse.ArgumentTypeError(f"{path}: found no {' and no '.join(marks)}, needed both marks")
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-o", "--output", type=page, help="a page that has both marks")
     arguments = parser.parse_args()
     found = []
     for path in sorted(arguments.folder.glob("*.args")):
         found.append(advised(path))
         print(f"{found[-1].name}: {found[-1].cpu_s:.1f} s of CPU", file=sys.stderr, flush=True)
-    text = "\n".join(table(found))
-    if arguments.output is None:
-        print(text)
-        return
-    before, rest = arguments.output.read_text(encoding="utf-8").split(BEGIN)
-    write_whole(arguments.output, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    print("\n".join(table(found)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What plans do at exactly the bytes of stock's full recomputation: a row for each job, or for each launch of a folder.
 
-python -m benchmarks.never_less                              bundled jobs, and Llama 3: `docs/when_not.md` has both tables
+python -m benchmarks.never_less                              bundled jobs, and Llama 3: docs/generated/never_less.md
 python -m benchmarks.never_less --launches FOLDER            launches that recompute today, each at its own bytes
                                 --offloading                 plans may offload, where stock does not
 

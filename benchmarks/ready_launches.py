@@ -1,4 +1,4 @@
-"""What each ready launch is expected to take under its plan, and under stock Megatron: the table of docs/five_minutes.md.
+"""Expected step and bytes of each ready launch, under its plan and under stock: docs/generated/ready_launches.md.
 
     python -m benchmarks.ready_launches
 

@@ -1,6 +1,6 @@
 """Where a plan gains much, little or nothing over stock recomputation: one layout, and one thing changed at a time.
 
-    python -m benchmarks.when_not             the table of docs/when_not.md; a test holds it current
+    python -m benchmarks.when_not             the table of docs/generated/when_not.md; a test holds it current
     python -m benchmarks.when_not --local     the same for Megatron's own layers
     python -m benchmarks.when_not --json      the rows with their seconds, for programs
     python -m benchmarks.when_not --small configs/hosts/NAME.yaml     small layers, on a host of which that file tells

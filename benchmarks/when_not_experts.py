@@ -1,6 +1,6 @@
 """What a plan gains over stock's recomputed modules where layers have experts, at the same bytes.
 
-    python -m benchmarks.when_not_experts             the second table of docs/when_not.md; a test holds a row current
+    python -m benchmarks.when_not_experts             docs/generated/when_not_experts.md; a test holds a row current
     python -m benchmarks.when_not_experts --json      the rows with their seconds, for programs
 
 Nothing runs, as in `benchmarks.when_not`. Each row is given what the fullest device holds where stock recomputes the modules that

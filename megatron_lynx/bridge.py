@@ -5,7 +5,7 @@
     with megatron_lynx.bridge.training_under("plan.yaml", check=2):
         pretrain(config, forward_step)
 
-What is checked, said and written is what `--lynx-host bridge` does (docs/hosts.md).
+What is checked, said and written is what `--lynx-host bridge` does (docs/launching.md).
 """
 
 from __future__ import annotations

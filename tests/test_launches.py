@@ -77,7 +77,7 @@ def test_planned_from_a_shell_a_launch_leads_to_its_plan(tmp_path: Path) -> None
 
 
 def test_the_page_has_their_figures() -> None:
-    assert table() in (ROOT / "docs/five_minutes.md").read_text(), "run `python -m benchmarks.ready_launches`"
+    assert table() in (ROOT / "docs/generated/ready_launches.md").read_text(), "run `python -m scripts.make_pages ready_launches`"
 
 
 def test_segments_do_not_grow_beside_nccl_ub() -> None:

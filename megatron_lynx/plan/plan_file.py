@@ -57,7 +57,7 @@ PACED = """\
 """
 """What is explained of a plan that offloads within a micro-batch."""
 PIECES = """\
-#   head          output projection and loss run in so many pieces of a sequence: inexact, docs/head_in_pieces.md
+#   head          output projection and loss run in so many pieces of a sequence: inexact, docs/plan_file.md
 """
 """What is explained of a plan whose head is in pieces."""
 CHECKPOINTED = """\

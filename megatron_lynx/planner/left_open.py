@@ -158,7 +158,7 @@ def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
     """One problem that says that a job which does not fit would fit with its head in pieces, or none. `plannable`: asked last."""
     pieced = with_pieces(job) if job.head is None else None
     if pieced is not None and plannable(pieced, profile):
-        todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/head_in_pieces.md)"
+        todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/plan_file.md)"
         yield Problem("inexact change that fits", f"head.pieces: {pieced.head_pieces}", "", todo)
 
 

@@ -1,4 +1,4 @@
-"""The loop of docs/library.md, on ranks: without plans and with them."""
+"""The loop of docs/launching.md, on ranks: without plans and with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron_lynx.plan.plan import Plan
 from ..transparency.lengths import batch_of
 from .on_ranks import Attributes
 
-PAGE = Path(__file__).parents[2] / "docs" / "library.md"
-HOSTS = PAGE.parent / "hosts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
 PHASES = (((16,), (8,), (12,)), ((4,), (16,)), ((12,), (8,), (8,), (4,)))
 
 
@@ -65,13 +64,13 @@ def _optimizers(models: list[Any]) -> list[Any]:
 
 def as_slime_calls(rank: int, job: Job, path: str) -> list[str]:
     """Two steps, the hook called before each with slime's arguments, behind a pass without gradients: what differs from stock."""
-    page = _block(HOSTS, 0)
+    page = _block(PAGE, 1)
     return _differing(job, path, lambda training, number: page["before_train_step"](None, 0, number, training.chunks, None, None))
 
 
 def as_verl_calls(rank: int, job: Job, path: str) -> list[str]:
     """The same through an engine that is called as verl's is."""
-    page = _block(HOSTS, 1)
+    page = _block(PAGE, 2)
 
     class Engine:
         def __init__(self, training: Any) -> None:

@@ -1,4 +1,4 @@
-"""A loop of one's own: docs/library.md, as it stands there."""
+"""A loop of one's own: docs/launching.md, as it stands there."""
 
 from __future__ import annotations
 

@@ -1,0 +1,221 @@
+"""Generates docs/generated/: tables of benchmarks, outputs of commands, lists of flags and packages; and puts them into pages.
+
+    python -m scripts.make_pages                      every name, and what it is
+    python -m scripts.make_pages NAME ...             these; `all`: every one; `quick`: those that take seconds
+    python -m scripts.make_pages launches --launches FOLDER     launches of others, which are not part of this repository
+
+A page has a generated part between `<!-- generated: NAME -->` and `<!-- end -->`. Tests compare the parts with their files, and
+the files with what the code says today: all quick ones, some rows of others (`make long`: all rows).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_lynx.launch_arguments.flag_table import flag_table
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/generated"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+WIDEST = 96
+"""Characters of a line of output; longer ones are cut."""
+
+BENCHMARKS = {
+    "when_not": ("One layout, one thing changed at a time", ("when_not",)),
+    "when_not_experts": ("Layers with experts, at the bytes of stock's cheapest modules", ("when_not_experts",)),
+    "never_less": ("At the bytes of stock's full recomputation", ("never_less", "never_less --offloading")),
+    "waits_bound": ("No plan can be below these steps", ("waits_bound",)),
+    "ready_launches": ("Ready launches: seconds of forwards and backwards, and the fullest device", ("ready_launches",)),
+    "gains": ("Plan and stock's best, with all that a card has", ("gains",)),
+}
+"""Titles of pages of tables, and the benchmarks that print them. Nothing runs on a GPU: seconds are simulated."""
+
+LAUNCH = """
+launch() {
+    CLUSTER=h800-80g SETTING=$1 MEGATRON_LM_DIR=Megatron-LM scripts/launches/llama3_70b.sh --print \\
+        --tensor-model-parallel-size 8 --micro-batch-size 2
+}
+"""
+ON_H800 = "--cluster h800-80g --memory-gib 40"
+SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "estimate_none": (f"megatron-lynx estimate {ON_H800} -- $(launch none)", ("^today", "^in 40")),
+    "estimate_full": (f"megatron-lynx estimate {ON_H800} -- $(launch full)", ("^today", "^in 40", "^40.00 GiB")),
+    "plan": (f"megatron-lynx plan {ON_H800} -o build/plan.yaml -- $(launch full)", ()),
+    "explain": (
+        "megatron-lynx explain configs/plans/launches/llama3-70b-h800-80g.yaml | sed -n '/^stage 2/,/^weight/p'",
+        (),
+    ),
+    "advise": (f"megatron-lynx advise {ON_H800} -- $(launch full)", ()),
+    "nothing_fits": (
+        "megatron-lynx plan --cluster h800-80g --memory-gib 22 -o build/plan.yaml -- $(launch none)",
+        ("^By this", "^too much", "^22.00", "^the plan", "^What would fit", r"^[1-9]\. ", "^no plan fits", "^  - memory"),
+    ),
+    "refused": (
+        "megatron-lynx plan --cluster a100-80g -o build/plan.yaml -- torchrun --nproc-per-node 8 pretrain_gpt.py"
+        " --multi-latent-attention --mla-down-proj-fusion --recompute-granularity full --num-layer 3",
+        ("^the launch", "recompute-granularity", "mla-down", "--num-layer:"),
+    ),
+    "example": (
+        'bash -c \'torchrun() { megatron-lynx advise --cluster h100 -- torchrun "$@"; }; export -f torchrun; '
+        "bash examples/llama/train_llama3_8b_h100_fp8.sh'",
+        (),
+    ),
+}
+"""Commands that pages show, and which lines of their output: those in which one of the expressions is found; none: all."""
+
+IN_MEGATRON = ("example",)
+"""Screens that need a checkout of Megatron-LM 0.19 (`MEGATRON_LM_DIR`)."""
+
+SLOW = (*BENCHMARKS, "launches")
+
+
+def names() -> list[str]:
+    return [*SLOW, *SCREENS, "flags", "packages"]
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / ("screens" if name in SCREENS else "") / f"{name}.{'txt' if name in SCREENS else 'md'}"
+
+
+def made(name: str, launches: Path | None = None) -> str:
+    """The text of a generated file, made anew."""
+    if name in SCREENS:
+        return screen(*SCREENS[name], where=Path(os.environ["MEGATRON_LM_DIR"]) if name in IN_MEGATRON else ROOT)
+    if name in BENCHMARKS:
+        title, modules = BENCHMARKS[name]
+        tables = [f"`python -m benchmarks.{module}`\n\n{printed(module)}" for module in modules]
+        return page(name, title, "\n\n".join(tables))
+    if name == "launches":
+        table = printed(f"launches {launches}")
+        return page(
+            name, "Public launches, as `megatron-lynx advise` answers", f"`python -m benchmarks.launches FOLDER`\n\n{table}"
+        )
+    makers: dict[str, Callable[[], Iterator[str]]] = {"flags": flags, "packages": packages}
+    return page(name, {"flags": "Megatron's flags, as they are read", "packages": "Packages"}[name], "\n".join(makers[name]()))
+
+
+def page(name: str, title: str, text: str) -> str:
+    said = f"Generated by `python -m scripts.make_pages {name}`."
+    simulated = " Simulated; no row was measured on a GPU." if name in SLOW else ""
+    return f"# {title}\n\n{said}{simulated}\n\n{text.strip()}\n"
+
+
+def printed(module: str) -> str:
+    """What a benchmark prints."""
+    command = [sys.executable, "-m", *f"benchmarks.{module}".split()]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def screen(command: str, lines: tuple[str, ...], where: Path) -> str:
+    """A command and its output, on a terminal of 80 columns."""
+    lynx = f'megatron-lynx() {{ PYTHONPATH="{ROOT}" "{sys.executable}" -m megatron_lynx "$@"; }}; export -f megatron-lynx\n'
+    (ROOT / "build").mkdir(exist_ok=True)
+    environment = {**os.environ, "COLUMNS": "80", "MASTER_ADDR": "localhost"}
+    run = ["bash", "-c", lynx + LAUNCH + command]
+    done = subprocess.run(run, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    output = [cut(line.rstrip()) for line in (done.stdout + (done.stderr if done.returncode else "")).splitlines()]
+    return f"$ {command}\n" + "\n".join(chosen(output, lines)).rstrip() + "\n"
+
+
+def cut(line: str) -> str:
+    return line if len(line) <= WIDEST else line[: WIDEST - 4] + " ..."
+
+
+def chosen(output: list[str], expressions: tuple[str, ...]) -> Iterator[str]:
+    """The lines that are shown; `...` in place of those between them."""
+    left_out = False
+    for line in output:
+        if expressions and not any(re.search(expression, line) for expression in expressions):
+            left_out = True
+            continue
+        yield from ["..."] if left_out else []
+        left_out = False
+        yield line
+    yield from ["..."] if left_out else []
+
+
+def flags() -> Iterator[str]:
+    """Every flag of Megatron 0.16 to 0.19: read, priced as something else, refused, or without influence."""
+    rows: dict[tuple[str, str], set[str]] = {}
+    for flag in flag_table().flags:
+        if flag.kind is not None:
+            rows.setdefault((flag.kind.name, flag.kind.why), set()).add(flag.options[0])
+    for name in ("read", "priced as", "refused", "no matter"):
+        yield from ("", f"## {name.capitalize()}", "", "| flags | |", "|---|---|")
+        for (kind_name, why), options in sorted(rows.items(), key=lambda row: (row[0][1], row[0][0])):
+            if kind_name == name:
+                yield f"| {' '.join(f'`{option}`' for option in sorted(options))} | {why} |"
+
+
+def packages() -> Iterator[str]:
+    """What each package says of itself in the first sentence of its docstring, and each single module."""
+    package = ROOT / "megatron_lynx"
+    folders = sorted({file.parent for file in package.rglob("*.py")} - {package})
+    yield from ("| package | |", "|---|---|")
+    for folder in folders:
+        yield f"| `{folder.relative_to(package).as_posix()}/` | {first_sentence(folder / '__init__.py')} |"
+    yield from ("", "| module | |", "|---|---|")
+    for file in sorted(package.glob("*.py")):
+        if file.stem not in ("__init__", "version"):
+            yield f"| `{file.name}` | {first_sentence(file)} |"
+
+
+def first_sentence(file: Path) -> str:
+    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def placed(text: str) -> str:
+    """A page with the generated parts that it names."""
+
+    def part(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{part_of(match[2])}\n<!-- end -->"
+
+    return re.sub(r"(<!-- generated: (\w+) -->)\n.*?<!-- end -->", part, text, flags=re.DOTALL)
+
+
+def part_of(name: str) -> str:
+    """What a page shows of a generated file: a whole screen, or the first table."""
+    text = path_of(name).read_text(encoding="utf-8")
+    if name in SCREENS:
+        return f"```console\n{text}```"
+    return "\n".join(re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines())  # type: ignore[index]
+
+
+def missing(name: str, launches: Path | None) -> str | None:
+    """The input that a name needs and has not; None where it has all."""
+    if name == "launches" and launches is None:
+        return "--launches FOLDER"
+    return "MEGATRON_LM_DIR" if name in IN_MEGATRON and "MEGATRON_LM_DIR" not in os.environ else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--launches", type=Path, help="folder of launches, FOLDER/*.args")
+    asked = parser.parse_args()
+    groups = {"all": names(), "quick": [name for name in names() if name not in SLOW]}
+    for name in [each for asked_for in asked.names for each in groups.get(asked_for, [asked_for])]:
+        if (needed := missing(name, asked.launches)) is not None:
+            print(f"{name}: left as it is; needs {needed}")
+            continue
+        path_of(name).parent.mkdir(parents=True, exist_ok=True)
+        path_of(name).write_text(made(name, asked.launches), encoding="utf-8")
+        print(name, flush=True)
+    for file in PAGES:
+        text = file.read_text(encoding="utf-8")
+        if placed(text) != text:
+            file.write_text(placed(text), encoding="utf-8")
+    if not asked.names:
+        print("\n".join(f"{name:20}{path_of(name).relative_to(ROOT)}" for name in names()))
+
+
+if __name__ == "__main__":
+    main()
