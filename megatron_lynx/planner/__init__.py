@@ -15,7 +15,7 @@ left_open.py     what a job leaves open beside its layers: the share of its opti
 
 from megatron_lynx.anatomy import REPLAYABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.decision import Decision, begun_early, decide, fitting, least_memory, make_plan
+from megatron_lynx.planner.decision import Decision, decide, fitting, least_memory, make_plan
 from megatron_lynx.planner.figures import PlanFigures, figures_of
 from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.uniform import uniform_plan
@@ -28,7 +28,6 @@ __all__ = [
     "PlanFigures",
     "against_windows",
     "as_planned",
-    "begun_early",
     "check_plannable",
     "check_profile",
     "decide",

@@ -3,10 +3,7 @@
 job, profile ──partitioned──> layers of each stage ──Stages──> what each keeps, replays, offloads ──write, rehearse──┬──> Plan
                                                        ├── again without shares that hold more in the rehearsal than fits ┤
                                                        ├── once more with layers that differ, if that is much faster ─────┤
-                                                       ├── with weight gradients in what waits are left (`filling`) ──────┤
-                                                       ├── all of it with less for the layers, where these lack memory ───┤
-                                                       ├── all of it without what begins early, if that may be faster ────┤
-                                                       └── with several chunks all of it without offloading, likewise ────┘
+                                                       └── with weight gradients in what waits are left (`filling`) ──────┘
     what is finished is counted once more, at every moment, against the budget (`held`)
 """
 
@@ -15,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -23,11 +19,11 @@ from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
-from megatron_lynx.plan.experts import may_fall_back, replays_beside_forwards
+from megatron_lynx.plan.experts import may_fall_back
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
-from megatron_lynx.planner.filling import Filler, Known, Refused
+from megatron_lynx.planner.filling import Filler, Known
 from megatron_lynx.planner.held import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.left_open import best_share
 from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change
@@ -39,19 +35,12 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.side_by_side import SideBySide
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
-from megatron_lynx.solver.stages import EARLY, Early, Stages
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_READING = 1e-3
-"""The part of a step that must be to gain for a plan with layers that differ, which is harder to read, to be looked for. One that
-was found is taken if it is faster at all: else more memory could make a step longer, by less than this."""
-
-WORTH_SPARING = 1e-2
-"""The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
-
-WORTH_FILLING = 1e-2
-"""By what part a step may be longer without anything that begins ahead, or without offloading, before weight gradients are
-placed, for them to make it the shorter one after all: 0.9 % is the most that was seen."""
+"""The part of a step that a plan with layers that differ must gain: it is harder to read, and may leave weight gradients less.
+Where none are deferred it is taken if it is faster at all: else more memory could make a step longer, by less than this."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -169,18 +158,7 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
-    known = Known()
-    filled = with_both_fillers(job, decision, stages, profile, known)
-    deferring = why_none_deferred(job) is None  # else the solver has weighed what is asked once more
-    most_s = (1 + WORTH_FILLING) * decision.simulation.step_s
-    for early in EARLY if deferring else ():
-        if early in begun_early(filled.plan):
-            other = Stages(decision.job, profile).without(early)
-            filled = _held_against(filled, job, other, known, most_s if early == "ahead" else inf)
-    if job.offload_ratio == "auto" and job.chunks > 1 and any(entry.offload for entry in filled.plan.stages):
-        with suppress(Infeasible):  # with one chunk this gained 0.3 % at most
-            filled = _held_against(filled, job, stages.without_offloading, known, most_s)
-    finished = _with_lengths(_with_loads(filled, profile), profile)
+    finished = _with_lengths(_with_loads(_filled(_refined(decision, stages, job, profile), profile), profile), profile)
     check_budget_kept(finished.job, finished.simulation)
     return finished
 
@@ -195,53 +173,6 @@ def _as_of(job: Job, found: Decision) -> Decision:
     """A decision for what a job left open is one for the job."""
     origin = found.plan.provenance.model_copy(update={"job": job.digest})
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
-
-
-def begun_early(plan: Plan) -> tuple[Early, ...]:
-    """What of a plan may be memory, or waits, that weight gradients would use better."""
-    ahead = any(rule.ahead or rule.goes_on for entry in plan.stages for rule in entry.rules)
-    return tuple(early for early, used in zip(EARLY, (replays_beside_forwards(plan), ahead), strict=True) if used)
-
-
-def _held_against(filled: Decision, job: Job, other: Stages, known: Known, most_s: float) -> Decision:
-    """The faster of a decision and that of other stages of the same job, which before weight gradients are placed may take so
-    many seconds."""
-    decision, stages = _fitting(job, other)
-    if decision.simulation.step_s > most_s:
-        return filled
-    late = with_both_fillers(job, decision, stages, other.profile, known)
-    return filled if _faster(filled.simulation, late) else late
-
-
-def with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile, known: Known) -> Decision:
-    """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
-    filled, refused = _best_filled(decision, stages, job, profile, known)
-    offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
-    if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
-        return filled
-    sparing = _sparing(job, stages, refused.bytes, known)
-    return filled if sparing is None or not _faster(sparing.simulation, filled) else sparing
-
-
-def _sparing(job: Job, stages: Stages, spared_bytes: int, known: Known) -> Decision | None:
-    """The decision whose layers leave so many bytes of their budget to weight gradients; None where they cannot."""
-    try:
-        asked = replace(stages, excluded=frozenset(), spared_bytes=spared_bytes, before=stages.worked)
-        decision, sparing = _fitting(job, asked)
-    except Infeasible:
-        return None
-    return _best_filled(decision, sparing, job, stages.profile, known)[0]
-
-
-def _best_filled(decision: Decision, stages: Stages, job: Job, profile: Profile, known: Known) -> tuple[Decision, Refused]:
-    """The decision as the exact solver has it, with weight gradients. Where that alone gains little, layers alike may leave so
-    much more room for these that they are faster: both are tried."""
-    refined = _refined(decision, stages, job, profile)
-    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    tried = [decision, refined] if little and refined is not decision else [refined]
-    return min(
-        (_filled(each, profile, known) for each in tried), key=lambda found: round(found[0].simulation.step_s, SECOND_DIGITS)
-    )
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
@@ -338,7 +269,9 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
         best = _faster_of(best, answers, job, profile)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(late.longer_s - ahead.longer_s for late, ahead in zip(best.stages, begun, strict=True))
-    return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
+    best = _faster_of(best, begun, job, profile) if spared_s > enough_s else best
+    little = best.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
+    return decision if little and why_none_deferred(job) is None else best
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
@@ -366,22 +299,21 @@ def _rehearsed(
     return Decision(job, answers, predicted, simulation, host, weight_gradients)
 
 
-def _filled(decision: Decision, profile: Profile, known: Known) -> tuple[Decision, Refused]:
-    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory."""
+def _filled(decision: Decision, profile: Profile) -> Decision:
+    """The decision with weight gradients deferred into waits, where that is faster and fits."""
     if (why := why_none_deferred(decision.job)) is not None:
-        return replace(decision, weight_gradients=f"none deferred: {why}"), Refused()
-    found = _placed(decision, profile, known, forwards=True)
-    gains = found[0].simulation is not decision.simulation
-    if decision.job.chunks == 1 or (known.forwards == {True} and gains):  # `planner.filling` [3]
-        return found
-    without = _placed(decision, profile, known, forwards=False)
-    known.forwards.add(found[0].simulation.step_s < without[0].simulation.step_s)
-    return min(found, without, key=lambda each: each[0].simulation.step_s)
+        return replace(decision, weight_gradients=f"none deferred: {why}")
+    known = Known()
+    ways = (True, False) if decision.job.chunks > 1 else (True,)  # `planner.filling` [3]
+    return min((_placed(decision, profile, known, forwards=way) for way in ways), key=lambda each: each.simulation.step_s)
 
 
-def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> tuple[Decision, Refused]:
-    """The same with waits of forwards, or without. What the simulation holds beyond the budget is taken from what weight
-    gradients may hold, and they are placed again; the stages that hold too much even then put none off to forwards."""
+def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> Decision:
+    """The decision with weight gradients in waits of forwards, too, or without those.
+
+    What the simulation holds beyond the budget is taken from what weight gradients may hold, and they are placed again; the
+    stages that hold too much even then defer none to forwards.
+    """
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     waiting = frozenset(range(len(budgets))) if forwards else frozenset()
     filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
@@ -396,13 +328,13 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
                 break
             gained = 1 - simulation.step_s / decision.simulation.step_s
             said = f"deferred into waits: the step is {100 * gained:.1f} % shorter"
-            return _rehearsed(decision.job, profile, decision.stages, plan, simulation, said), filler.refused
+            return _rehearsed(decision.job, profile, decision.stages, plan, simulation, said)
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
         if again:  # less memory alone did not help
             waiting -= {stage for stage, size in enumerate(over) if size}
             filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
     none = "none deferred: no wait that is left, and for which there is memory, makes it faster"
-    return replace(decision, weight_gradients=none), filler.refused
+    return replace(decision, weight_gradients=none)
 
 
 def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:

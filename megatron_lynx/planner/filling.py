@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
@@ -30,15 +29,6 @@ from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
-
-
-class Refused(NamedTuple):
-    """What had no memory to wait for a window of the same backward."""
-
-    seconds: float = 0.0
-    """The most that it would have hidden in a step, on the stage where that is most."""
-    bytes: int = 0
-    """The largest entry of it."""
 
 
 class Filler:
@@ -59,7 +49,6 @@ class Filler:
         prices = Prices(profile, less_in_hand_bytes(job))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
-        self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:
         """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
@@ -68,8 +57,6 @@ class Filler:
         """
         fillings = [self._filling(ways, budgets[ways.rooms.entry.stage]) for ways in self._ways]
         entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
-        found = [filling.refused for filling in fillings]
-        self.refused = Refused(self._job.microbatches * max(each.seconds for each in found), max(each.bytes for each in found))
         return self._plan.model_copy(update={"stages": entries})
 
     def _filling(self, ways: _WaysOfLayers, budget_bytes: int) -> _Filling:
@@ -94,9 +81,6 @@ class Known:
     ways: dict[object, Ways | InTurns] = field(default_factory=dict)
     """To fill layers, worked out once where waits are alike."""
     best: dict[object, list[Packed]] = field(default_factory=dict)
-    forwards: set[bool] = field(default_factory=set)
-    """Where both were tried, which was faster: with waits of forwards, or without. Where it always was with them, they alone are
-    tried from then on, unless they gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +131,6 @@ class _Filling:
             if -layer in self.chosen and other.seconds < self.chosen[-layer].seconds:
                 self._choose(-layer, other)
         return self._entry(receives)
-
-    @property
-    def refused(self) -> Refused:
-        """What found no memory, though it was to wait for a window of the same backward only."""
-        seconds, most_bytes = 0.0, 0
-        for layer in self.rooms.entry.layers:
-            longest_s = max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.interference
-            chosen = self.chosen[layer].waits if layer in self.chosen else {}
-            for cost in (self.rooms.cost(linear) for linear in self.ways.of(layer)[0].waits if linear not in chosen):
-                seconds, most_bytes = seconds + min(cost.seconds, longest_s), max(most_bytes, cost.bytes)
-        return Refused(seconds, most_bytes)
 
     def _choose(self, layer: int, packed: Packed) -> bool:
         """Takes this way in place of the one before, if there is memory for it."""

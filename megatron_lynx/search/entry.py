@@ -11,17 +11,14 @@ A plan is made as late as possible: one of all stages costs as much as a hundred
 [1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
 [2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
 [3] all stages
-[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`). Where
-    it replays while tokens travel in forwards, or begins anything ahead, one without that is rehearsed, too, as the planner does
+[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`)
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import least_left_bytes
@@ -29,7 +26,7 @@ from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import begun_early, fitting, least_memory
+from megatron_lynx.planner import fitting, least_memory
 from megatron_lynx.planner.held import fullest_bytes
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.profile import Profile
@@ -131,7 +128,9 @@ class AllStages(Entry):
 
     def closer(self) -> Candidate | Excess:
         """Rehearses the plan. Where copies lag and more is held than fits, the planner excludes such shares. [4]"""
-        answers, pipeline_s, memory_bytes = min(self._rehearsed(), key=self._order)
+        plan = written(self.job, self.answers, job=self.job.digest, profile=self.cost.profile.digest)
+        pipeline_s, memory_bytes = _rehearsed(self.job, self.cost.profile, plan)
+        answers = self.answers
         if memory_bytes > self.job.memory_budget_bytes:
             try:
                 decision = fitting(self.stages)
@@ -143,32 +142,9 @@ class AllStages(Entry):
         step_s = max(step_s, self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
 
-    def _order(self, found: _Rehearsed) -> tuple[bool, float]:
-        """What fits comes first, then what is faster."""
-        return found.memory_bytes > self.job.memory_budget_bytes, found.pipeline_s
 
-    def _rehearsed(self) -> Iterator[_Rehearsed]:
-        """The plan, and where the planner would ask for it one without what begins early in it."""
-        profile = self.cost.profile
-        plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
-        yield _rehearsed(self.job, profile, plan, self.answers)
-        for early in begun_early(plan):
-            late = self.stages.without(early)
-            with suppress(Infeasible):
-                answers = [late.answer(stage) for stage in range(self.job.parallel.pipeline)]
-                plan = written(self.job, answers, job=self.job.digest, profile=profile.digest)
-                yield _rehearsed(self.job, profile, plan, answers)
-
-
-class _Rehearsed(NamedTuple):
-    """A plan's answers, seconds of all its micro-batches, and the bytes of its fullest stage."""
-
-    answers: Sequence[StageAnswer]
-    pipeline_s: float
-    memory_bytes: int
-
-
-def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAnswer]) -> _Rehearsed:
+def _rehearsed(job: Job, profile: Profile, plan: Plan) -> tuple[float, int]:
+    """Seconds of all micro-batches, and bytes of the fullest stage."""
     held: list[int] = []
 
     def rehearsed(microbatches: int) -> Simulation:
@@ -176,7 +152,7 @@ def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAn
         held.append(fullest_bytes(job, simulation))
         return simulation
 
-    return _Rehearsed(answers, in_steady_state(job, rehearsed), max(held))
+    return in_steady_state(job, rehearsed), max(held)
 
 
 def _shorter(plan: Plan, microbatches: int) -> Plan:

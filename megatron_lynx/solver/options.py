@@ -131,10 +131,6 @@ class StageProblems:
 
     job: Job
     profile: Profile
-    early_exchanges: bool = True
-    """Whether replays may run while tokens travel in forwards."""
-    ahead: bool = True
-    """Whether what checkpoints communicate may begin ahead, and what is left of them run in waits."""
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """The problem of one stage.
@@ -317,7 +313,7 @@ class StageProblems:
         gathers = layout.sequence_parallel and layout.tensor > 1
         userbuffers = self.job.userbuffers
         waits = resumes_in_wait(section, model.fp8_recipe, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
-        may = self.ahead and waits and not checkpoint.feeds and not model.hidden_dropout
+        may = waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
@@ -358,7 +354,7 @@ class StageProblems:
 
     def _may_begin(self, sections: tuple[Section, Section]) -> bool:
         """Whether what a layer communicates may begin ahead at all: beside what is kept whole it may not."""
-        return self.ahead and not self.job.userbuffers and not any(section.kept_whole for section in sections)
+        return not self.job.userbuffers and not any(section.kept_whole for section in sections)
 
     @cached_property
     def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:
@@ -431,7 +427,7 @@ class StageProblems:
 
     @cached_property
     def _seats(self) -> Seats:
-        return Seats(self.job, self.profile, self.early_exchanges)
+        return Seats(self.job, self.profile)
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:

@@ -71,8 +71,6 @@ class Seats:
 
     job: Job
     profile: Profile
-    early_exchanges: bool = True
-    """Whether replays may run while tokens travel in forwards."""
 
     def everywhere(
         self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection
@@ -164,7 +162,7 @@ class Seats:
 
     def _forward_waits(self, kind: HalfKind) -> list[Wait]:
         """The windows of forwards that are offered to this half, in the order in which they come. [3] [4]"""
-        exchanges = self._exchanges["fwd"] if self.early_exchanges and self._alike else []
+        exchanges = self._exchanges["fwd"] if self._alike else []
         if kind.section.exchanges:
             return exchanges[-1:]
         own = self._windows["fwd", kind.half, 0] if self.job.chunks == 1 or not self.job.model.opaque else []
@@ -179,7 +177,7 @@ class Seats:
     def in_forwards(self) -> bool:
         """Whether anything may be replayed while a forward communicates."""
         collectives = self.job.parallel.tensor > 1 and self._collectives_hide
-        return collectives or (self.early_exchanges and self._alike and bool(self._exchanges["fwd"]))
+        return collectives or (self._alike and bool(self._exchanges["fwd"]))
 
     @property
     def _collectives_hide(self) -> bool:

@@ -19,9 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 from math import ceil, floor
-from typing import Literal, get_args
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
@@ -48,11 +46,6 @@ STEPS = 20
 """Shares are multiples of a twentieth."""
 
 
-Early = Literal["early_exchanges", "ahead"]
-EARLY: tuple[Early, ...] = get_args(Early)
-"""Fields of `Stages`: replays while tokens travel in forwards; what checkpoints communicate, ahead."""
-
-
 @dataclass(frozen=True)
 class Worked:
     """What is worked out once for all stages of a job, whatever they spare and exclude."""
@@ -71,31 +64,10 @@ class Stages:
     profile: Profile
     excluded: frozenset[tuple[int, Share]] = field(default_factory=frozenset)
     """Pairs of a stage and a share of which it is not to offload."""
-    spared_bytes: int = 0
-    """What every stage's layers leave of their budget to weight gradients that wait."""
     copied_bytes: int = 0
     """What two passes that run in turns have on their way to the host and back, which is counted in no layer."""
-    early_exchanges: bool = True
-    """Whether replays may run while tokens travel in forwards."""
-    ahead: bool = True
-    """Whether what checkpoints communicate may begin ahead, and what is left of them run in waits."""
     before: Worked | None = None
     """What was worked out for the same stages when they spared or excluded something else."""
-
-    def without(self, early: Early) -> Stages:
-        """The same stages with nothing of this kind, worked out anew."""
-        return replace(self, **{early: False}, before=None)  # type: ignore[arg-type]
-
-    @property
-    def without_offloading(self) -> Stages:
-        """The same stages, which offload nothing."""
-        shares = (
-            (stage, share)
-            for stage in range(self.job.parallel.pipeline)
-            for share in chain.from_iterable(self._shares(stage))
-            if share != NOTHING
-        )
-        return replace(self, excluded=self.excluded.union(shares), before=self.worked)
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
@@ -177,7 +149,7 @@ class Stages:
 
     def _budget_bytes(self, stage: int) -> int | None:
         budget_bytes = layers_budget_bytes(self.job, stage)
-        return None if budget_bytes is None else budget_bytes - self.spared_bytes - self.copied_bytes
+        return None if budget_bytes is None else budget_bytes - self.copied_bytes
 
     def _shares(self, stage: int) -> Iterator[list[Share]]:
         """The shares that are tried: between passes, and within micro-batches."""
@@ -324,7 +296,7 @@ class Stages:
 
     @cached_property
     def worked(self) -> Worked:
-        problems = StageProblems(self.job, self.profile, self.early_exchanges, self.ahead)
+        problems = StageProblems(self.job, self.profile)
         return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), Remembering(Sweeps()))
 
     @property

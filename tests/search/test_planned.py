@@ -1,40 +1,36 @@
-"""Candidates with a plan: they take as long as the planner's choice among its own plans, weight gradients aside."""
+"""Candidates with a plan: they take as long as that plan, weight gradients aside."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.planner.writing import written
-from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import AllStages, Ends, Floored
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.solver.stages import Stages
-from tests.solver.test_early_exchanges import mixtral
+from tests.config.jobs import catalogued_job
 
 
-@pytest.mark.parametrize(("memory_gib", "late"), [(20, False), (26, True)])
-def test_replays_while_tokens_travel_are_taken_only_where_the_step_is_shorter(memory_gib: float, late: bool) -> None:
-    """A search took them wherever the solver did, so that a layout could rank by a step that no plan would have chosen."""
-    job, cost = mixtral(memory_gib), LayerCost.of(mixtral(memory_gib))
+def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
+    """Of few micro-batches, from which the others follow."""
+    job, cost = mixtral(), LayerCost.of(mixtral())
     ends = Floored(job, cost, cost.floor(job), offload=False, besides_none=False).closer()
     assert isinstance(ends, Ends)
     stages = ends.closer()
     assert isinstance(stages, AllStages)
     found = stages.closer()
     assert isinstance(found, Candidate)
-    steps_s = [step_s(job, early=early) for early in (True, False)]
-    assert (steps_s[1] < steps_s[0]) == late
-    assert found.step_s - update_s(job, cost.profile) == pytest.approx(min(steps_s), rel=1e-9)
+    plan = written(job, stages.answers, job=job.digest, profile=cost.profile.digest)
+    assert replays_beside_forwards(plan)
+    assert found.step_s - update_s(job, cost.profile) == pytest.approx(rehearse(plan, cost.profile).step_s, rel=1e-9)
 
 
-def step_s(job, *, early: bool) -> float:
-    """Of the plan that may replay in exchanges of forwards, or may not."""
-    profile = analytic_profile(job)
-    stages = Stages(job, profile, early_exchanges=early)
-    plan = written(job, [stages.answer(stage) for stage in range(4)], job=job.digest, profile=profile.digest)
-    assert replays_beside_forwards(plan) == early
-    return rehearse(plan, profile).step_s
+def mixtral() -> Job:
+    layout = {"pipeline": 4, "expert": 8, "distributed_optimizer": True}
+    job = catalogued_job("mixtral-8x7b", "h800-80g", gpus=32, micro=2, batch=256, parallel=layout, policy="planned")
+    model = job.model.model_copy(update={"layers": 16, "implementation": "transformer_engine"})
+    return job.model_copy(update={"model": model, "budget": job.budget.model_copy(update={"memory_gib": 26})})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,6 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config import Job
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import decision
-from megatron_lynx.planner.decision import Decision, with_both_fillers
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -150,28 +147,3 @@ def early(begun: bool) -> Callable[[Choices], Option]:
         return max(seated, key=lambda option: ((len(option.seat.steady) > 1) == begun, len(option.replay)))
 
     return chosen
-
-
-def mixtral(memory_gib: float) -> Job:
-    layout = {"pipeline": 4, "expert": 8, "distributed_optimizer": True}
-    job = catalogued_job("mixtral-8x7b", "h800-80g", gpus=32, micro=2, batch=256, parallel=layout, policy="planned")
-    model = job.model.model_copy(update={"layers": 16, "implementation": "transformer_engine"})
-    return job.model_copy(update={"model": model, "budget": job.budget.model_copy(update={"memory_gib": memory_gib})})
-
-
-@pytest.mark.parametrize(("memory_gib", "better"), [(21, True), (26, False)])
-def test_a_plan_has_them_only_where_its_step_is_shorter(monkeypatch: pytest.MonkeyPatch, memory_gib: float, better: bool) -> None:
-    """A story: what they regenerate is memory, and they are waits, that weight gradients may use better. While the faster replays
-    alone decided, the step of Qwen3 30B-A3B in little memory was 9 % longer."""
-    job, made = mixtral(memory_gib), dict[bool, Decision]()
-
-    def noted(*asked: Any) -> Decision:
-        early = asked[2].early_exchanges
-        made[early] = with_both_fillers(*asked)
-        return made[early]
-
-    monkeypatch.setattr(decision, "with_both_fillers", noted)
-    chosen, other = decision.decide(job, analytic_profile(job)), made[False]
-    assert not replays_beside_forwards(other.plan)
-    assert replays_beside_forwards(chosen.plan) == better
-    assert (chosen.simulation.step_s < other.simulation.step_s) == better
