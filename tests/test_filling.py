@@ -20,6 +20,7 @@ from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.filling import Filler, _waits
 from megatron_lynx.planner.packing import LONG, InTurns, Linear, Put, Ways, ways_of
+from megatron_lynx.planner.slack import Slack
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -104,6 +105,19 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
     read = load_plan(tmp_path / "plan.yaml")
     assert read == found.plan
     assert rehearse(read, profile).step_s == found.simulation.step_s
+
+
+def test_memory_that_one_weight_gradient_takes_is_not_left_for_another():
+    job = tiny_job("gpt", tensor=2)
+    found = decide(job, made_up_profile(job))
+    entry, held = found.plan.stages[0], found.simulation.memory(0)
+    slack = Slack(found.simulation, entry, [entry.layers.first], held.peak_bytes + 10)
+    whole = 0.0, held.times_s[-1]
+    assert slack.takes(6, *whole)
+    assert not slack.takes(6, *whole)
+    assert slack.most_taken_bytes == 6
+    slack.gives_back(6, *whole)
+    assert slack.takes(10, *whole)
 
 
 def test_none_are_deferred_where_none_can_be():
