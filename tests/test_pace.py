@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.pace import Pace, Turns
+from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 
 
 def test_copies_that_take_longer_than_a_half_queue_up() -> None:
@@ -32,3 +32,9 @@ def test_a_replay_ahead_of_time_finds_its_half_back_and_nothing_below_comes_earl
 
 def test_the_last_half_stays() -> None:
     assert [Pace(1, 4).stays(half) for half in (3, 4)] == [False, True]
+
+
+def test_without_a_pace_everything_moves_outside_of_the_passes() -> None:
+    pace = Pace(None, 4)
+    assert [pace.stays(half) for half in (1, 4)] == [False, False]
+    assert [pace.leaves(half, 100, ahead=2) for half in (1, 4)] == [Turns(AFTERWARDS, AFTERWARDS)] * 2

@@ -39,7 +39,9 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
         within = {every or step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk}
         sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk] if False in within else 0
         pace_bytes = entry.offload.pace_bytes if True in within else None
-        if not sets and pace_bytes is None:
+        if pace_bytes is not None:
+            sets += most_in_flight(passes)[entry.chunk] if every else 1 + step.in_turns
+        if not sets:
             continue
         policies[entry.chunk] = OffloadPolicy(
             bytes=entry.offload.bytes,
@@ -50,7 +52,6 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
             avoids_messages=entry.offload.beside_messages == "avoid",
             pace_bytes=pace_bytes,
             all_half_by_half=every,
-            paced_sets=0 if pace_bytes is None else (most_in_flight(passes)[entry.chunk] if every else 1 + step.in_turns),
             layers=(entry.layers.first, len(entry.layers)),
         )
     if not policies or limit is None:

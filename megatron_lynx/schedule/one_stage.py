@@ -1,9 +1,9 @@
 """The order of one stage in a step with flushes, without computing those of the others: a rank needs only its own.
 
-How many micro-batches of each chunk have their offloaded tensors on the host at once: what a stage's host pool must hold.
+How many micro-batches of each chunk have their offloaded tensors on the host at once: what a stage's host memory must hold.
 
-stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves behind its forward, and comes back `prefetch` backwards before
-on the host      1   2   3 |  3               its own, or behind the forward before them. The pool of stage s holds p-1-s sets.
+stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and comes back `prefetch` backwards before its
+on the host      1   2   3 |  3               own, or after the forward before them. The host of stage s holds p-1-s sets.
                               (F3 left, F0 is back)
 """
 

@@ -206,7 +206,7 @@ class Share(NamedTuple):
 
 class Within(NamedTuple):
     """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
-    (`runtime.offload.half_by_half`)."""
+    (`runtime.offload.group`)."""
 
     bytes: tuple[int, ...]
     """Of each chunk."""

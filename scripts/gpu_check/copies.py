@@ -28,7 +28,7 @@ from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.offload.copier import copiers_for
-from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory
 from megatron_lynx.runtime.trace import Trace
 from scripts.gpu_check.part import Answer
 
@@ -64,7 +64,7 @@ class Copies:
         of_runtime = device_for(device)
         self._out, self._back = copiers_for(of_runtime, Trace(of_runtime))
         self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._there = HostPool("a check", of_runtime, HostLimit(4 * self.bytes + 2**20), sets=1).lend(sizes)
+        self._there = HostMemory("a check", of_runtime, HostLimit(4 * self.bytes + 2**20)).lend("a check", sizes)
 
     def start(self, *, out: bool = True, back: bool = True) -> None:
         for tensor, block in zip(self._here, self._there, strict=True):

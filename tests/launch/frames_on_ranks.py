@@ -143,7 +143,7 @@ def _no_reload(installation: Any) -> Iterator[None]:
 
     fresh = OffloadedStorage._fresh
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(OffloadedStorage, "_fresh", lambda storage, sent: fresh(storage, sent).fill_(0x11))
+        patched.setattr(OffloadedStorage, "_fresh", lambda storage: fresh(storage).fill_(0x11))
         patched.setattr(installation.engine.offloader.back, "move", lambda target, source: None)
         yield
 

@@ -50,7 +50,7 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     group = made.open(0, 0)
     handle = group.push(torch.from_numpy(bytes_of_it))
     del bytes_of_it
-    made.depart(group, None)
+    made.leave(group, None)
     del handle
     before = held() is not None
     made.settle()

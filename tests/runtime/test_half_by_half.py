@@ -35,7 +35,7 @@ def code(hidden: Tensor) -> Tensor:
 
 
 def engine_of(size_bytes: int, pace_bytes: int | None, device: Device = CPU) -> Engine:
-    policy = OffloadPolicy(size_bytes, 1, sets=0, pace_bytes=pace_bytes, paced_sets=1, layers=(1, LAYERS))
+    policy = OffloadPolicy(size_bytes, 1, sets=1, pace_bytes=pace_bytes, layers=(1, LAYERS))
     offloader = Offloader({0: policy}, device=device, limit=HostLimit(10**9))
     return Engine(order=lambda microbatches: ORDER, offloader=offloader, device=device)
 

@@ -12,7 +12,7 @@ from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.runtime.device import CpuDevice
 from megatron_lynx.runtime.offload import HostFacts, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.offload.copier import Copier, Owner
-from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostPool, Slab, too_little
+from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, Block, HostLimit, HostMemory, too_little
 from megatron_lynx.runtime.trace import Trace
 from tests.runtime.devices import CPU
 
@@ -69,10 +69,11 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
     limit = HostLimit(10**6)
     made = Offloader({0: OffloadPolicy(6000, 1, 1, 2), 1: OffloadPolicy(900, 1, 1, 1, ragged=True)}, device=CPU, limit=limit)
     made.lock_ahead()
-    assert locked == [6144 + 512] * 2, "of experts it is not known before how much"
+    assert locked == [2 * (6144 + 512)], "of experts it is not known before how much"
     assert made.locked.bytes == limit.held_bytes == sum(locked)
-    made._pool(0).lend([4000, 2000])
-    assert len(locked) == 2
+    lent = [made._lend(0, 0, [4000, 2000]) for _ in range(2)]
+    assert len(locked) == 1
+    lent.clear()
     made.close()
     assert limit.held_bytes == 0
 
@@ -86,12 +87,8 @@ def test_nothing_is_locked_ahead_where_only_just_enough_is_free() -> None:
 
 
 def test_a_host_that_does_not_give_what_it_promised_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked = list[int]()
-
     def lock(device: object, memory: object) -> None:
-        if locked:
-            raise RuntimeError("cudaHostRegister returned 2")
-        locked.append(1)
+        raise RuntimeError("cudaHostRegister returned 2")
 
     monkeypatch.setattr(CpuDevice, "lock", lock)
     limit = HostLimit(10**6)
@@ -102,50 +99,56 @@ def test_a_host_that_does_not_give_what_it_promised_leaves_nothing_locked(monkey
     made.close()
 
 
-def pool(*, limit_bytes: int = 10**6, sets: int = 1) -> HostPool:
-    return HostPool("stage 1", CPU, HostLimit(limit_bytes), sets)
+def memory(*, limit_bytes: int = 10**6) -> HostMemory:
+    return HostMemory("stage 1", CPU, HostLimit(limit_bytes))
+
+
+def sizes_of(blocks: list[Block]) -> list[int]:
+    return [block.tensor.nbytes for block in blocks]
 
 
 def test_blocks_have_the_sizes_asked_for_and_do_not_overlap() -> None:
     """Nothing is rounded up to powers of two, as PyTorch's own page-locked allocator does; blocks begin at multiples of 256."""
-    lender, sizes = pool(sets=2), [3000, 100, 5000]
-    blocks = lender.lend(sizes)
+    lender, sizes = memory(), [3000, 100, 5000]
+    blocks = lender.lend(0, sizes)
     for number, block in enumerate(blocks):
         block.tensor.fill_(number)
-    assert [block.tensor.nbytes for block in blocks] == sizes
+    assert sizes_of(blocks) == sizes
     assert [set(block.tensor.tolist()) for block in blocks] == [{0}, {1}, {2}]
-    assert lender.bytes == 2 * sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    assert lender.bytes == sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    assert {block.tensor.data_ptr() % ALIGNMENT for block in blocks} == {blocks[0].tensor.data_ptr() % ALIGNMENT}
 
 
 def test_best_fit() -> None:
-    lender = pool()
-    lender.lend([4096, 1024, 2048])
-    assert [block.tensor.nbytes for block in lender.lend([900, 2000])] == [1024, 2048]
+    lender = memory()
+    lender.lend(0, [4096, 1024, 2048])
+    assert sizes_of(lender.lend(0, [900, 2000])) == [1024, 2048]
 
 
 def test_best_fit_where_a_size_is_asked_for_more_often_than_there_are_blocks_of_it() -> None:
-    lender = pool()
-    lender.lend([4096, 1024, 1024])
-    assert [block.tensor.nbytes for block in lender.lend([1024, 1024, 1000])] == [1024, 1024, 4096]
+    lender = memory()
+    lender.lend(0, [4096, 1024, 1024])
+    assert sizes_of(lender.lend(0, [1024, 1024, 1000])) == [1024, 1024, 4096]
+    assert sizes_of(lender.lend(0, [1000, 1024, 1024])) == [1024, 1024, 4096]
 
 
 def test_a_block_keeps_the_shape_in_which_it_was_used() -> None:
-    lender, like = pool(), torch.randn(4, 8)
-    (block,) = lender.lend([128])
+    lender, like = memory(), torch.randn(4, 8)
+    (block,) = lender.lend(0, [128])
     shaped = block.like(like)
     assert (shaped.dtype, shaped.shape, shaped.data_ptr()) == (like.dtype, like.shape, block.tensor.data_ptr())
     del block
-    (again,) = lender.lend([128])
+    (again,) = lender.lend(0, [128])
     assert again.like(like) is shaped
     other = again.like(torch.arange(10))
     assert (other.dtype, other.shape, other.data_ptr()) == (torch.int64, (10,), again.tensor.data_ptr())
 
 
 def test_what_is_given_back_is_lent_again() -> None:
-    lender = pool(sets=2)
+    lender = memory()
     addresses = set()
     for _ in range(50):
-        blocks = [*lender.lend([512, 1024]), *lender.lend([512, 1024])]
+        blocks = [*lender.lend(0, [512, 1024]), *lender.lend(0, [512, 1024])]
         addresses |= {block.tensor.data_ptr() for block in blocks}
         blocks.clear()
     assert lender.bytes == 2 * (512 + 1024)
@@ -153,116 +156,134 @@ def test_what_is_given_back_is_lent_again() -> None:
 
 
 def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
-    lender, copier = pool(), Copier("reload", CPU, Trace())
-    (block,) = lender.lend([64])
+    lender, copier = memory(), Copier("reload", CPU, Trace())
+    (block,) = lender.lend(0, [64])
     copy = block.last = copier.start([(torch.empty(64, dtype=torch.uint8), block.tensor)], Owner("stage 1", 0))
     del block
-    assert lender.lend([64])[0].last is copy
+    assert lender.lend(0, [64])[0].last is copy
     copier.close()
 
 
-def test_other_sizes_make_another_slab_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    lender = pool(sets=2)
+def test_larger_sizes_make_other_blocks_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lender = memory()
     with caplog.at_level(logging.WARNING):
-        old = lender.lend([1024, 512])
-        lender.lend([512, 256])
-        assert caplog.messages == [], "smaller ones fit into what is there"
-        lender.lend([2048, 512])
-    assert lender.bytes == 2 * (2048 + 512)
-    assert "stage 1: activations have other sizes than before" in caplog.text
-    assert "3.00 KiB before, 5.00 KiB now" in caplog.text
+        old = [*lender.lend(0, [1024, 512]), *lender.lend(0, [512, 256])]
+        assert caplog.messages == []
+        old.clear()
+        assert sizes_of(lender.lend(0, [700, 600])) == [1024, 1024], "a larger block serves, if it is free"
+        old = lender.lend(0, [1024, 512])
+        larger = lender.lend(0, [2048, 512])
+    assert sizes_of(larger) == [2304, 576], "an eighth more"
+    assert lender.bytes == 2304 + 768
+    assert caplog.messages == ["stage 1: activations have other sizes than before"]
     old[0].tensor.fill_(1)  # lent, so still there
     old.clear()
-    assert [block.tensor.nbytes for block in lender.lend([1024, 512])] == [2048, 512], "old blocks are not lent again"
+    larger.clear()
+    assert sizes_of(lender.lend(0, [1024, 512])) == [2304, 576], "old blocks are not lent again"
+
+
+def test_sizes_that_differ_each_time_are_soon_served_without_more_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """As experts' are. By rank the largest that was asked for counts."""
+    lender = memory()
+    with caplog.at_level(logging.WARNING):
+        for sizes in ([4000, 1000], [3000, 1100], [4400, 600], [4300, 1150], [100, 1200, 4450]):
+            lender.lend(0, sizes, changing=True)
+            held_bytes = lender.bytes
+        for sizes in ([4400, 1200], [1237, 4500, 112], [900]):
+            lender.lend(0, sizes, changing=True)
+    assert lender.bytes == held_bytes
+    assert caplog.messages == []
+
+
+def test_blocks_as_large_as_asked_where_an_eighth_more_is_too_much() -> None:
+    lender = memory(limit_bytes=4096)
+    lender.lend(0, [1024])
+    assert sizes_of(lender.lend(0, [4000])) == [4000]
 
 
 def test_memory_is_locked_for_one_micro_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it was page-locked at the end of the first forward: seconds, for tens of GB, in which the device idled. What is set
-    aside counts from the beginning, so that too little memory is still said at once."""
+    """All of it was page-locked at the end of the first forward: seconds, for tens of GB, in which the device idled."""
     locked = list[int]()
     monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
-    lender, held = pool(sets=3), []
+    lender, held = memory(), []
     for number in range(1, 4):
-        held.append(lender.lend([1024, 512]))
+        held.append(lender.lend(0, [1024, 512]))
         assert locked == [1024 + 512] * number
-        assert lender.bytes == 3 * (1024 + 512)
     held.pop(0)
-    lender.lend([1024, 512])
+    lender.lend(0, [1024, 512])
     assert len(locked) == 3, "what came back is lent again"
 
 
-def test_one_more_micro_batch_makes_room_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    lender = pool(sets=1)
+def test_more_micro_batches_than_planned_make_room_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lender = memory()
+    lender.lock(1024)
     with caplog.at_level(logging.WARNING):
-        lent = [lender.lend([1024]), lender.lend([1024])]
-    assert lender.bytes == 2 * 1024
-    assert "one more micro-batch on the host than before" in caplog.text
-    del lent
+        lent = [lender.lend(0, [1024])]
+        assert caplog.messages == []
+        lent += [lender.lend(0, [1024]), lender.lend(0, [1024])]
+    assert lender.bytes == 3 * 1024
+    (message,) = caplog.messages
+    assert message.startswith("stage 1: more micro-batches on the host than planned; ")
+    assert message.endswith(": 1.00 KiB before, 2.00 KiB now")
 
 
 def test_too_little_memory_is_refused_with_both_numbers() -> None:
-    lender = pool(limit_bytes=5000, sets=2)
+    lender = memory(limit_bytes=5000)
+    lent = lender.lend(0, [1024, 2048])
     with pytest.raises(OffloadError) as refused:
-        lender.lend([1024, 2048])
+        lender.lend(0, [1024, 2048])
     (problem,) = refused.value.problems
     assert problem.where == "stage 1: host memory for offloaded activations"
     assert "5000 bytes" in problem.found
     assert "6144 bytes" in problem.needed
-    assert lender.bytes == 0
+    assert lender.bytes == 3072
+    lent.clear()
+    lender.lend(0, [1024, 2048])
 
 
-def test_chunks_share_what_their_rank_may_hold() -> None:
+def test_stages_of_one_rank_share_what_it_may_hold() -> None:
     """Each within the limit, all of them were not: host memory ran out in the middle of training."""
     limit = HostLimit(5000)
-    pools = [HostPool(f"stage 1, chunk {chunk}", CPU, limit, sets=1) for chunk in range(2)]
-    pools[0].lend([3072])
+    first, second = (HostMemory(f"stage {stage}", CPU, limit) for stage in range(2))
+    first.lend(0, [3072])
     with pytest.raises(OffloadError, match=r"5000 bytes .* available to this rank, needed 6144 bytes"):
-        pools[1].lend([3072])
-    pools[0].lend([4096])
-    assert limit.held_bytes == pools[0].bytes == 4096, "what was replaced is not counted twice"
-    pools[0].clear()
+        second.lend(0, [3072])
+    first.lend(0, [4096])
+    assert limit.held_bytes == first.bytes == 4608, "what was replaced is not counted twice"
+    first.clear()
     assert limit.held_bytes == 0
-    pools[1].lend([3072])
+    second.lend(0, [3072])
 
 
 def test_what_lent_blocks_keep_pinned_was_forgotten() -> None:
     """Blocks that were replaced by larger ones, and were still lent, counted as given back: the host ran out of memory."""
     limit = HostLimit(10_000)
-    lender = HostPool("stage 1", CPU, limit, sets=1)
-    old = lender.lend([4096])
-    new = lender.lend([5120])
-    assert (limit.held_bytes, lender.bytes) == (4096 + 5120, 5120)
-    with pytest.raises(OffloadError, match="needed 13312 bytes"):
-        HostPool("stage 1, chunk 1", CPU, limit, sets=1).lend([4096])
+    lender = HostMemory("stage 1", CPU, limit)
+    old = lender.lend(0, [4096])
+    new = lender.lend(0, [5120])
+    assert (limit.held_bytes, lender.bytes) == (4096 + 5888, 5888)
+    with pytest.raises(OffloadError, match="needed 14080 bytes"):
+        lender.lend(1, [4096])
     old.clear()
-    assert limit.held_bytes == 5120
+    assert limit.held_bytes == 5888
     new.clear()
     lender.clear()
     assert limit.held_bytes == 0
 
 
 def test_what_was_locked_ahead_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each micro-batch has a slab of its own; one for which there is none, and blocks of other sizes, are locked later."""
+    """One slab serves one micro-batch, one half and one chunk after another; sets for which it has no room are locked later."""
     locked = list[int]()
     monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
     limit = HostLimit(10**6)
-    lender = HostPool("stage 1", CPU, limit, sets=3, ahead=[Slab("stage 1", 2048, CPU, limit) for _ in range(2)])
-    held = [lender.lend([1024, 500]) for _ in range(3)]
-    assert locked == [2048, 2048, 1024 + 512]
+    lender = HostMemory("stage 1", CPU, limit)
+    lender.lock(2 * (1024 + 512))
+    held = [lender.lend(key, [1024, 500]) for key in (0, 1, 1)]
+    assert locked == [3072, 1536]
     assert limit.held_bytes == sum(locked)
     assert len({block.tensor.data_ptr() for blocks in held for block in blocks}) == 6
     held.clear()
-    lender.lend([4096])
-    assert limit.held_bytes == 3 * 4096
-
-
-def test_what_was_locked_ahead_serves_one_half_after_another() -> None:
-    limit = HostLimit(10**6)
-    ahead = [Slab("stage 0", 4096, CPU, limit)]
-    halves = [HostPool("stage 0", CPU, limit, sets=1, ahead=ahead) for _ in range(3)]
-    held = [half.lend([1024]) for half in halves[:2]]
-    assert limit.held_bytes == 4096
-    held.append(halves[2].lend([4096]))
-    assert limit.held_bytes == 2 * 4096, "there was no room left for it"
-    addresses = [blocks[0].tensor.data_ptr() for blocks in held]
-    assert addresses[1] - addresses[0] == 1024
+    lender.lend(0, [4096])
+    assert limit.held_bytes == 3072 + 1536 + 4608 + 512, "the smaller block stays"
+    lender.lend(1, [4096])
+    assert limit.held_bytes == 2 * (4608 + 512), "the slab went with the last of its blocks"

@@ -41,12 +41,17 @@ def is_leaving(storage: OffloadedStorage) -> bool:
     return storage._out is not None and storage._original is not None
 
 
+def storages_of(group: OffloadGroup) -> list[OffloadedStorage]:
+    """Those that live, of a micro-batch that has left."""
+    return [storage for sent in group._leaving or group._away for storage in sent.alive()]
+
+
 def there_and_back(made: Offloader, group: OffloadGroup) -> None:
-    made.depart(group, None)
+    made.leave(group, None)
     made.out.drain()
     made.settle()
-    assert not any(is_leaving(storage) for storage in group.storages())
-    made.fetch(group)
+    assert not any(is_leaving(storage) for storage in storages_of(group))
+    group.fetch()
 
 
 @on_every_device
@@ -64,10 +69,10 @@ def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
             tensors = [torch.full((count,), 100.0 * step + 10.0 * number + index, device=where) for index in range(3)]
             in_flight.append((group, pushed(group, *tensors)))
             del tensors
-            made.depart(group, None)
+            made.leave(group, None)
             torch.full((6 * count,), float("nan"), device=where)
         for number, (group, handles) in enumerate(in_flight):
-            made.fetch(group)
+            group.fetch()
             torch.full((6 * count,), float("nan"), device=where)
             for index, handle in enumerate(handles):
                 assert bool((handle.tensor() == 100.0 * step + 10.0 * number + index).all())
@@ -139,7 +144,6 @@ def test_bytes_are_counted_not_tensors() -> None:
         expected = [tensor.clone() for tensor in tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         handles = pushed(group, *tensors)
-        assert group.full
         del tensors
         there_and_back(made, group)
         assert made.take_bytes() == (1000, 1000)
@@ -172,7 +176,7 @@ def test_the_output_of_the_stage_stays() -> None:
         group = made.open(0, 0)
         output, other = torch.randn(64), torch.randn(64)
         handles = pushed(group, output, other)
-        made.depart(group, (output.view(8, 8),))
+        made.leave(group, (output.view(8, 8),))
         assert made.take_bytes()[0] == 256
         assert handles[0].tensor().data_ptr() == output.data_ptr()
 
@@ -184,11 +188,11 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
             groups.append(made.open(number, 0))
             handles += pushed(groups[-1], torch.full((256,), number, dtype=torch.uint8))
             if number == 0:
-                made.depart(groups[0], None)
-        (first,) = groups[0].storages()
+                made.leave(groups[0], None)
+        (first,) = storages_of(groups[0])
         made.settle()
         assert is_leaving(first), "its copy has not ended"
-        made.depart(groups[1], None)
+        made.leave(groups[1], None)
         assert not is_leaving(first)
         assert made.take_waited_s() > 0
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1]
@@ -205,7 +209,7 @@ def test_a_copy_that_fails_ends_the_step_where_it_is_issued() -> None:
         group = made.open(0, 0)
         _handles = pushed(group, torch.zeros(64))
         with pytest.raises(OffloadError, match="copying activations to the host failed"):
-            made.depart(group, None)
+            made.leave(group, None)
 
 
 def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
@@ -213,15 +217,15 @@ def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> 
     made = Offloader({0: policy}, device=asynchronous(), limit=HostLimit(10**7))
     group = made.open(0, 0)
     (handle,) = pushed(group, torch.arange(64.0))
-    made.depart(group, None)
+    made.leave(group, None)
     made.exchange_begins()
     assert made.take_bytes() == (0, 0)
-    made.pass_begins()
+    made._send()
     assert made.take_bytes() == (256, 0)
     assert made.take_waited_s() == 0
     made.exchange_begins()
     assert made.take_waited_s() > 0, "the message comes behind the copy"
-    made.fetch(group)
+    group.fetch()
     assert made.take_bytes() == (0, 256)
     made.exchange_begins()
     assert made.take_waited_s() > 0, "and this one behind the reload"
@@ -234,7 +238,7 @@ def test_storages_are_fetched_last_one_first_and_once() -> None:
     with offloader(10**6) as made:
         group = made.open(0, 0)
         handles = pushed(group, *(torch.full((256,), number, dtype=torch.uint8) for number in range(4)))
-        made.depart(group, None)
+        made.leave(group, None)
         order: list[int] = []
 
         def noted(target: Tensor, source: Tensor) -> None:
@@ -242,8 +246,8 @@ def test_storages_are_fetched_last_one_first_and_once() -> None:
             order.append(int(target[0]))
 
         made.back.move = noted
-        made.fetch(group)
-        made.fetch(group)
+        group.fetch()
+        group.fetch()
         made.back.drain()
         assert order == [3, 2, 1, 0]
         assert made.take_bytes() == (1024, 1024)
@@ -254,7 +258,7 @@ def test_what_was_not_fetched_is_fetched_on_demand() -> None:
     with offloader(10**6) as made:
         group = made.open(0, 0)
         (handle,) = pushed(group, torch.arange(64.0, requires_grad=True).detach().requires_grad_())
-        made.depart(group, None)
+        made.leave(group, None)
         again = on_device(((handle,), {}))[0][0]
         assert again.requires_grad
         assert torch.equal(again.detach(), torch.arange(64.0))
@@ -268,9 +272,9 @@ def test_when_the_graph_goes_everything_goes() -> None:
         for number in range(5):
             group = made.open(number, 0)
             handles = pushed(group, torch.randn(256))
-            made.depart(group, None)
+            made.leave(group, None)
             del handles
-            assert list(group.storages()) == []
+            assert list(storages_of(group)) == []
         assert made.host_bytes == 1024
 
 

@@ -44,19 +44,19 @@ def a_backward_that_does_not_wait() -> Iterator[None]:
 @contextmanager
 def an_original_released_early() -> Iterator[None]:
     """The device's memory is let go as soon as its copy to the host was asked for."""
-    from megatron_lynx.runtime.offload import half_by_half, offloader
+    from megatron_lynx.runtime.offload.group import OffloadGroup
 
-    send = offloader.send
+    send = OffloadGroup.send
 
-    def sending(group: Any, chosen: Any, *args: Any) -> Any:
-        sent = send(group, chosen, *args)
-        for storage, _ in chosen:
-            storage._let_go()
-        return sent
+    def sending(group: Any) -> None:
+        before = len(group._leaving)
+        send(group)
+        for sent in list(group._leaving)[before:]:
+            for storage in sent.alive():
+                storage._let_go()
 
     with ExitStack() as undo:
-        replace_function(undo, offloader, "send", sending)
-        replace_function(undo, half_by_half, "send", sending)
+        replace_function(undo, OffloadGroup, "send", sending)
         yield
 
 
@@ -90,18 +90,18 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
 @contextmanager
 def host_memory_lent_too_early() -> Iterator[None]:
     """A copy out does not come behind the copy back that still reads its block."""
-    from megatron_lynx.runtime.offload.host_memory import HostPool
+    from megatron_lynx.runtime.offload.host_memory import HostMemory
 
-    lend = HostPool.lend
+    lend = HostMemory.lend
 
-    def lending(pool: Any, sizes: Any) -> Any:
-        blocks = lend(pool, sizes)
+    def lending(memory: Any, key: Any, sizes: Any, *, changing: bool = False) -> Any:
+        blocks = lend(memory, key, sizes, changing=changing)
         for block in blocks:
             block.last = None
         return blocks
 
     with ExitStack() as undo:
-        replace_function(undo, HostPool, "lend", lending)
+        replace_function(undo, HostMemory, "lend", lending)
         yield
 
 

@@ -1,13 +1,25 @@
-"""What one micro-batch keeps that may wait in host memory: its offload group, which is its storages, wherever their bytes are.
+"""The activations of one micro-batch that may wait in host memory: its offload group, which is its storages, wherever they are.
 
     tensor ──push──> OffloadedTensor: a view of an OffloadedStorage, which autograd and frames hold instead of the tensor
 
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
-        └── let go when that copy is over             └── waited for      the rest stays in a tensor of its own
+        └── freed when that copy is over              └── waited for      the rest stays in a tensor of its own
 
-Storages of one half go together and come back together: one copy, one wait. A tensor stays where it is if its storage lasts
-(parameters, buffers), or somebody else holds it anyway: masks and rotary tables, which come into a half as arguments, what the
-stage received, and its output.
+Half by half, the copies lie within the micro-batch's own forward and backward:
+
+    forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ... ├─ n ─┤      backward   ├─ n ─┤ ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
+    to host           └[1] 1 ────────[2]  [4]          back                   └[3] 1 ─────────┘[5]
+
+ [1] a half is over: its saved tensors leave until the plan's bytes are reached; its outputs leave with the next half, if at all
+ [2] the half after which it is away by its pace (`pace`) is over: compute waits for its copy, and the originals are freed
+ [3] backward reaches that half, or one a little before, for a recomputation ahead of time: the copy back begins
+ [4] the last half stays, and so do storages made after the plan's bytes are reached: they are needed first
+ [5] a node asks its handle
+
+As a whole, all leaves after the forward, and `Offloader` says when it is away and when it comes back.
+
+Storages of one half are one copy with one wait. A tensor stays where it is if its storage lasts (parameters, buffers), or if
+something else holds it anyway: masks and rotary tables, which come into a half as arguments, the stage's input and its output.
 
 Reloads go into fresh tensors of exactly the original's size: each is freed as soon as backward has passed its node. Two buffers
 that are filled in turns would hold two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
@@ -16,7 +28,8 @@ that are filled in turns would hold two micro-batches' bytes all the time (`benc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,54 +37,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import map_nest
+from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
-from megatron_lynx.runtime.offload.host_memory import Block, HostPool
+from megatron_lynx.runtime.offload.host_memory import Block
 from megatron_lynx.runtime.saved import storage_of, tensors_in
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What the plan says about one chunk, in the runtime's terms."""
+    """How one chunk offloads, from the plan."""
 
     bytes: int
-    """How many bytes of one micro-batch go to the host."""
+    """Bytes of one micro-batch that go to the host."""
     smallest_tensor_bytes: int
     """Smaller storages stay."""
     prefetch: int = 1
-    """How many backwards before its own a micro-batch's group is fetched."""
+    """How many backwards before its own a whole micro-batch is fetched."""
     sets: int = 1
     """Micro-batches that are on the host at once."""
     ragged: bool = False
     """Whether sizes differ from one micro-batch to the next."""
     avoids_messages: bool = False
-    """Whether copies are asked for between the exchanges with other stages only, and exchanges come behind them."""
+    """Whether copies are issued between the exchanges with other stages only, and exchanges wait for them."""
     pace_bytes: int | None = None
-    """How many bytes are copied beside one half's forward, where a micro-batch goes half by half; None: none does, and one whose
-    own backward follows at once stays."""
+    """Bytes that are copied beside one half's forward, where a micro-batch moves half by half; None: none does, and one whose own
+    backward follows at once stays."""
     all_half_by_half: bool = False
-    """Whether every micro-batch goes so, and not only one whose own backward follows at once."""
-    paced_sets: int = 0
-    """Micro-batches that go so and are on the host at once: all in flight, or one, or two where the next one's forward runs in
-    turns with its backward."""
+    """Whether every micro-batch moves half by half, and not only one whose own backward follows at once."""
     layers: tuple[int, int] = (1, 0)
     """The chunk's first layer, and how many it has."""
+
+    def pace(self, *, whole: bool) -> Pace:
+        return Pace(None if whole else self.pace_bytes, len(HALVES) * self.layers[1])
 
 
 class OffloadedStorage:
     """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device.
 
-    Where it was made for a tensor that is all of it, as most are, that tensor is copied, and what comes back is one like it.
-    Otherwise its bytes are.
+    If the tensor it was made for is all of it, as most are, it is copied, and one like it comes back; otherwise its bytes.
     """
 
     def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier, half: int) -> None:
-        """`saved`: a tensor in this storage, the first one that was to go."""
+        """`saved`: a tensor in this storage, the first one that was pushed."""
         self.size_bytes = storage.nbytes()
         self.whole = saved.nbytes == self.size_bytes and saved.is_contiguous()
         """Whether that tensor is all of it."""
         self.half = half
-        """The how-manieth half of its micro-batch's forward made it."""
+        """Index, from 1, of the half that allocated it."""
         self.device = storage.device
         self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
         self._dtype, self._shape = self._original.dtype, self._original.shape
@@ -86,7 +101,7 @@ class OffloadedStorage:
         self._returned: Tensor | None = None
 
     def is_all_of(self, tensor: Tensor) -> bool:
-        """Whether this tensor in its storage is what it was made for."""
+        """Whether this tensor in its storage is the one it was made for."""
         return self.whole and tensor.dtype is self._dtype and tensor.shape == self._shape and tensor.is_contiguous()
 
     @property
@@ -94,43 +109,21 @@ class OffloadedStorage:
         """Whether its original is still on the device."""
         return self._original is not None
 
-    @property
-    def on_host(self) -> bool:
-        """Whether nobody has asked for it back yet."""
-        return self._block is not None
-
-    @property
-    def hosted_bytes(self) -> int:
-        return 0 if self._hosted is None else self._hosted.nbytes
-
-    def settle(self) -> None:
-        """Let the original go if its copy is over."""
-        if self._out is not None and self._original is not None and self._out.done:
-            self._let_go()
-
-    def release(self, out: Copier) -> None:
-        """Let the original go, behind its copy."""
-        if self._out is not None and self._original is not None:
-            out.wait(self._out)
-            self._let_go()
-
     def tensor(self) -> Tensor:
-        """The tensor that it was made for, or its bytes, on the device. Compute that follows comes behind its copy back."""
+        """The tensor that it was made for, or its bytes, on the device. Compute that follows waits for its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
-        if self.on_host:
-            fetch([self])
+        fetch([self])
         if self._back is not None:
             self._copier.wait(self._back)
             self._back = None
-            if self._original is not None:
-                self._let_go()
+            self._let_go()
         assert self._returned is not None
         return self._returned
 
     def _let_go(self) -> None:
-        """Its copy to the host is over, on the device's timeline too."""
+        """Free the original: its copy to the host is over, or compute waits for it."""
         if self._out is not None:
             self._out.release()
         self._original = None
@@ -167,7 +160,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class OffloadedTensor:
-    """A tensor that is an offloaded storage, or a view of it: what autograd and frames hold instead of it."""
+    """A tensor that is an offloaded storage, or a view of it. Autograd and frames hold it instead of the tensor."""
 
     __slots__ = ("requires_grad", "storage", "view")
 
@@ -201,35 +194,67 @@ def on_device(value: Any) -> Any:
     return map_nest(OffloadedTensor, lambda one: one.tensor().detach().requires_grad_(one.requires_grad), value)
 
 
+_Known = weakref.ref[OffloadedStorage]
+
+
+class _Sent(NamedTuple):
+    """One copy to the host. The graph may drop its storages before it is over."""
+
+    turns: Turns
+    copy: Copy
+    storages: list[_Known]
+
+    def alive(self) -> list[OffloadedStorage]:
+        return [storage for known in self.storages if (storage := known()) is not None]
+
+
 @dataclass(eq=False)
 class OffloadGroup:
-    """The storages of one forward of one chunk, in the order in which they were made."""
+    """The storages of one forward of one chunk, in the order in which they were made, and their copies. `lend`: of (index of a
+    half, or 0 as a whole; sizes)."""
 
     owner: Owner
     policy: OffloadPolicy
-    pool: HostPool
+    pace: Pace
+    lend: Callable[[int, Sequence[int]], Sequence[Block]]
     device: torch.device
+    out: Copier
     back: Copier
     lasting: set[int]
     half: int = 0
-    """The how-manieth half of the forward runs."""
-    out: bool = False
-    """Whether storages went to the host that nobody has asked for back yet."""
+    """Index, from 1, of the half whose forward came last."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
-    _storages: list[tuple[int, weakref.ref[OffloadedStorage]]] = field(default_factory=list)
-    """All that were made, with their addresses."""
-    _at: dict[int, weakref.ref[OffloadedStorage]] = field(default_factory=dict)
-    """The newest one at each address: one that was let go, or died, leaves it to another."""
-    _made_bytes: int = 0
-    """Bytes of all that were made, those that died included."""
+    _storages: list[tuple[int, _Known]] = field(default_factory=list)
+    """Those that may still leave, with their addresses."""
+    _at: dict[int, _Known] = field(default_factory=dict)
+    """The newest one at each address: one that was freed leaves it to another."""
+    _chosen_bytes: int = 0
+    _chosen: list[tuple[Turns, _Known, int]] = field(default_factory=list)
+    """Storages that leave with the next copies, with bytes of each."""
+    _leaving: deque[_Sent] = field(default_factory=deque)
+    """Copies whose originals may still be here."""
+    _away: list[_Sent] = field(default_factory=list)
+    """Copies that were not fetched."""
+
+    # --- recording -----------------------------------------------------------------------------------------------------
+
+    def half_begins(self, key: FrameKey, arguments: Any) -> OffloadGroup | None:
+        """Where the saved tensors of this half go; None where all of them stay."""
+        self.half = self._place(key)
+        if self._chosen_bytes >= self.policy.bytes or self.pace.stays(self.half):
+            return None
+        input_stays = self.half == 1 and not self.pace.whole  # Megatron holds the chunk's input until its forward is over
+        for index, tensor in enumerate(tensors_in(arguments)):
+            if index > 0 or tensor.is_leaf or input_stays:  # masks and tables, which layers share; what the stage received
+                self.leave([tensor])
+        return self
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Somebody else holds these until backward."""
+        """Something else holds these until backward."""
         self._staying |= {storage_of(tensor): tensor for tensor in tensors}
 
     def push(self, tensor: Tensor) -> OffloadedTensor | Tensor:
-        """What to hold instead of a tensor that may go to the host, and the tensor itself, without its graph, for one that may
-        not."""
+        """A handle to hold instead of a tensor that may go to the host; the tensor itself, without its graph, if it may not."""
         storage = self._going(tensor)
         if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -240,44 +265,14 @@ class OffloadGroup:
             offloaded = OffloadedStorage(tensor, storage, self.owner, self.back, self.half)
             self._at[address] = weakref.ref(offloaded)
             self._storages.append((address, self._at[address]))
-            self._made_bytes += offloaded.size_bytes
         return OffloadedTensor(tensor, offloaded)
 
     def push_all(self, value: Any) -> Any:
         """The same nest with `OffloadedTensor`s in place of tensors that may go."""
         return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.push(tensor), value)
 
-    def storages(self) -> Iterator[OffloadedStorage]:
-        """The storages that live."""
-        yield from (storage for _, known in list(self._storages) if (storage := known()) is not None)
-
-    @property
-    def full(self) -> bool:
-        """Whether more storages would stay anyway."""
-        most_bytes = self.policy.bytes
-        return self._made_bytes >= most_bytes and sum(storage.size_bytes for storage in self.storages()) >= most_bytes
-
-    def chosen(self, outputs: Any) -> list[tuple[OffloadedStorage, int]]:
-        """Which storages go, and how many bytes of each."""
-        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
-        self._staying.clear()
-        return within(
-            self.policy.bytes,
-            (storage for at, known in self._storages if at not in kept_outputs and (storage := known()) is not None),
-        )
-
-    def take_made(self, outputs: Any) -> list[OffloadedStorage]:
-        """The storages that were made since this was last asked. What a half put out is somebody else's, too: the next time."""
-        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
-        made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
-        return [storage for at, known in made if at not in kept_outputs and (storage := known()) is not None]
-
-    def forward_is_over(self) -> None:
-        """What others hold until backward is theirs from now on."""
-        self._staying.clear()
-
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
-        """Whether a tensor is one that can go: its own, large enough (or of `any_size`), plain, and held by nobody else."""
+        """Whether a tensor can go: its own, large enough (or of `any_size`), plain, and held by nothing else."""
         return self._going(tensor, any_size=any_size) is not None
 
     def _going(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
@@ -291,60 +286,106 @@ class OffloadGroup:
             return None
         address = storage.data_ptr()
         held = self._staying.get(address)
-        stays = held is not None and storage_of(held) == address  # what a node was given Megatron may have let go since
+        stays = held is not None and storage_of(held) == address  # Megatron may have freed a node's input since
         return None if stays or address in self.lasting else storage
 
+    # --- copies --------------------------------------------------------------------------------------------------------
 
-class Sent(NamedTuple):
-    """One copy to the host, and the storages that it is of; their graph may let them die before it is over."""
+    def half_ends(self, key: FrameKey, outputs: Any, ahead: int) -> None:
+        """A half's forward is over. `ahead`: how many halves before its own backward a recomputation of it may begin."""
+        self.half = self._place(key)
+        self.release(self.half)
+        if not self.pace.stays(self.half):
+            self._choose(outputs, ahead)
+        if not self.pace.whole:
+            self.send()  # [1]
 
-    copy: Copy
-    storages: list[weakref.ref[OffloadedStorage]]
+    def forward_ends(self, output: Any) -> None:
+        """The forward is over, and with it what others hold until then."""
+        self._staying.clear()
+        if self.pace.whole:
+            self._choose(output)
+        else:
+            self.release(self.pace.halves)
 
-    def alive(self) -> list[OffloadedStorage]:
-        return [storage for known in self.storages if (storage := known()) is not None]
+    def send(self) -> None:
+        """Copy the storages that were chosen to the host, those of one half at once. Raises `OffloadError`."""
+        chosen, self._chosen = self._chosen, []
+        leaving = [(turns, storage, size) for turns, known, size in chosen if (storage := known()) is not None]
+        sizes = [size for *_, size in leaving]
+        with naming("offload", self.owner, sum(sizes)):
+            blocks = self.lend(0 if self.pace.whole else self.half, sizes) if sizes else ()
+        for _, of_half in groupby(zip(leaving, blocks, strict=True), key=lambda one: one[0][1].half):
+            self._send([(*one, block) for one, block in of_half])
 
+    def settle(self) -> None:
+        """Free originals whose copies are over."""
+        while self._leaving and self._leaving[0].copy.done:
+            self._release(self._leaving.popleft())
 
-def within(most_bytes: int, storages: Iterable[OffloadedStorage]) -> list[tuple[OffloadedStorage, int]]:
-    """How many bytes of each may go until so many are reached."""
-    chosen = []
-    for storage in storages:
-        if most_bytes <= 0:
-            break
-        chosen.append((storage, min(most_bytes, storage.size_bytes)))
-        most_bytes -= storage.size_bytes
-    return chosen
+    def release(self, place: int = AFTERWARDS) -> None:
+        """Free originals that are away when the half at `place` is over, after their copies."""
+        while self._leaving and self._leaving[0].turns.away <= place:
+            self._release(self._leaving.popleft())  # [2]
 
+    def fetch(self, place: int = 1) -> None:
+        """Copy back the storages whose turn it is when backward reaches the half at `place`, the last one first."""
+        while self._away and self._away[-1].turns.back >= place:
+            fetch(self._away.pop().alive())  # [3]
 
-def send(group: OffloadGroup, chosen: Sequence[tuple[OffloadedStorage, int]], pool: HostPool, out: Copier) -> list[Sent]:
-    """Copy so many bytes of each storage to the host, those of one half all at once. Raises `OffloadError`."""
-    sizes = [size for _, size in chosen]
-    with naming("offload", group.owner, sum(sizes)):
-        departing = [(*one, block) for one, block in zip(chosen, pool.lend(sizes), strict=True)]
-        return [_send_half(list(of_half), group.owner, out) for _, of_half in groupby(departing, key=lambda one: one[0].half)]
+    def backward_reaches(self, key: FrameKey) -> None:
+        """A half's backward begins."""
+        self.fetch(self._place(key))
 
+    def _place(self, key: FrameKey) -> int:
+        """Index, from 1, of a half in its chunk."""
+        layer, half = key
+        return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1
 
-def _send_half(departing: Sequence[tuple[OffloadedStorage, int, Block]], owner: Owner, out: Copier) -> Sent:
-    pairs = [storage._going(block, size_bytes) for storage, size_bytes, block in departing]
-    copy = out.start(pairs, owner, [block.last for _, _, block in departing])
-    for storage, _, block in departing:
-        storage._out = block.last = copy
-    return Sent(copy, [weakref.ref(storage) for storage, _, _ in departing])
+    def _choose(self, outputs: Any, ahead: int = 1) -> None:
+        """Storages made since the last call leave next, until the plan's bytes are reached; those of `outputs` stay for the next
+        call."""
+        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
+        made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
+        chosen, left_bytes = [], self.policy.bytes - self._chosen_bytes
+        for address, known in made:
+            storage = None if address in kept_outputs else known()
+            if storage is not None and left_bytes > 0 and storage.size_bytes:
+                chosen.append((known, min(left_bytes, storage.size_bytes)))
+                left_bytes -= chosen[-1][1]
+        size_bytes = sum(size for _, size in chosen)
+        if chosen:
+            self._chosen_bytes += size_bytes
+            turns = self.pace.leaves(self.half, size_bytes, ahead)
+            self._chosen += [(turns, *one) for one in chosen]
+
+    def _send(self, departing: Sequence[tuple[Turns, OffloadedStorage, int, Block]]) -> None:
+        with naming("offload", self.owner, sum(size for *_, size, _ in departing)):
+            pairs = [storage._going(block, size) for _, storage, size, block in departing]
+        copy = self.out.start(pairs, self.owner, [block.last for *_, block in departing])
+        for _, storage, _, block in departing:
+            storage._out = block.last = copy
+        sent = _Sent(departing[0][0], copy, [weakref.ref(storage) for _, storage, _, _ in departing])
+        self._leaving.append(sent)
+        self._away.append(sent)
+
+    def _release(self, sent: _Sent) -> None:
+        if storages := sent.alive():
+            self.out.wait(sent.copy)
+            for storage in storages:
+                storage._let_go()
 
 
 def fetch(storages: Iterable[OffloadedStorage]) -> None:
-    """Copy back what of these is on the host, the last one first, those of one half all at once."""
-    on_host = [storage for storage in reversed(list(storages)) if storage.on_host]
-    for _, of_half in groupby(on_host, key=lambda storage: storage.half):
-        _fetch_half(list(of_half))
-
-
-def _fetch_half(storages: Sequence[OffloadedStorage]) -> None:
-    copier, owner = storages[0]._copier, storages[0]._owner
-    with naming("reload", owner, sum(storage.hosted_bytes for storage in storages)):
-        pairs = [storage._coming() for storage in storages]
-    back = copier.start(pairs, owner, [storage._out for storage in storages])
-    for storage in storages:
+    """Start one copy back of those storages of a half that are on the host, the last one first."""
+    coming = [storage for storage in reversed(list(storages)) if storage._block is not None]
+    if not coming:
+        return
+    copier, owner = coming[0]._copier, coming[0]._owner
+    with naming("reload", owner, sum(storage.size_bytes for storage in coming)):
+        pairs = [storage._coming() for storage in coming]
+    back = copier.start(pairs, owner, [storage._out for storage in coming])
+    for storage in coming:
         assert storage._block is not None
         storage._back = storage._block.last = back
         storage._block = None

@@ -1,23 +1,21 @@
-"""Host memory for offloaded activations: how much of it one rank may hold, and blocks of exact sizes, lent again and again.
+"""Host memory for offloaded activations: a rank's limit, and blocks that are lent again and again.
 
-    a rank's limit        the least, over all that it takes from, of  (free - reserve) / ranks that take from it; all ranks have
-                          heard from each other what they take from (`free_memory`), and how large their training state is
-    reserve               a tenth of what is free, for page cache and data loaders, or what the ranks' states take, if that is
-                          more: an asynchronous checkpoint copies them to the host, and an optimizer on the CPU has them there
+    a rank's limit     the least, over all that it takes from, of  (free - reserve) / ranks that take from it; ranks tell each
+                       other what they take from (`free_memory`), and how large their training state is
+    reserve            a tenth of the free memory, for page cache and data loaders, or the ranks' states if these are larger: an
+                       asynchronous checkpoint copies them to the host, and an optimizer on the CPU has them there
 
-    before step 1         bytes known, sizes not ──> a slab is locked ahead for each micro-batch   ┌───────────┐┌───────────┐
-    first micro-batch     sizes known ──> room for `sets` micro-batches is set aside, in these     ┌────┬──┬───┐┌────┬──┬───┐
-    every micro-batch     lend: for each size the smallest free block that holds it;               └────┴──┴───┘└────┴──┴───┘
-                          where none is, and room is left, one more slab: one micro-batch's
-    a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
-    other sizes           a new slab; the old one goes, and counts, with the last of its blocks, and the log says so once: from
-                          then on, and of experts from the first, blocks only grow
+    before step 1      bytes known, sizes not:   a slab of the plan's bytes is page-locked       ┌──────────────────────────┐
+    lend               the smallest free block of the same shelf that fits; if one is missing,   ├────┬──┬───┬────┬──┬───┐  │
+                       a set of blocks for all that is asked is cut from the slab                └────┴──┴───┴────┴──┴───┴──┘
+    slab used up       one more slab, as large as the set
+    a block's end      it is free; the next copy into it waits for the one that still reads it
+    larger sizes       the shelf is replaced; its slab goes with the last of its blocks. From then on, and for experts from the
+                       first change, blocks are an eighth larger than asked, so that they soon fit whatever comes
 
-Page-locking takes the host seconds for tens of GB, and longer where all ranks of a host do it at once: so before the first step,
-as far as a plan says how much it will be (`Slab.cut`). What is not known then is locked for one micro-batch at a time.
-
-PyTorch's own page-locked allocator rounds up to powers of two; a slab is as large as what was asked for, up to pages. Slabs do
-not come from PyTorch's allocators, so no counter takes them for activations.
+A shelf is for one half of a chunk, or for whole micro-batches of a chunk, whose sizes repeat. Page-locking takes the host seconds
+for tens of GB, and longer where all ranks of a host do it at once. PyTorch's page-locked allocator rounds up to powers of two; a
+slab is as large as asked, up to pages, and is not counted as activations.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
-from bisect import bisect_left
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -44,13 +41,13 @@ from megatron_lynx.units import format_bytes
 log = logging.getLogger(__name__)
 
 RESERVE = 10
-"""One of so many parts of what is free is left alone."""
+"""One part in so many of the free memory is left alone."""
 
 ALIGNMENT = 256
-"""Bytes; where blocks begin."""
+"""Bytes; blocks begin at multiples."""
 
 MANY = 256
-"""Blocks are taken to have so many units at least, where a plan lets smaller ones go: what lies ahead is a guess then."""
+"""Blocks are assumed to have so many units of `ALIGNMENT` on average at least, where a plan offloads smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,18 @@ class HostFacts:
 
 @dataclass
 class HostLimit:
-    """What one rank may hold of its host's memory, all its pools together."""
+    """How much of its host's memory one rank may hold."""
 
     most_bytes: int
     held_bytes: int = 0
     words: str = ""
     """Where the limit comes from, for messages."""
 
+    @property
+    def free_bytes(self) -> int:
+        return self.most_bytes - self.held_bytes
+
     def gives_back(self, size_bytes: int) -> None:
-        """So much is not held any more."""
         self.held_bytes -= size_bytes
 
 
@@ -103,12 +103,14 @@ def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
 
 
 class Slab:
-    """One stretch of host memory, page-locked for the device. It goes, and counts no more, when nobody holds it or its blocks.
+    """Page-locked host memory. It is freed, and counts no more, when neither it nor any of its blocks is referenced.
 
-    Raises `OffloadError` where the host has none. `where`: whose it is, for that.
+    Raises `OffloadError` where the host has too little. `where`: whose it is, for messages.
     """
 
     def __init__(self, where: str, size_bytes: int, device: Device, limit: HostLimit) -> None:
+        if size_bytes > limit.free_bytes:
+            raise too_little(where, limit.held_bytes + size_bytes, limit)
         try:
             self.tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
             device.lock(self.tensor)
@@ -118,18 +120,13 @@ class Slab:
         weakref.finalize(self, device.unlock, self.tensor).atexit = False
         limit.held_bytes += size_bytes
         weakref.finalize(self, limit.gives_back, size_bytes).atexit = False
-        self._used_bytes = 0
+        self.left_bytes = size_bytes
 
-    @property
-    def left_bytes(self) -> int:
-        return self.tensor.nbytes - self._used_bytes
-
-    def cut(self, size_bytes: int) -> Tensor | None:
-        """The next so many bytes; None where not as many are left."""
-        if size_bytes > self.left_bytes:
-            return None
-        start, self._used_bytes = self._used_bytes, self._used_bytes + size_bytes
-        return self.tensor[start : self._used_bytes]
+    def cut(self, size_bytes: int) -> Tensor:
+        """The next `size_bytes`; the block after it begins at a multiple of `ALIGNMENT`."""
+        start = self.tensor.nbytes - self.left_bytes
+        self.left_bytes -= _aligned(size_bytes)
+        return self.tensor[start : start + size_bytes]
 
 
 class _Shelved(NamedTuple):
@@ -137,172 +134,135 @@ class _Shelved(NamedTuple):
     slab: Slab
     reader: Copy | None
     shaped: Tensor
-    """The same memory with the type and shape of the tensor that had it last."""
+    """The same memory with the type and shape of its last tensor."""
 
 
 class Block:
-    """Host memory that one storage's bytes have until the block is dropped."""
+    """Host memory of one storage, until the block is dropped."""
 
-    def __init__(self, shelved: _Shelved, shelf: deque[_Shelved]) -> None:
+    def __init__(self, shelved: _Shelved, returned: list[_Shelved]) -> None:
         self.tensor = shelved.tensor
         self.last: Copy | None = shelved.reader
         """The last copy that uses it; the next one is ordered after it."""
         self._slab = shelved.slab
         self._shaped = shelved.shaped
-        self._shelf = shelf
+        self._returned = returned
 
     def like(self, tensor: Tensor) -> Tensor:
-        """The beginning of the block, as a tensor with the type and shape of this contiguous one."""
+        """The beginning of the block, with the type and shape of this contiguous tensor."""
         if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
             self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return self._shaped
 
     def __del__(self) -> None:
-        self._shelf.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
+        self._returned.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
 
 
-class HostPool:
-    """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before.
+class _Shelf:
+    """Blocks for sets of the same `sizes`, largest first."""
 
-    `ragged`: their sizes differ from one micro-batch to the next, as what experts keep does. Then blocks are a little larger than
-    asked for, and never become smaller, so that soon no micro-batch asks for others. `ahead`: slabs that were locked before sizes
-    were known, for this pool and others; each takes what it needs of them.
-    """
-
-    def __init__(
-        self, where: str, device: Device, limit: HostLimit, sets: int, *, ragged: bool = False, ahead: list[Slab] | None = None
-    ) -> None:
-        self.where = where
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.set_bytes = sum(map(_aligned, sizes))
         self.bytes = 0
-        """Set aside: of all blocks in use, and of those still to be made. Not of those that were replaced and are still lent."""
-        self._ahead = [] if ahead is None else ahead
-        self._device = device
-        self._limit = limit
-        self._sets = max(1, sets)
-        self._ragged = ragged
-        self._made = 0
-        """Sets whose blocks are there."""
-        self._promised_bytes = 0
-        """Bytes of the slabs that are still to be made."""
-        self._pieces: list[tuple[Slab, Tensor]] = []
-        """Parts of slabs that were locked ahead, each of which has room for one micro-batch's blocks."""
-        self._sizes: list[int] = []
-        self._shelves: defaultdict[int, deque[_Shelved]] = defaultdict(deque)
-        """Free blocks, by size. A block goes back to where it was taken from."""
+        """Bytes of all its blocks."""
+        self._free: list[_Shelved] = []
+        """By size."""
+        self._returned: list[_Shelved] = []
+        """Blocks that came back, at any time: a destructor must not sort."""
 
-    def lend(self, sizes: Sequence[int]) -> list[Block]:
-        """A block of at least each size. Raises `OffloadError` where the host has no room for as many."""
-        chosen = self._fitting(sizes)
-        if chosen is None:
-            if self._made == self._sets or not self._known(sizes):
-                self._make_room(sizes)
-            self._make_blocks()
-            chosen = self._fitting(sizes)
-        assert chosen is not None, f"{self.where}: no room for {sizes} after it was made"
-        return [Block(shelved, self._shelves[shelved.tensor.nbytes]) for shelved in chosen]
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether a set has a block for each size."""
+        ordered = sorted(sizes, reverse=True)
+        return len(ordered) <= len(self.sizes) and all(a <= b for a, b in zip(ordered, self.sizes, strict=False))
 
-    def clear(self) -> None:
-        """Give everything back that is not lent. A slab of which a block is lent counts until that one comes back."""
-        self._limit.held_bytes -= self._promised_bytes
-        self._shelves, self._sizes, self.bytes, self._made = defaultdict(deque), [], 0, 0
-        self._promised_bytes, self._pieces = 0, []
+    def add_set(self, slab: Slab) -> None:
+        self.bytes += self.set_bytes
+        for size in self.sizes:
+            piece = slab.cut(size)
+            insort(self._free, _Shelved(piece, slab, None, piece), key=_size)
 
-    def _fitting(self, sizes: Sequence[int]) -> list[_Shelved] | None:
-        """Those of just these sizes, as for every micro-batch like the one before; else best fit, largest first. None, with
-        nothing taken, where one size finds no block."""
-        shelves = self._shelves
-        if all(len(shelves.get(size, ())) >= count for size, count in Counter(sizes).items()):
-            return [shelves[size].popleft() for size in sizes]
-        free = [shelf.popleft() for shelf in list(shelves.values()) for _ in range(len(shelf))]
-        free.sort(key=_size)
-        left, chosen = list(free), {}
-        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            at = bisect_left(left, sizes[index], key=_size)
+    def take(self, sizes: Sequence[int]) -> list[Block] | None:
+        """The smallest block that fits each size; None, and nothing is taken, where one size finds none."""
+        while self._returned:
+            insort(self._free, self._returned.pop(), key=_size)
+        left, chosen = list(self._free), list[_Shelved]()
+        for size in sizes:
+            at = bisect_left(left, size, key=_size)
             if at == len(left):
-                self._put_back(free)
                 return None
-            chosen[index] = left.pop(at)
-        self._put_back(left)
-        return [chosen[index] for index in range(len(sizes))]
+            chosen.append(left.pop(at))
+        self._free = left
+        return [Block(shelved, self._returned) for shelved in chosen]
 
-    def _put_back(self, shelved: Sequence[_Shelved]) -> None:
-        for each in shelved:
-            self._shelves[_size(each)].append(each)
 
-    def _known(self, sizes: Sequence[int]) -> bool:
-        """Whether a micro-batch with these fits into a slab."""
-        ordered = sorted(sizes, reverse=True)
-        return len(ordered) <= len(self._sizes) and all(a <= b for a, b in zip(ordered, self._sizes, strict=False))
+class HostMemory:
+    """The host memory of one stage."""
 
-    def _make_room(self, sizes: Sequence[int]) -> None:
-        """Set memory aside. Raises `OffloadError` where the host has too little."""
-        before = self.bytes
-        if self._known(sizes):
-            self._set_aside(1)
-            self._sets += 1
-            log.warning("%s: one more micro-batch on the host than before; %s", self.where, self._change(before))
-            return
-        known = self._sizes
-        self.clear()
-        self._sizes = self._roomier(known, sizes) if self._ragged else sorted(sizes, reverse=True)
-        self._set_aside(self._sets)
-        if before and not self._ragged:
-            log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
-            self._ragged = True  # sequences of changing length: sizes that come and go must not be made room for again and again
-        else:
-            log.info("%s: %s", self.where, self._change(before))
-
-    def _roomier(self, known: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """By place in the order of sizes the most that was asked for, and an eighth more; as asked where that is too much."""
-        ordered = sorted(sizes, reverse=True)
-        most = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in ordered), fillvalue=0)]
-        free_bytes = self._limit.most_bytes - self._limit.held_bytes + sum(slab.left_bytes for slab in self._ahead)
-        return most if self._sets * sum(map(_aligned, most)) <= free_bytes else ordered
-
-    def _change(self, before: int) -> str:
-        return f"host memory for offloaded activations: {format_bytes(before)} before, {format_bytes(self.bytes)} now"
+    def __init__(self, where: str, device: Device, limit: HostLimit) -> None:
+        self._where, self._device, self._limit = where, device, limit
+        self._locked: Slab | None = None
+        """Locked before sizes were known, while it has room."""
+        self._planned_bytes: int | None = None
+        """Until the blocks exceed them."""
+        self._shelves: dict[Hashable, _Shelf] = {}
 
     @property
-    def _rooms(self) -> list[int]:
-        """Bytes of one micro-batch's blocks in a slab."""
-        return [_aligned(size) for size in self._sizes]
+    def bytes(self) -> int:
+        """Bytes of all blocks, but for those that were replaced and are still lent."""
+        return sum(shelf.bytes for shelf in self._shelves.values())
 
-    def _set_aside(self, sets: int) -> None:
-        """Count what so many micro-batches need beyond what was locked ahead. Raises `OffloadError` where that is too much."""
-        room_bytes = sum(self._rooms)
-        pieces = [piece for _ in range(sets) if (piece := self._cut_ahead(room_bytes)) is not None]
-        promised_bytes = (sets - len(pieces)) * room_bytes
-        if self._limit.held_bytes + promised_bytes > self._limit.most_bytes:
-            raise too_little(self.where, self._limit.held_bytes + promised_bytes, self._limit)
-        self.bytes += sets * room_bytes
-        self._limit.held_bytes += promised_bytes
-        self._promised_bytes += promised_bytes
-        self._pieces += pieces
+    def lock(self, size_bytes: int) -> None:
+        """Page-lock memory from which blocks are cut later. Raises `OffloadError` where the host does not give it."""
+        self._locked, self._planned_bytes = Slab(self._where, size_bytes, self._device, self._limit), size_bytes
 
-    def _cut_ahead(self, size_bytes: int) -> tuple[Slab, Tensor] | None:
-        """So many bytes of a slab that was locked ahead. One that has no room for them is left to whom it has served."""
-        while self._ahead:
-            if (piece := self._ahead[0].cut(size_bytes)) is not None:
-                return self._ahead[0], piece
-            self._ahead.pop(0)
-        return None
+    def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> list[Block]:
+        """A block of at least each size, from the shelf `key`. `changing`: sizes are known to differ from one time to the next.
 
-    def _make_blocks(self) -> None:
-        """Cut blocks for one micro-batch out of what was set aside."""
-        slab, piece = self._pieces.pop(0) if self._pieces else self._new_slab()
-        self._made += 1
-        start = 0
-        for size, room in zip(self._sizes, self._rooms, strict=True):
-            room_for_it = piece[start : start + size]
-            self._put_back([_Shelved(room_for_it, slab, None, room_for_it)])
-            start += room
+        Raises `OffloadError` where the host has too little.
+        """
+        if key not in self._shelves or (blocks := self._shelves[key].take(sizes)) is None:
+            self._grow(key, sizes, changing)
+            blocks = self._shelves[key].take(sizes)
+            assert blocks is not None, f"{self._where}: no blocks for {sizes} after they were made"
+        return blocks
 
-    def _new_slab(self) -> tuple[Slab, Tensor]:
-        room_bytes = sum(self._rooms)
-        self._limit.held_bytes -= room_bytes  # promised until now; a slab counts itself
-        self._promised_bytes -= room_bytes
-        slab = Slab(self.where, room_bytes, self._device, self._limit)
-        return slab, slab.tensor
+    def clear(self) -> None:
+        """Free all memory that is not lent. A slab of which a block is lent counts until that one comes back."""
+        self._shelves, self._locked = {}, None
+
+    def _grow(self, key: Hashable, sizes: Sequence[int], changing: bool) -> None:
+        before = self.bytes
+        if key not in self._shelves:
+            self._shelves[key] = _Shelf(sorted(sizes, reverse=True))
+        elif not self._shelves[key].fits(sizes):
+            old = self._shelves.pop(key)
+            known, sets = old.sizes, old.bytes // old.set_bytes
+            del old  # its memory may be needed for the next one
+            self._shelves[key] = _Shelf(self._roomier(known, sorted(sizes, reverse=True), sets))
+            if not changing:
+                log.warning("%s: activations have other sizes than before", self._where)
+                self._planned_bytes = None
+        shelf = self._shelves[key]
+        shelf.add_set(self._room(shelf.set_bytes))
+        said = "host memory for offloaded activations", format_bytes(before), format_bytes(self.bytes)
+        if self._planned_bytes is not None and self.bytes > self._planned_bytes:
+            log.warning("%s: more micro-batches on the host than planned; %s: %s before, %s now", self._where, *said)
+            self._planned_bytes = None
+        else:
+            log.info("%s: %s: %s before, %s now", self._where, *said)
+
+    def _roomier(self, known: Sequence[int], sizes: Sequence[int], sets: int) -> list[int]:
+        """By rank the largest size that was asked, and an eighth more; as asked where that is too much for so many sets."""
+        most = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in sizes), fillvalue=0)]
+        locked_bytes = self._locked.left_bytes if self._locked is not None else 0
+        return most if sets * sum(map(_aligned, most)) <= self._limit.free_bytes + locked_bytes else list(sizes)
+
+    def _room(self, set_bytes: int) -> Slab:
+        if self._locked is not None and self._locked.left_bytes >= set_bytes:
+            return self._locked
+        self._locked = None  # it goes with its blocks
+        return Slab(self._where, set_bytes, self._device, self._limit)
 
 
 def _size(shelved: _Shelved) -> int:
@@ -314,6 +274,6 @@ def _aligned(size_bytes: int) -> int:
 
 
 def bytes_ahead(policy_bytes: int, smallest_tensor_bytes: int) -> int:
-    """What the blocks for so many bytes need at most, in tensors of at least that size: each may leave a part of its last one."""
+    """The most bytes of blocks for so many bytes, in tensors of at least that size: each may leave a part of its last unit."""
     tensors = policy_bytes // max(smallest_tensor_bytes, MANY * ALIGNMENT) + 2
     return _aligned(policy_bytes) + tensors * ALIGNMENT
