@@ -390,7 +390,7 @@ def at_halves(plan: Plan, profile: Profile, stage: int) -> list[int]:
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
-    """The pool is made anew, and says so; from the first other length on its blocks only grow, and soon nothing is made any more.
+    """Host memory is made anew, and says so; from the first other length on its blocks only grow, and soon none is made.
     What evaluates between the steps copies nothing."""
     longer, shorter = {"microbatches": 6, "seq": 32}, {"microbatches": 2}
     shapes: list[dict[str, Any]] = [{"microbatches": 2}, {"microbatches": 6}, longer, shorter, longer, shorter]
