@@ -107,14 +107,11 @@ def rate_for(ratio: float, job: Job, plan: Plan, profile: Profile) -> float:
 
 def measured_ratio(laps: dict[str, Lap]) -> float:
     """Mean backward wait of the windows that the plan uses, with nothing in them, over the mean replay."""
-    ahead = [event for event in laps["ours"].events if event["kind"] == "replay"]
-    used = {event["window"] for event in ahead}
-    waits = [event for event in laps["ours, on demand"].events if event["kind"] == "window" and event["window"] in used]
-    return statistics.mean(map(_seconds, waits)) / statistics.mean(map(_seconds, ahead))
-
-
-def _seconds(event: dict[str, Any]) -> float:
-    return float(event["end_s"] - event["start_s"])
+    ahead = [event for event in laps["ours"].events if event.kind == "replay"]
+    used = {event.window for event in ahead}
+    waits = [event for event in laps["ours, on demand"].events if event.kind == "window" and event.window in used]
+    mean_s = [statistics.mean(event.seconds for event in events) for events in (waits, ahead)]
+    return mean_s[0] / mean_s[1]
 
 
 def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int) -> Row:
@@ -124,7 +121,7 @@ def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int
         candidate.name: statistics.median(map(max, zip(*(laps[candidate.name].step_s for laps in results), strict=True)))
         for candidate in candidates
     }
-    replays = [[event for event in laps["ours"].events if event["kind"] == "replay"] for laps in results]
+    replays = [[event for event in laps["ours"].events if event.kind == "replay"] for laps in results]
     return Row(
         mode=mode,
         layers=job.model.layers,
@@ -135,9 +132,9 @@ def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int
         full_s=step[FULL.name],
         on_demand_s=step["ours, on demand"],
         ours_s=step["ours"],
-        replay_s=max(sum(map(_seconds, events)) for events in replays),
-        hidden_replays=sum(event["window"] != "on_demand" for event in replays[0]),
-        on_demand_replays=sum(event["window"] == "on_demand" for event in replays[0]),
+        replay_s=max(sum(event.seconds for event in events) for events in replays),
+        hidden_replays=sum(event.window != "on_demand" for event in replays[0]),
+        on_demand_replays=sum(event.window == "on_demand" for event in replays[0]),
     )
 
 

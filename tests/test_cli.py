@@ -21,11 +21,11 @@ from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import load_profile
-from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.testbed import comparison
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Timeline
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.measure.samples import measurement, setting

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.runtime.trace import Span
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Span
 from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
 from scripts.gpu_check.maker import plan_of
@@ -395,5 +395,5 @@ def test_the_share_of_replays_behind_collectives() -> None:
 
 
 def test_replays_behind_other_waits_are_not_judged_by_collectives() -> None:
-    spans = [Span("replay", 1, None, 0, window, 1, 2) for window in ("bwd.mlp.0@2", "pipe.recv_backward", "on_demand", None)]
-    assert replays_behind_collectives([*spans, Span("window", 1, None, 0, "bwd.mlp.0@2", 0, 3)]) == [(1, 2)]
+    spans = [Span("replay", 1, 2, 1, None, 0, window) for window in ("bwd.mlp.0@2", "pipe.recv_backward", "on_demand", None)]
+    assert replays_behind_collectives([*spans, Span("window", 0, 3, 1, None, 0, "bwd.mlp.0@2")]) == [(1, 2)]

@@ -16,9 +16,9 @@ from megatron_lynx.planner.held import most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
 from megatron_lynx.simulator.side_by_side import SideBySide, most_beside
-from megatron_lynx.simulator.timeline import Span
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.stock import NONE, StockSetting, priced
+from megatron_lynx.timeline import Span
 from megatron_lynx.units import GIB
 from tests.stock.test_combined import job_of as stock_job
 

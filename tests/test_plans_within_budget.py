@@ -24,8 +24,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.timeline import MemoryCurve
 from megatron_lynx.solver.answer import SolvedChunks
+from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
 

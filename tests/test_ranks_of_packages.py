@@ -38,6 +38,7 @@ FOUNDATION = {
     "pace",
     "silence",
     "tables",
+    "timeline",
     "torch_release",
     "validation",
     "whole_file",
@@ -85,7 +86,7 @@ MAY_IMPORT = {
     "apply": {"plan", "runtime", "schedule", "timetable", *KINDS_RUNNING},
     "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
     "measure": set(),
-    "compare": {"plan", "simulator.timeline", "measure"},
+    "compare": {"plan", "measure"},
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "stock"),
         *("measure.measurement", "measure.run_outcome", "compare.report"),

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
+from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from megatron_lynx.whole_file import write_whole
 
 THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}

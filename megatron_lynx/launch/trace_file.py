@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
-from megatron_lynx.runtime.trace import Span, Trace
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.timeline import Span, timeline_of
 
 
 class TraceFile:
@@ -49,7 +50,6 @@ class TraceFile:
         if not events:
             return
         from megatron_lynx.compare.perfetto import write_trace
-        from megatron_lynx.simulator.timeline import timeline_of
 
         try:
             write_trace(timeline_of(dict(enumerate(events))), path)

@@ -31,7 +31,7 @@ from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
-from megatron_lynx.simulator.timeline import MemoryCurve
+from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import MIB, format_bytes
 
 BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")

@@ -41,7 +41,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
 from megatron_lynx.report.island import Cell
-from megatron_lynx.simulator.timeline import MemoryCurve, Span, SpanKind, Timeline
+from megatron_lynx.timeline import MemoryCurve, Span, SpanKind, Timeline
 from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import json_in
 from megatron_lynx.yaml_file import read_yaml

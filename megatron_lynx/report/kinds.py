@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Kind
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.timeline import ON_DEMAND, Span
+from megatron_lynx.timeline import FLUSHED, Span
 
 Lane = Literal["compute", "communication", "copies"]
 
@@ -65,7 +66,7 @@ MEMORY_KINDS = (
 )
 
 
-EXPOSED = (None, ON_DEMAND, "flushed")
+EXPOSED = (None, ON_DEMAND, FLUSHED)
 """The `window` of what no window hides: replays on demand, and deferred weight gradients that were flushed."""
 
 

@@ -24,7 +24,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit
 from megatron_lynx.report.kinds import is_wait, kind_of
-from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement

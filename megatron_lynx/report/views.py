@@ -32,7 +32,7 @@ from megatron_lynx.report.island import Memory, Row, Spans, Subject, View
 from megatron_lynx.report.kinds import is_wait, kind_of
 from megatron_lynx.report.tables import Seen
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
+from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 
 NANO = 1e9
 

@@ -26,7 +26,8 @@ from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.trace import Clock, SpanKind, Trace
+from megatron_lynx.runtime.trace import Clock, Trace
+from megatron_lynx.timeline import SpanKind
 
 _NAME = "_megatron_lynx_whereabouts"
 

@@ -13,39 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megatron_lynx.runtime.device import Device, Event, device_for
-
-SpanKind = Literal[
-    "forward", "backward", "replay", "weight_gradient", "window", "gather", "recv", "offload", "reload", "copy_wait"
-]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that took time. `window` is where a replay or a deferred weight gradient ran (`bwd.mlp.0@3`,
-    `pipe.recv_backward`, `on_demand`, `flushed`), or the window itself. Seconds count from the trace's start, and `micro_batch`
-    counts from 0 over the whole run of one rank."""
-
-    kind: SpanKind
-    layer: int | None
-    half: str | None
-    micro_batch: int | None
-    window: str | None
-    start_s: float
-    end_s: float
-
-    @property
-    def name(self) -> str:
-        where = f" {self.half}({self.layer})" if self.half else ""
-        return f"{self.kind}{where}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "name": self.name}
+from megatron_lynx.timeline import Span, SpanKind, name_of
 
 
 class Trace:
@@ -67,7 +40,7 @@ class Trace:
         """Record no more; the spans so far, by start. Waits for the device, whose clock they are read from."""
         self.enabled = False
         self._device.synchronize()
-        spans = [Span(*(*what, self._seconds(start), self._seconds(end))) for what, start, end in self._spans]
+        spans = [Span(kind, self._seconds(start), self._seconds(end), *of) for (kind, *of), start, end in self._spans]
         self._spans.clear()
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
@@ -104,7 +77,8 @@ class Trace:
     ) -> None:
         """Record what began at `start` and ends now."""
         if self.enabled and start is not None:
-            self._spans.append(((kind, layer, half, micro_batch, window), start, self._now()))
+            name = name_of(kind, layer, half, window)
+            self._spans.append(((kind, layer, half, micro_batch, window, name), start, self._now()))
 
     def _now(self) -> Event:
         return self._device.current.record(timed=True)

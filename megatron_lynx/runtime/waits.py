@@ -29,8 +29,8 @@ from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
 from megatron_lynx.runtime.replay import Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+from megatron_lynx.timeline import SpanKind
 from megatron_lynx.timetable import Pass, Replay, Timetable, Wait
 
 

@@ -30,7 +30,7 @@ from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
 from megatron_lynx.simulator.simulation import Executed, Simulation
-from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.timeline import Span, Timeline
 
 Updates = Literal["deferred", "at once", "no barrier"]
 

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple, TypeVar
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import HostCopy
-from megatron_lynx.simulator.timeline import Span
+from megatron_lynx.timeline import Span
 from megatron_lynx.timetable import Linear
 
 

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from megatron_lynx.cost.combined import Beside, Nodes, paired_s
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
-from megatron_lynx.simulator.timeline import MemoryCurve, Span
+from megatron_lynx.timeline import MemoryCurve, Span
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.host import HostLoad
 from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, curve_of_parts
+from megatron_lynx.timeline import FLUSHED, MemoryCurve, Span, Timeline, curve_of_parts
 
 PERIODIC = 1e-9
 """Relative difference of shifts that are one figure."""

@@ -11,8 +11,8 @@ from typing import Literal
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
-from megatron_lynx.simulator.timeline import FLUSHED, Span
 from megatron_lynx.simulator.treated import Halves, Treated
+from megatron_lynx.timeline import FLUSHED, Span
 from megatron_lynx.timetable import Linear, Replay, Wait
 
 

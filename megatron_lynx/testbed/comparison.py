@@ -17,11 +17,11 @@ from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, 
 from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plan
-from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.subject import Census, Counted, Lap, race, take_census
+from megatron_lynx.timeline import Timeline, timeline_of
 from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3

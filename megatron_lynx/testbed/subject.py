@@ -36,6 +36,7 @@ from megatron_lynx.testbed.candidates import (
     ours,
 )
 from megatron_lynx.testbed.fusions import fused_gradients
+from megatron_lynx.timeline import Span
 
 if TYPE_CHECKING:
     from megatron_lynx.testbed.training import ForwardStep
@@ -112,12 +113,13 @@ class Subject:
         allocated = () if self._in_place else self.training.parameters().values()
         return count_step(step, self.device, allocated)
 
-    def traced_step(self, installation: Any) -> list[dict[str, Any]]:
+    def traced_step(self, installation: Any) -> list[Span]:
         """The events of one step under a plan. All ranks start their clocks behind one barrier."""
         dist.barrier()
         installation.engine.trace.start()
         self.step()
-        return [event.as_dict() for event in installation.engine.trace.stop()]
+        spans: list[Span] = installation.engine.trace.stop()
+        return spans
 
 
 def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
@@ -161,7 +163,7 @@ class Lap:
     """What one setting took on one rank."""
 
     step_s: tuple[float, ...]
-    events: list[dict[str, Any]]
+    events: list[Span]
     """Events of one more step, traced; empty without a plan."""
 
 
@@ -190,7 +192,7 @@ def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str
     return {name: Lap(samples[name], _trace(subject)) for name, subject in subjects.items()}
 
 
-def _trace(subject: Subject) -> list[dict[str, Any]]:
+def _trace(subject: Subject) -> list[Span]:
     with subject.in_force() as installation:
         return [] if installation is None else subject.traced_step(installation)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
-from megatron_lynx.runtime.trace import Span
+from megatron_lynx.timeline import Span
 
 Interval = tuple[float, float]
 """Beginning and end, in seconds."""

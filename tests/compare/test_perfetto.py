@@ -3,12 +3,11 @@ from __future__ import annotations
 import json
 
 from megatron_lynx.compare.perfetto import write_trace
-from megatron_lynx.simulator.timeline import timeline_of
+from megatron_lynx.timeline import Span, name_of, timeline_of
 
 
 def span(kind, start_s, end_s, layer=1, half="mlp", window=None, micro_batch=0):
-    where = {"layer": layer, "half": half, "micro_batch": micro_batch, "window": window}
-    return {"kind": kind, "start_s": start_s, "end_s": end_s, **where}
+    return Span(kind, start_s, end_s, layer, half, micro_batch, window, name_of(kind, layer, half, window))
 
 
 STEP = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megatron_lynx.launch.outcome.rows import parts_of
 from megatron_lynx.measure.run_outcome import HalfSeconds, StageMeasured, WaitSeconds, stage_of
-from megatron_lynx.runtime.trace import Span
+from megatron_lynx.timeline import Span
 
 
 def span(kind, start_s, end_s, layer=None, half=None, window=None) -> Span:
-    return Span(kind, layer, half, 0, window, start_s, end_s)
+    return Span(kind, start_s, end_s, layer, half, 0, window)
 
 
 STEP = [

@@ -11,8 +11,8 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.timeline import Span, Timeline
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Span, Timeline
 from tests.measure.samples import measurement
 from tests.profiler.made_up import made_up_profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.report.tables import RowFigures, Seen, WaitUse, exposed_table, stage_table, use_table, waits_of
 from megatron_lynx.report.views import trimmed
-from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.timeline import Span, Timeline
 from tests.report.samples import simulated
 
 SPANS = (

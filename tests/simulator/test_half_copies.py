@@ -9,9 +9,9 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import Queue, TimedPass
-from megatron_lynx.simulator.timeline import Span, curve_of_parts
 from megatron_lynx.simulator.treated import Leaving, Treated
 from megatron_lynx.simulator.walk import Walk
+from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import PlannedHalf
 
 KEPT = [Treated(PlannedHalf(layer, DENSE[half]), HalfMemory(100, 0, 100)) for layer in (1, 2) for half in HALVES]

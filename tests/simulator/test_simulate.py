@@ -16,7 +16,7 @@ from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.timeline import Span
+from megatron_lynx.timeline import Span
 from tests.schedule.orders import most_in_flight, read_actions
 from tests.schedule.test_orders import schedules
 

@@ -185,7 +185,7 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
     seen.tensors.update({f"step {step}: {name}": tensor for name, tensor in fp8_state(training.chunks)})
     if installation is not None:
         seen.counts.append(installation.engine.take_counts())
-        seen.events = [event.as_dict() for event in installation.engine.trace.stop()] if last else []
+        seen.events = [event._asdict() for event in installation.engine.trace.stop()] if last else []
     del losses
     if trial.alive:
         seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))

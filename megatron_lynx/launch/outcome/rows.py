@@ -38,7 +38,7 @@ from megatron_lynx.measure.run_outcome import (
     stage_of,
 )
 from megatron_lynx.plan import Plan
-from megatron_lynx.runtime.trace import Span
+from megatron_lynx.timeline import Span
 
 ON_COPY_STREAMS = ("offload", "reload")
 COMPUTING = ("forward", "backward")

@@ -1,4 +1,4 @@
-"""What happened when on every rank: of a real step (`runtime.trace`) or of a simulated one, in one form for plots and traces.
+"""What happened when on every rank: of a real step or of a simulated one, in one form for plots and traces.
 
     rank 0   forward  attention(1) ─┬─ mlp(1) ─┬─ ...  backward  mlp(1) ─┬─ ...
              window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
@@ -13,18 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+from megatron_lynx.anatomy.address import ON_DEMAND
 
 ComputeKind = Literal["forward", "backward", "replay", "weight_gradient", "update"]
 WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
 SpanKind = Literal[ComputeKind, WaitKind]
-SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
-
-ON_DEMAND = "on_demand"
-"""The `window` of a replay that none hides."""
-
 
 FLUSHED = "flushed"
 """The `window` of a deferred weight gradient that none hides."""
@@ -117,14 +114,11 @@ def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]])
     return MemoryCurve((0.0, *times_s[order].tolist()), (0, *np.cumsum(sizes[order]).tolist()))
 
 
-def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
-    """A timeline from each rank's events: objects or mappings with the fields of `Span`; `name` may be missing.
-
-    Ranks' clocks must agree: start their traces right after a barrier. ValueError for an unknown kind or a negative length.
-    """
-    ranks = {rank: tuple(_span(event) for event in events[rank]) for rank in sorted(events)}
-    origin = min((span.start_s for spans in ranks.values() for span in spans), default=0.0)
-    return Timeline({rank: _shifted(spans, origin) for rank, spans in ranks.items()})
+def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
+    """A timeline from each rank's spans. Ranks' clocks must agree: start their traces right after a barrier."""
+    ranks = {rank: tuple(spans[rank]) for rank in sorted(spans)}
+    origin_s = min((span.start_s for own in ranks.values() for span in own), default=0.0)
+    return Timeline({rank: _shifted(own, origin_s) for rank, own in ranks.items()})
 
 
 def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
@@ -132,18 +126,8 @@ def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
     return tuple(sorted(moved, key=lambda span: (span.start_s, -span.end_s)))
 
 
-def _span(event: Any) -> Span:
-    known: Mapping[str, Any] = event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span._fields}
-    kind, start_s, end_s = known["kind"], float(known["start_s"]), float(known["end_s"])
-    if kind not in SPAN_KINDS:
-        raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(SPAN_KINDS)}")
-    if not end_s >= start_s:
-        raise ValueError(f"an event of kind {kind} ends at {end_s} s, before it begins at {start_s} s")
-    layer, half, micro_batch, window = (known.get(key) for key in ("layer", "half", "micro_batch", "window"))
-    return Span(kind, start_s, end_s, layer, half, micro_batch, window, known.get("name") or _name(kind, layer, half, window))
-
-
-def _name(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
+def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
+    """What a span is called: `replay mlp(3)`, `window bwd.mlp.0@3`, `copy_wait`."""
     if half:
         return f"{kind} {half}({layer})"
     return f"{kind} {window}" if window else kind
