@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.config import load_job
+from megatron_lynx.plan.stage import Offload, Stage
+from megatron_lynx.yaml_file import read_yaml
 from scripts import make_pages, make_site
 from tests.long import long
 
@@ -162,3 +165,23 @@ def test_the_site_has_every_key_of_a_plan() -> None:
     page = make_site.schema()
     assert all(f"| `{key}` |" in page for key in ("half_by_half", "ahead_depth", "weight_gradients", "experts_hold"))
     assert "## install" in make_site.api()
+
+
+def test_yaml_that_pages_show_is_read(tmp_path: Path) -> None:
+    """Stages and offload entries of plans, and jobs."""
+    seen = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):
+            path = tmp_path / f"{page.stem}-{number}.yaml"
+            path.write_text(block)
+            data = read_yaml(path)
+            if "stages" in data:
+                Stage.model_validate(data["stages"][0])
+                seen.add("stage")
+            elif "offload" in data:
+                Offload.model_validate(data["offload"])
+                seen.add("offload")
+            else:
+                load_job(path)
+                seen.add("job")
+    assert seen == {"stage", "offload", "job"}
