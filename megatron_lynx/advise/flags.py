@@ -18,9 +18,8 @@ from typing import Any
 from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.hybrid import PATTERN_FLAG, is_hybrid, stack_of
-from megatron_lynx.launch_arguments.packing import TOKENS, packs
-from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
+from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, is_hybrid, stack_of
+from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS, TOKENS, packs
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan

@@ -84,7 +84,7 @@ def asked_about(
 
     words = words or []
     if bridge is not None:
-        from megatron_lynx.launch_arguments.recipe import OPTION as CONTAINER
+        from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
 
         words = [CONTAINER, bridge, *words]
     if launch_file is None:
@@ -211,7 +211,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     the loss of reinforcement learning."""
     from megatron_lynx.cli.inputs import mention_experts
     from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
-    from megatron_lynx.launch_arguments.packing import learns_from_rollouts
+    from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
     from megatron_lynx.launch_arguments.table import unknown_in_words, unsaid
     from megatron_lynx.profiler.shape import LayerShape
     from megatron_lynx.units import format_bytes

@@ -1,29 +1,42 @@
-"""A `ConfigContainer` of Megatron-Bridge: a recipe's, or one in a file, with what was changed of it.
+"""Launches of Megatron-Bridge: a `ConfigContainer` becomes values by the names that Megatron-LM's flags have.
 
 --bridge recipes:llama  model.seq_length=8192     the container that `llama()` of `recipes.py` returns, with a setting changed
 --bridge run_config.yaml                          one that was written (`cfg.to_yaml`, or by Bridge beside a checkpoint)
 
 cfg.mixed_precision, cfg.comm_overlap    ──> laid over the model, the optimizer and the gradients, as Bridge does before it trains
+cfg.model.num_layers: 32                 ──> num_layers: 32         `bridge_settings.places_of`
+cfg.model.activation_func: silu, gated   ──> swiglu: True           `TOLD`
 
-A recipe's container is what Bridge gets; a file's is taken as Bridge left it, in what differs: whether the vocabulary is padded.
+A recipe is called where neither a GPU nor a network need be, from the folder that the command was given in or of an installed
+module; what it prints goes to standard error, and what goes wrong in it is told by what is missing. Its container is what Bridge
+gets; a file's is taken as Bridge left it, in what differs: whether the vocabulary is padded.
+
+Planned for is a GPT of usual layers, or a hybrid stack. Fields of `cfg.model` that no flag sets are known by name (flags.json);
+one that nobody has judged, of a class of the user's own, say, is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings
+from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.recipe import HEADLINE, OPTION, container_of
+from megatron_lynx.launch_arguments.files import checked
+from megatron_lynx.launch_arguments.flag_table import FlagTable
+from megatron_lynx.launch_arguments.given import Given, Value
+from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.yaml_file import read_yaml
 
 FILES = (".yaml", ".yml")
@@ -168,3 +181,247 @@ def _laid_over(cfg: Any, parts: Sequence[str], values: Mapping[str, Any]) -> Non
         for name, value in values.items():
             if not name.startswith("_") and has_setting(cfg, part, name):
                 setattr(getattr(cfg, part), name, value)
+
+
+OPTION = "--bridge"
+OFFLINE = "HF_HUB_OFFLINE"
+HEADLINE = "the configuration cannot be read"
+
+
+def container_of(name: str) -> Any:
+    """What the function returns that `name` says. Raises `ConfigError`."""
+    where, (module, _, function) = f"{OPTION} {name}", name.partition(":")
+    if not module or not function:
+        needed = "module:function, which returns a ConfigContainer, or a file (.yaml) of one"
+        raise ConfigError(HEADLINE, [Problem(where, name or "nothing", needed)])
+    with _beside_the_user():
+        try:
+            return getattr(import_module(module), function)()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code, and a hub's
+            raise ConfigError(HEADLINE, [_failed(where, module, error)]) from None
+
+
+def _failed(where: str, module: str, error: BaseException) -> Problem:
+    text = " ".join(str(error).split()) or "no reason"
+    found = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
+    written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
+    needed = "what can be imported here, with Megatron-Bridge and all that it needs"
+    missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
+    if missing is not None and not f"{module}.".startswith(f"{missing}."):
+        package = missing.partition(".")[0]
+        return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
+    if isinstance(error, ImportError):
+        return Problem(where, found, needed, f"or {written}")
+    if _asked_a_hub(error):
+        needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
+        return Problem(where, found, needed, f"let it ask ({OFFLINE}=0), or {written}")
+    return Problem(where, found, "a function without arguments that returns a ConfigContainer")
+
+
+def _asked_a_hub(error: BaseException) -> bool:
+    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
+    return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error))
+
+
+def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
+    """An error and those behind it: libraries wrap what went wrong. `stated`: only what is said to be a cause."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or (None if stated else one.__context__)
+    return chain
+
+
+@contextmanager
+def _beside_the_user() -> Iterator[None]:
+    """Modules of the folder that the command was given in can be imported, as by `python -m`. Hubs are not asked, which would try
+    for minutes where there is no network, unless the user says so."""
+    folder, said = os.getcwd(), os.environ.get(OFFLINE)
+    sys.path.insert(0, folder)
+    os.environ.setdefault(OFFLINE, "1")
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.path.remove(folder)
+        if said is None:
+            del os.environ[OFFLINE]
+
+
+HYBRID = ("HybridModelProvider", "MambaModelProvider")
+"""Of 0.6, and of 0.5."""
+MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", *HYBRID)
+"""Classes of models whose layers are those of a launch of Megatron-LM; and those made of them that build nothing else."""
+
+LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
+LAYERS_OF_MEGATRON = "local_layer_spec"
+STACKS = {
+    "hybrid_stack_spec": ("get_default_hybrid_stack_spec", "transformer_engine_hybrid_stack_spec"),
+    "mamba_stack_spec": ("get_default_mamba_stack_spec", "transformer_engine_mamba_stack_spec"),
+    "mamba_chunk_size": ("128",),
+}
+"""What hybrid stacks are planned with: Transformer Engine's layers, and Mamba layers that scan as many tokens at a time as
+Megatron-LM's do."""
+ACTIVATIONS = {("gelu", False), ("silu", True), ("squared_relu", False), ("quick_gelu", True), ("fast_gelu", False)}
+
+
+def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
+    """What no flag says, and nobody has modelled. Fields of a class of the user's own are among them."""
+    model = container.cfg.model
+    if (kind := _other_class(model)) is not None:
+        needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {' or '.join(HYBRID)}"
+        yield Problem("cfg.model", kind, needed, "other models are not planned for")
+    if activation(container) not in ACTIVATIONS:
+        name, gated = activation(container)
+        needed = "gelu or squared_relu without a gate, silu or quick_gelu with one (cfg.model.gated_linear_unit)"
+        yield Problem("cfg.model.activation_func", f"{name}, {'gated' if gated else 'not gated'}", needed)
+    fields = {**vars(model), **vars(getattr(model, "transformer", None) or SimpleNamespace())}
+    known = {field for name in table.of_name for part, field in places_of(name) if part == "model"}
+    known |= table.no_flag | table.no_flag_of_bridge
+    for field, value in fields.items():
+        if str(plain(value)) in STACKS.get(field, ()):
+            continue
+        if field.startswith("_") or field in known or not value or (value == 1 and value is not True):
+            continue
+        yield Problem(f"cfg.model.{field}", str(plain(value)), "a model without it: what it takes is not known")
+    if vocabulary(container) is None:
+        where = "cfg.tokenizer.vocab_size" if container.has("tokenizer", "vocab_size") else "cfg.model.vocab_size"
+        todo = f"say {where.removeprefix('cfg.')}=N behind --: no tokenizer is loaded here"
+        yield Problem(where, "None", "the entries of the tokenizer, which Bridge takes for the vocabulary", todo)
+
+
+def _other_class(model: Any) -> str | None:
+    """The name of a model's class that builds something else than a GPT."""
+    if (target := getattr(model, "_target_", None)) is not None:
+        name = str(target).rpartition(".")[2]
+        return None if name in MODELS else name
+    if isinstance(model, SimpleNamespace):
+        return None
+    own = next((one for one in type(model).__mro__ if "provide" in vars(one)), type(model))
+    return None if own.__name__ in MODELS else type(model).__name__
+
+
+def activation(container: Container) -> tuple[str, bool]:
+    """Whose name, and whether a gate is multiplied with it."""
+    return str(container.get("model.activation_func", "gelu")), bool(container.get("model.gated_linear_unit"))
+
+
+def is_of_tokenizer(container: Container) -> bool:
+    """Whether the vocabulary is the tokenizer's: then it is padded."""
+    return bool(container.get("tokenizer.use_tokenizer_vocab_size")) or container.get("model.vocab_size") is None
+
+
+def vocabulary(container: Container) -> int | None:
+    return container.get("tokenizer.vocab_size" if is_of_tokenizer(container) else "model.vocab_size")  # type: ignore[no-any-return]
+
+
+def given_container(container: Container, table: FlagTable) -> tuple[Given, list[Problem]]:
+    """Its values by Megatron's names, and everything that is wrong with it or not modelled."""
+    problems = [*refused_model(container, table), *refused_settings(container.cfg)]
+    release, values = table.releases[-1], {}
+    for name, flags in table.of_name.items():
+        flag = next((flag for flag in flags if release in flag.releases), None)
+        place = next((place for place in places_of(name) if place[1] and container.has(*place)), None)
+        if flag is None or place is None:
+            continue
+        said, default = "cfg." + ".".join(place), table.default(name, release)
+        value = TOLD[name](container) if name in TOLD else container.get(".".join(place))
+        counts = flag.is_read and name not in REPLACED
+        if value is None or (not counts and (value == default or not (value or default))):
+            continue
+        if isinstance(value, list) and flag.takes in (0, 1):
+            value = ",".join(map(str, value)) if name == "window_size" else str(value)
+        values[name] = Value(flag, said, checked(flag, said, value, problems) if flag.is_read else value)
+    if vocabulary(container) is None:  # that it is missing is said above
+        flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
+        values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
+    return Given(values, (release,), table, packed=_packed_by(container)), problems
+
+
+PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
+"""Settings of data sets whose sequences are packed: of 0.6, and of 0.5."""
+
+
+def _packed_by(container: Container) -> str:
+    return next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
+
+
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _layout(container: Container) -> str | None:
+    """Bridge takes lists, too: of what each virtual stage has."""
+    said = container.get("model.pipeline_model_parallel_layout")
+    if not isinstance(said, list):
+        return None if said is None else str(said)
+    stages = [stage if isinstance(stage, list) else [stage] for stage in said]
+    return "|".join("".join(LETTERS.get(str(one), str(one)) for one in stage) for stage in stages)
+
+
+def _grouped(container: Container) -> bool:
+    return container.get("model.num_query_groups") not in (None, container.get("model.num_attention_heads"))
+
+
+def _implementation(container: Container) -> Any:
+    spec = str(container.get("model.transformer_layer_spec"))
+    return "local" if spec == LAYERS_OF_MEGATRON else "transformer_engine"
+
+
+def _strange_layers(container: Container) -> str | None:
+    spec = str(container.get("model.transformer_layer_spec"))
+    return None if spec in (*LAYERS_OF_TE, LAYERS_OF_MEGATRON) else spec
+
+
+def _pattern(container: Container) -> Any:
+    """Of a hybrid stack, as Megatron-LM's `pretrain_hybrid.py` has it. 0.5 takes it under an older name, too."""
+    return container.get("model.hybrid_layer_pattern") or container.get("model.hybrid_override_pattern")
+
+
+TOLD: dict[str, Callable[[Container], Any]] = {
+    "swiglu": lambda container: activation(container) == ("silu", True),
+    "squared_relu": lambda container: activation(container) == ("squared_relu", False),
+    "quick_geglu": lambda container: activation(container) == ("quick_gelu", True),
+    "untie_embeddings_and_output_weights": lambda container: not container.get("model.share_embeddings_and_output_weights", True),
+    "group_query_attention": _grouped,
+    "grad_reduce_in_bf16": lambda container: not container.get("ddp.grad_reduce_in_fp32"),
+    "vocab_size": vocabulary,
+    "pad_vocab_size": lambda container: (
+        is_of_tokenizer(container) or (container.is_resolved and bool(container.get("model.should_pad_vocab")))
+    ),
+    "transformer_impl": _implementation,
+    "spec": _strange_layers,
+    "is_hybrid_model": lambda container: None if _pattern(container) else container.get("model.is_hybrid_model"),
+    "hybrid_layer_pattern": _pattern,
+    "cuda_graph_modules": lambda container: (
+        own if (own := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
+    ),
+    "use_distributed_optimizer": lambda container: bool(
+        container.get("ddp.use_distributed_optimizer") or container.get("optimizer.use_distributed_optimizer")
+    ),
+    "fp8_param_gather": lambda container: bool(container.get("ddp.fp8_param_gather") or container.get("model.fp8_param")),
+    "fp4_param_gather": lambda container: bool(container.get("ddp.fp4_param_gather") or container.get("model.fp4_param")),
+    "te_rng_tracker": lambda container: bool(container.get("rng.te_rng_tracker") or container.get("model.use_te_rng_tracker")),
+    "pipeline_model_parallel_layout": _layout,
+    "overlap_p2p_comm": lambda container: (
+        container.get("model.overlap_p2p_comm") if container.get("model.virtual_pipeline_model_parallel_size") else None
+    ),
+    "apply_rope_fusion": lambda container: (
+        container.get("model.apply_rope_fusion") if container.get("model.position_embedding_type") == "rope" else None
+    ),
+    "cpu_offloading_num_layers": lambda container: (
+        container.get("model.cpu_offloading_num_layers") if container.get("model.cpu_offloading") else None
+    ),
+    **dict.fromkeys(
+        (
+            "hybrid_override_pattern",
+            "recompute_activations",
+            "num_layers_per_virtual_pipeline_stage",
+            "vocab_file",
+            "max_position_embeddings",
+        ),
+        lambda container: None,
+    ),
+    "async_tensor_model_parallel_allreduce": lambda container: None,  # megatron-core looks at it no more
+}
+"""What Bridge says in another way, by Megatron's names; None: as if nothing were said."""

@@ -20,7 +20,7 @@ from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS
 from megatron_lynx.launch_arguments.given import Fact, Given
-from megatron_lynx.launch_arguments.layer_pattern import layer_pattern, written
+from megatron_lynx.launch_arguments.layers import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 from megatron_lynx.launch_arguments.today import stays_overlapped
 from megatron_lynx.stock.setting import DELAYED, OVERLAP

@@ -10,9 +10,12 @@ With a cluster it becomes a job, or everything that prevents it is said.
 
 from __future__ import annotations
 
+import difflib
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,20 +25,16 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, changed, command_line
-from megatron_lynx.launch_arguments.container import Container, read_container
-from megatron_lynx.launch_arguments.container_facts import given_container
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, OURS, CommandLine, changed, command_line
+from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
+from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.flag_table import FlagKind, flag_table
 from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
-from megatron_lynx.launch_arguments.graph_facts import graph_facts
-from megatron_lynx.launch_arguments.hybrid import in_words_of_a_gpt
+from megatron_lynx.launch_arguments.layers import in_words_of_a_gpt, opaque_facts, window_facts, without_known
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork
-from megatron_lynx.launch_arguments.opaque_facts import opaque_facts, without_known
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
-from megatron_lynx.launch_arguments.our_flags import misread, schedule_facts
-from megatron_lynx.launch_arguments.packing import with_packing
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
     batch_facts,
@@ -43,10 +42,9 @@ from megatron_lynx.launch_arguments.parallel_facts import (
     group_facts,
     layer_facts,
     overlap_facts,
+    with_packing,
 )
-from megatron_lynx.launch_arguments.recipe import OPTION as BRIDGE
-from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, today_of
-from megatron_lynx.launch_arguments.window_facts import window_facts
+from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, graph_facts, today_of
 from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, OR_ELSE, limits
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
@@ -335,3 +333,48 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     if problems:
         raise ConfigError(HEADLINE, [reading.spoken(problem) for problem in problems])
     return job
+
+
+SCHEDULE = "--lynx-schedule"
+SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
+"""Schedules by their name as a value of the flag, and their name in a job."""
+
+_NAMES = ("host", "plan", "trace", "trace-step", "outcome", "check", "check-against", "schedule", "log")
+FLAGS = tuple(f"{OURS}{name}" for name in _NAMES)
+"""The launcher's flags, which a launch may already have before it is planned."""
+
+COUNTS = {
+    "--lynx-check": ("how many steps, from 1, or frames, or frames:N", re.compile(r"frames|(frames:)?0*[1-9][0-9]*")),
+    "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
+}
+"""Flags that are followed by a number, what they need in words, and how that is written."""
+
+
+def misread(arguments: Sequence[str]) -> Iterator[Problem]:
+    """What the launcher would refuse of our flags, whatever the plan is."""
+    for flag in dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith(OURS)):
+        if flag not in FLAGS:
+            near = difflib.get_close_matches(flag, FLAGS, n=1)
+            yield Problem(flag, "unknown", f"one of {', '.join(FLAGS)}", f"did you mean {near[0]}?" if near else "")
+    for flag, (needed, pattern) in COUNTS.items():
+        for value in _values(arguments, flag):
+            if not pattern.fullmatch(value):
+                yield Problem(flag, value or "nothing", needed)
+
+
+def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing where the launch does not say: it flushes. The last word counts."""
+    if not (said := list(_values(arguments, SCHEDULE))):
+        return
+    if said[-1] in SCHEDULES:
+        yield Fact("schedule", SCHEDULES[said[-1]], SCHEDULE)
+    else:
+        problems.append(Problem(SCHEDULE, said[-1] or "nothing", f"one of {', '.join(SCHEDULES)}"))
+
+
+def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:
+    """Every value that is given to a flag, empty where none is."""
+    for word, following in pairwise((*arguments, "")):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            yield value if equals else "" if following.startswith("--") else following

@@ -11,6 +11,13 @@
 The launch under a plan is printed without these flags; with those of graphs and exchanges where a plan can be beside them
 (`stays_overlapped`, `graph_facts`). What is captured runs without the host, and so without any hook. What TransformerConfig would
 refuse is a problem of the launch.
+
+Of captured graphs a plan may be beside some (`graph_facts`):
+
+--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router     ──> model.captured attn, moe_router
+--external-cuda-graph --cuda-graph-scope attn                                 ──> the same, in words of older releases
+--cuda-graph-impl local --cuda-graph-modules moe_router moe_preprocess        ──> nothing: a GPT model has no such graphs
+--cuda-graph-impl local with others, full_iteration, or whole layers          ──> nothing: no plan is beside them
 """
 
 from __future__ import annotations
@@ -20,14 +27,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.launch_arguments.graph_facts import GRAPHS, IMPLEMENTATION, OF_GRAPHS, captures, why_alone
+from megatron_lynx.kinds.captured import BESIDE as CAPTURABLE
+from megatron_lynx.kinds.captured import CAPTURED_MODULES, captures_nothing, refused_capture
+from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, Fact
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
+from megatron_lynx.stock.modules import Fact as StockFact
 from megatron_lynx.stock.setting import DEFERRED_AT_MOST, DEFERRED_HEAD, DELAYED, NONE, OVERLAP, WHOLE, StockSetting
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
+
+GRAPHS_BY, LOCAL, EXTERNAL = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
+GRAPH_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+RANDOM = ("te_rng_tracker", "inference_rng_tracker")
+"""Trackers of random numbers that graphs need; plans are beside each."""
+GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
+"""What captures layers, or whole iterations."""
+OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
+"""Everything that is kept where a plan is beside graphs, and left out where it is not."""
+
+NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
+ALL_MODULES = "full"
+"""How some releases say that no module is named."""
 
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
@@ -155,7 +177,7 @@ def _refusals(setting: StockSetting, facts: Facts) -> list[str]:
 def _facts(given: Given, job: Job, release: str) -> Facts:
     """The job's, as the launch's flags have them."""
     facts = Facts.of(job, release)
-    grouped: frozenset[Fact] = frozenset({"grouped_gemm"} if given["moe_grouped_gemm"] else ())
+    grouped: frozenset[StockFact] = frozenset({"grouped_gemm"} if given["moe_grouped_gemm"] else ())
     has = (facts.has - {"grouped_gemm"}) | (grouped if "experts" in facts.has else frozenset())
     overlap, fuser = bool(given["moe_shared_expert_overlap"]), bool(given["use_transformer_engine_op_fuser"])
     return replace(facts, has=has, shared_overlap=overlap, op_fuser=fuser)
@@ -237,4 +259,49 @@ def _of_graphs(given: Given) -> Iterator[Problem]:
     said = [name for name in GRAPHS if is_on(given, name)]
     if len(said) > 1:
         found = f"also {', '.join(given.origin(name) for name in said[1:])}"
-        yield _missing(given, said[0], found, f"one of them: --{IMPLEMENTATION.replace('_', '-')} is the newer one")
+        yield _missing(given, said[0], found, f"one of them: --{GRAPHS_BY.replace('_', '-')} is the newer one")
+
+
+def captures(given: Given) -> bool:
+    """Whether a launch captures anything."""
+    return not captures_nothing(_implementation(given), _modules(given), hybrid=_is_hybrid(given))
+
+
+def why_alone(given: Given) -> str:
+    """Why no plan is beside a launch's graphs; empty where one may be, and where there are none."""
+    if not captures(given):
+        return ""
+    modules = _modules(given)
+    if (refused := refused_capture(_implementation(given), modules, hybrid=_is_hybrid(given))) is not None:
+        found, why = refused
+        return f"{found}: {why}; nearest: --cuda-graph-impl {CAPTURABLE}"
+    if {"attn", "mlp"}.issubset(modules) and not given["num_experts"]:
+        return "attn and mlp: nothing is left to recompute, to offload or to fill"
+    tried = ("tp_comm_overlap",) if (given["tensor_model_parallel_size"] or 1) == 1 else ()
+    beside = next((name for name in NOT_TRIED if given[name] and name not in tried), None)
+    return "" if beside is None else f"{given.origin(beside)}: beside it and graphs nothing was tried"
+
+
+def graph_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
+    """Nothing where no plan is asked for, or can be beside the graphs."""
+    if planning and captures(given) and not why_alone(given):
+        named = _modules(given)
+        yield Fact("model.captured", [each for each in CAPTURED_MODULES if each in named], given.origin(_named_by(given)))
+
+
+def _implementation(given: Given) -> str:
+    if given[LOCAL]:
+        return "local"
+    return "transformer_engine" if given[EXTERNAL] else str(given[GRAPHS_BY] or "none")
+
+
+def _is_hybrid(given: Given) -> bool:
+    return given["hybrid_layer_pattern"] is not None
+
+
+def _named_by(given: Given) -> str:
+    return next((name for name in GRAPH_MODULES if given[name]), GRAPH_MODULES[0])
+
+
+def _modules(given: Given) -> tuple[str, ...]:
+    return tuple(str(each) for each in given[_named_by(given)] or () if str(each) != ALL_MODULES)

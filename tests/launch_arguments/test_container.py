@@ -311,7 +311,7 @@ def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_class_of_ones_own_is_told_by_what_it_builds() -> None:
-    from megatron_lynx.launch_arguments.container_model import _other_class
+    from megatron_lynx.launch_arguments.container import _other_class
 
     class GPTModelProvider:
         def provide(self) -> None: ...

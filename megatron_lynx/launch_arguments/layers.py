@@ -1,0 +1,269 @@
+"""What each layer of a launch is made of, where layers differ or have something else than the usual halves.
+
+Which layers a flag means: a number, every so manieth; or a list of 0 and 1, one for each.
+
+--moe-layer-freq 2, or '([0]+[1]*2)'                    ──> 2, or [0, 1, 1]
+
+What queries see of the keys before them, and what their softmax has beside these:
+
+--window-size 127,0                                     128 keys, the query's own among them; none after it
+--window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all. Without: all layers have the window
+--softmax-type learnable                                one logit more for each head, which is learned; off-by-one: it is 0
+
+Stacks of `pretrain_hybrid.py` in the words of a GPT; a run has the same layers (`apply.hybrid`):
+
+--hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
+--hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
+--spec ... hybrid_stack_spec                            ──> Transformer Engine's layers, as it says
+
+Opaque halves (`config.opaque`):
+
+--experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net
+    --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        in which layers: all but every fourth; those with a 1
+--linear-attention-type gated_delta_net                 ──> the same, in launches of forks that have it under this name
+--attention-output-gate                                 ──> model.opaque gated_attention, in layers with attention
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from megatron_lynx.anatomy.stack import BAR, EXPERTS, NEEDED, StackLayer, layers_of, segments_of, unknown_in
+from megatron_lynx.config.experts import as_spans
+from megatron_lynx.config.opaque import gated_attention, gated_delta_net, mamba
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.given import Fact, Given, Value
+from megatron_lynx.launch_arguments.model_facts import FORKS
+from megatron_lynx.launch_arguments.optimizer_facts import STATES_ON_HOST
+from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
+
+MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
+"""Limits of a pattern, so that a mistyped number cannot fill the memory."""
+
+
+def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str) -> int | list[int] | None:
+    """The number, or the list, of as many layers as the launch has. None for anything else, which is added to `problems`.
+
+    `example`: a list such as the flag has.
+    """
+    said, origin, layers = written(given, flag), given.origin(flag), given["num_layers"]
+    if said.isdecimal() and len(said) < 10 and int(said) > 0:
+        return int(said)
+    try:
+        pattern = pattern_of(said)
+    except ValueError as error:
+        problems.append(Problem(origin, str(error), f"a number, or lists of 0 and 1 such as {example}"))
+        return None
+    if layers is not None and len(pattern) != layers:
+        problems.append(Problem(origin, f"a pattern of {len(pattern)} layers", f"one of --num-layers ({layers})"))
+        return None
+    return pattern
+
+
+def written(given: Given, flag: str) -> str:
+    """What is said of it, without blanks."""
+    return str(given[flag]).replace(" ", "")
+
+
+def pattern_of(text: str) -> list[int]:
+    """Sums and products of lists of 0 and 1, as Megatron evaluates them: `([0]+[1]*2)` is 0, 1, 1. Raises ValueError."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"a text of {len(text)} characters (at most {MOST_CHARACTERS})")
+    if (deep := max(accumulate({"(": 1, ")": -1}.get(character, 0) for character in text), default=0)) > DEEPEST:
+        raise ValueError(f"{deep} brackets in each other (at most {DEEPEST})")
+    try:
+        expression = ast.parse(text, mode="eval").body
+        return _evaluated(expression)
+    except (SyntaxError, TypeError, RecursionError):
+        raise ValueError(f"{text!r} is no list of 0 and 1") from None
+
+
+def _evaluated(node: ast.expr) -> list[int]:
+    """Raises TypeError for anything but sums and products of lists of 0 and 1."""
+    match node:
+        case ast.List(elts=elements):
+            numbers = [element.value if isinstance(element, ast.Constant) else None for element in elements]
+            if all(type(number) is int and number in (0, 1) for number in numbers):
+                return numbers  # type: ignore[return-value]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _few_enough(_evaluated(left) + _evaluated(right), 1)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            return _few_enough(_evaluated(left), times)
+    raise TypeError
+
+
+def _few_enough(pattern: list[int], times: int) -> list[int]:
+    if len(pattern) * times > MOST_LAYERS:
+        raise ValueError(f"a pattern of more than {MOST_LAYERS} layers")
+    return pattern * min(times, MOST_LAYERS)  # an empty list, too
+
+
+WINDOW, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type"
+
+
+def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing where attention sees all keys and has no sinks. What is no window is added to `problems`."""
+    if given[SOFTMAX] == "learnable":
+        yield Fact("model.sinks", True, given.origin(SOFTMAX))
+    if given[WINDOW] is None:
+        return
+    said = str(given[WINDOW]).strip("()").replace(" ", "").split(",")
+    if len(said) != 2 or not said[0].isdecimal() or said[1] != "0":
+        needed = "two numbers such as 127,0: keys before a query, and none behind it"
+        problems.append(Problem(given.origin(WINDOW), str(given[WINDOW]), needed))
+        return
+    yield Fact("model.window.keys", int(said[0]) + 1, f"{given.origin(WINDOW)}, and the query's own")
+    yield from _window_share(given, problems)
+
+
+def _window_share(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    origin, layers = given.origin(SKIPPED), given["num_layers"]
+    if given[SKIPPED] is None or not layers:
+        return
+    found = layer_pattern(given, SKIPPED, problems, "([1]*3+[0])*8")
+    if isinstance(found, int):
+        yield Fact("model.window.share", 1 - layers // found / layers, f"{origin}: every {found}th layer sees all")
+    elif found is not None:
+        yield Fact("model.window.share", sum(found) / layers, f"{origin} {written(given, SKIPPED)}")
+
+
+PATTERN, SPEC = "hybrid_layer_pattern", "spec"
+PATTERN_FLAG = "--hybrid-layer-pattern"
+STOCK_SPEC = "hybrid_stack_spec"
+
+
+def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
+    """The same launch, its pattern told in layers of a plan. One without a pattern is returned as it is."""
+    if not (pattern := str(given[PATTERN] or "")):
+        return given
+    segments = _segments(given)
+    if unknown_in(pattern) or not segments or not all(segments):
+        needed = NEEDED if unknown_in(pattern) else f"some for each of {given['pipeline_model_parallel_size']} stages, or as many"
+        problems.append(Problem(PATTERN_FLAG, f"{unknown_in(pattern) or 'layers'} in {pattern}", needed))
+        return given
+    if given["qk_layernorm"]:
+        problems.append(Problem(given.origin("qk_layernorm"), "given", "none: a hybrid stack's attention has no such norms"))
+    stack, counts = stack_of(given), [len(layers_of(segment)) for segment in segments]
+    having = [int(layer.second == EXPERTS) for layer in stack]
+    values = {"num_layers": sum(counts), "transformer_impl": "transformer_engine"}
+    if len(counts) > 1:
+        values[LAYOUT] = f"E{BAR.join('t' * count for count in counts)}L"
+    if any(having) and given["num_experts"]:
+        values["moe_layer_freq"] = f"[{','.join(map(str, having))}]"
+    elif any(having) or given["num_experts"]:
+        problems.append(Problem(PATTERN_FLAG, pattern, "--num-experts beside it where it has experts (E), and only there"))
+    told = {name: Value(given.table.of_name[name][-1], PATTERN_FLAG, value) for name, value in values.items()}
+    kept = {name: value for name, value in given.values.items() if not (name == SPEC and STOCK_SPEC in str(value.value))}
+    return replace(given, values={**kept, **told})
+
+
+def is_hybrid(given: Given) -> bool:
+    """Of a launch as `in_words_of_a_gpt` returns it."""
+    return given.origin("num_layers") == PATTERN_FLAG
+
+
+def stack_of(given: Given) -> list[StackLayer]:
+    """The layers of a plan in a hybrid stack of known symbols; none where there is no such stack."""
+    return [layer for segment in _segments(given) for layer in layers_of(segment)]
+
+
+def _segments(given: Given) -> list[str]:
+    pattern = str(given[PATTERN] or "")
+    return segments_of(pattern, int(given["pipeline_model_parallel_size"] or 1)) if pattern and not unknown_in(pattern) else []
+
+
+VARIANT, FREQ, GATE, KNOWN = (
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "attention_output_gate",
+    "gated_delta_net",
+)
+TYPE = f"--linear-attention-type {KNOWN}"
+SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "key_size": "linear_key_head_dim",
+    "value_heads": "linear_num_value_heads",
+    "value_size": "linear_value_head_dim",
+    "convolved": "linear_conv_kernel_dim",
+}
+STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing where attention is the usual one. What no layer can have is added to `problems`."""
+    if any(given[name] is None for name in STATED):
+        return
+    if stack := stack_of(given):
+        if found := list(_in_stack(given, stack)):
+            yield Fact("model.opaque", found, PATTERN_FLAG)
+        return
+    linear, origins = _linear(given, problems), []
+    found = []
+    if linear:
+        found.append(_in_layers(_delta_net(given), linear))
+        origins += [given.origin(FREQ)]
+    others = [layer for layer in range(1, given["num_layers"] + 1) if layer not in linear]
+    if given[GATE] and others:
+        size = given["kv_channels"] or given["hidden_size"] // given["num_attention_heads"]
+        groups = given["num_query_groups"] if given["group_query_attention"] else given["num_attention_heads"]
+        widths = {"queries": size * given["num_attention_heads"], "keys": size * groups, "seq": given["seq_length"]}
+        found.append(_in_layers(gated_attention(given["hidden_size"], element_of(given), **widths), others))
+        origins += [given.origin(GATE)]
+    if found:
+        yield Fact("model.opaque", found, ", ".join(origins))
+
+
+def without_known(given: Given) -> Given:
+    """Without the words of forks that are read here."""
+    known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
+    return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
+
+
+def _in_stack(given: Given, stack: Sequence[StackLayer]) -> Iterator[dict[str, Any]]:
+    """What of a hybrid stack nobody looks into, and the halves that are not there."""
+    having: dict[str, list[int]] = {}
+    for number, layer in enumerate(stack, start=1):
+        for name in layer.opaque:
+            having.setdefault(name, []).append(number)
+    figures = {"mamba": _mamba, KNOWN: _delta_net}
+    for kind, layers in having.items():
+        yield _in_layers(figures[kind](given) if kind in figures else {"kind": kind}, layers)
+
+
+def _mamba(given: Given) -> dict[str, Any]:
+    heads, size = given["mamba_num_heads"], given["mamba_head_dim"]
+    sizes = {"heads": heads, "size": size, "groups": given["mamba_num_groups"], "state": given["mamba_state_dim"]}
+    return mamba(given["hidden_size"], element_of(given), **sizes)
+
+
+def _delta_net(given: Given) -> dict[str, Any]:
+    return gated_delta_net(given["hidden_size"], element_of(given), **{name: given[flag] for name, flag in SIZES.items()})
+
+
+def element_of(given: Given) -> int:
+    """Bytes of one number of an activation."""
+    return 2 if given["bf16"] or given["fp16"] else 4
+
+
+def _in_layers(figures: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    return {"kind": figures["kind"], "layers": list(as_spans(layers)), **figures}
+
+
+def _linear(given: Given, problems: list[Problem]) -> list[int]:
+    """The layers with linear attention, as `get_linear_attention_pattern` has them."""
+    if given[VARIANT] != KNOWN and TYPE not in given.unknown:
+        if given[FREQ] is not None:
+            problems.append(Problem(given.origin(FREQ), str(given[FREQ]), f"--experimental-attention-variant {KNOWN} beside it"))
+        return []
+    if given[FREQ] is None:
+        problems.append(Problem(given.origin(VARIANT), KNOWN, "--linear-attention-freq beside it", "Megatron stops here"))
+        return []
+    found = layer_pattern(given, FREQ, problems, "([1]*3+[0]*1)*12")
+    numbers = range(1, given["num_layers"] + 1)
+    if isinstance(found, int):
+        return [layer for layer in numbers if layer % found]
+    return [layer for layer, one in zip(numbers, found or (), strict=False) if one]
