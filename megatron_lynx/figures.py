@@ -4,7 +4,7 @@
     StageMeasured    + a launch's seconds, bytes lynx_outcome.json and the table of a run   (measure.run_outcome)
     RankResult       + a comparison's samples    measurement.json and the table of compare  (measure.measurement)
 
-A name ends in its unit, seconds (`_s`) or bytes (`_bytes`); the others are counts and ratios. None: not known.
+A name ends in its unit, seconds (`_s`) or bytes (`_bytes`); the others are counts and ratios. An unknown figure is None.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field
 
+from megatron_lynx.units import format_bytes, format_seconds
 from megatron_lynx.validation import Part
 
 if TYPE_CHECKING:
@@ -23,20 +24,26 @@ if TYPE_CHECKING:
 
 
 class Figure(NamedTuple):
-    """What an annotation says of a figure."""
+    """Annotation of a field: how it is joined over steps, and its name in logs."""
 
     over_steps: Callable[[Iterable[Any]], Any]
     """`sum` or `max`."""
     logged: str = ""
-    """Name in TensorBoard and W&B, without the prefix. Empty: not logged."""
+    """In TensorBoard and W&B, without the prefix. Empty: not logged."""
 
 
 SUM, MOST = Figure(sum), Figure(max)
 
 
-def unit_of(name: str) -> str:
-    """The unit in which a figure's name ends: "s", "bytes", or "count"."""
-    return next((unit for unit in ("bytes", "s") if name.endswith(f"_{unit}")), "count")
+def unit_of(name: str) -> Literal["bytes", "s", "count"]:
+    """The unit in which a figure's name ends."""
+    return "bytes" if name.endswith("_bytes") else "s" if name.endswith("_s") else "count"
+
+
+def in_words(name: str, value: float) -> str:
+    """`in_words("step_s", 0.25)` is "250 ms"."""
+    unit = unit_of(name)
+    return str(value) if unit == "count" else format_seconds(value) if unit == "s" else format_bytes(value)
 
 
 def _older(name: str, older: str) -> Any:
@@ -45,7 +52,7 @@ def _older(name: str, older: str) -> Any:
 
 
 class Figures(Part):
-    """What the engine of one rank did in one step, or in several."""
+    """Figures of one rank's engine over one step or several."""
 
     model_config = ConfigDict(frozen=False)
     if not TYPE_CHECKING:  # engines count many times a step, which pydantic's own way makes four times as slow
@@ -98,14 +105,13 @@ class Figures(Part):
 
 @dataclass
 class InputSeen:
-    """The micro-batches of some steps on one rank. A plan is made for full ones; packed or shorter ones are less work."""
+    """Sizes of the micro-batches of some steps on one rank. Plans are made for full ones."""
 
     microbatches: int = 0
     tokens: int = 0
     """Rows of the first attention half on this rank, padding included: they are computed."""
     squares: float | Tensor = 0
-    """Of the lengths of whole sequences, whatever this rank has of them. A tensor where packed lengths are on the device: nothing
-    waits for it before it is read."""
+    """Sum over whole sequences, of which this rank may have a part. A tensor on the device where packed lengths are there."""
 
     def add(self, tokens: int, squares: float | Tensor) -> None:
         """One more micro-batch."""
@@ -117,12 +123,12 @@ class InputSeen:
 
 @cache
 def figures_of(kind: type[Part]) -> dict[str, Figure]:
-    """What the fields of a model say of themselves, by name."""
+    """The annotated fields of a model."""
     return {name: said for name, field in kind.model_fields.items() for said in field.metadata if isinstance(said, Figure)}
 
 
 def logged(part: Part) -> dict[str, float | None]:
-    """The figures that are logged, by the names that they have there; None: not known."""
+    """The logged figures by their names in logs; None: unknown."""
     return {figure.logged: getattr(part, name) for name, figure in figures_of(type(part)).items() if figure.logged}
 
 
@@ -137,7 +143,7 @@ def of_all(ranks: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _joined(figures: Sequence[Figures], join: Callable[[str, Figure], Callable[[Iterable[Any]], Any]]) -> dict[str, Any]:
-    """Of each figure the known ones, joined; None where it is known of none."""
+    """Joins the known values of each figure; None where all are unknown."""
     joined = {}
     for name, figure in figures_of(type(figures[0])).items():
         known = [value for each in figures if (value := getattr(each, name)) is not None]

@@ -20,7 +20,7 @@ from megatron_lynx.measure.run_outcome import (
     RunOutcome,
     StageMeasured,
     StageRow,
-    StepMet,
+    StepInput,
     StepParts,
     WaitSeconds,
     load_outcome,
@@ -105,12 +105,12 @@ def test_the_next_plan_predicts_what_was_measured_and_keeps_the_budget(job, cost
     assert second < first, "stage 0 gives up what it held beyond its prediction"
 
 
-def came(plan: Plan, **changes: Any) -> StepMet:
+def came(plan: Plan, **changes: Any) -> StepInput:
     facts = {"microbatches": plan.batch.microbatches, "planned_microbatches": plan.batch.microbatches, "by_squares": True}
-    return StepMet(**{**facts, "tokens": 1.0, "squares": 1.0, "passes": 1.0, "replays": 1.0, **changes})
+    return StepInput(**{**facts, "tokens": 1.0, "squares": 1.0, "passes": 1.0, "replays": 1.0, **changes})
 
 
-def told_that(run: RunOutcome, met: StepMet) -> RunOutcome:
+def told_that(run: RunOutcome, met: StepInput) -> RunOutcome:
     return run.model_copy(update={"reports": (run.reports[-1].model_copy(update={"met": met}),)})
 
 

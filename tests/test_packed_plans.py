@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.job import Lengths
 from megatron_lynx.figures import InputSeen
-from megatron_lynx.launch.outcome.rows import step_met
+from megatron_lynx.launch.outcome.rows import step_input
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -59,7 +59,7 @@ def test_a_plan_for_packed_sequences_says_for_which() -> None:
 )
 def test_scaled_seconds_are_those_of_the_plan_priced_anew(microbatches: int, seq: int, squares: float) -> None:
     job, plan = made()
-    met = step_met(plan, InputSeen(microbatches, microbatches * seq, microbatches * seq * squares), 1, 1)
+    met = step_input(plan, InputSeen(microbatches, microbatches * seq, microbatches * seq * squares), 1, 1)
     assert met is not None
     anew = rehearsed_s(plan, job, seq, squares, microbatches) / rehearsed_s(plan, job)
     assert met.passes == pytest.approx(anew, rel=0.05)

@@ -1,10 +1,9 @@
-"""The outcome file: how a run under a plan came out, stage by stage, beside what its plan had predicted.
+"""The outcome file: predicted and measured figures of a run under a plan, by stage.
 
     a run ──> RunOutcome ──save_outcome──> lynx_outcome.json ──load_outcome──> RunOutcome
 
-It is written whole at steps 1 and 2 and when the run ends, so whoever reads it finds a run that goes on, or one that finished; a
-run that breaks off leaves what was known before. A figure that nobody knows is null: a plan may predict nothing, and on a machine
-without a GPU no memory is reserved.
+Rank 0 writes it at steps 1 and 2 and when the run ends. An unknown figure is null: a plan may predict nothing, and a machine
+without a GPU reserves no memory.
 """
 
 from __future__ import annotations
@@ -27,46 +26,45 @@ FILE_NAME = "lynx_outcome.json"
 
 
 class StagePredicted(Part):
-    """What the plan says of one stage."""
+    """The plan's figures of one stage."""
 
     passes_s: Annotated[float | None, Figure(max, "predicted_passes_s")] = None
-    """Seconds of a step's forwards and backwards over all stages."""
+    """Forwards and backwards of one step, over all stages."""
     memory_bytes: Annotated[int | None, Figure(max, "predicted_device_peak_bytes")] = None
-    """Everything on a device at its fullest."""
+    """Peak of a device, everything included."""
     hidden_replay_s: float | None = None
     exposed_replay_s: float | None = None
-    """Seconds of one step's recomputations, on one rank."""
+    """Recomputations of one step on one rank."""
     exposed_copy_s: float | None = None
-    """Seconds for which one step waits for copies from the host."""
+    """Waits for copies from the host in one step."""
 
 
 class HalfSeconds(Part):
-    """Of all halves of one kind on a stage's ranks, in one step."""
+    """All halves of one kind on a stage's ranks, in one step."""
 
     calls: int = 0
-    """Forwards of such a half."""
+    """Forwards."""
     seconds: float = 0.0
-    """As many forwards and backwards as there were, each counted as the usual one, and weight gradients that ran elsewhere;
-    without waits, recomputations and waits for copies."""
+    """Forwards and backwards at their medians, and delayed weight gradients; without waits and recomputations."""
 
 
 class WaitSeconds(Part):
-    """Of all waits for communication at one place of a half, on a stage's ranks, in one step."""
+    """All waits for communication at one place of a half, on a stage's ranks, in one step."""
 
     longer: int = 0
-    """Waits that went on after what ran in them."""
+    """Waits that outlast the work in them."""
     longer_s: float = 0.0
-    """Seconds from where these were waited for to their ends: what is left there of the communication."""
+    """Their length, from the wait's begin: the communication that was left then."""
     longer_replays_s: float = 0.0
-    """Seconds of recomputations in these, which they hid."""
+    """Recomputations in them, all of them hidden."""
     shorter: int = 0
-    """Waits that were over before what ran in them."""
+    """Waits that were over before the work in them."""
     shorter_replays_s: float = 0.0
-    """Seconds of recomputations in those, which they hid at most."""
+    """Recomputations in these, hidden in part."""
 
 
 class StepParts(Part):
-    """What one traced step consisted of, added up over the ranks of a stage."""
+    """The parts of one traced step, added up over the ranks of a stage."""
 
     halves: dict[str, HalfSeconds] = Field(default_factory=dict)
     """By part of the profile: attention, mlp, experts."""
@@ -81,7 +79,7 @@ PartT = TypeVar("PartT", HalfSeconds, WaitSeconds)
 
 
 def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
-    """Both, added up where they have the same keys."""
+    """Adds up entries of the same key."""
     sums = dict(one)
     for key, more in other.items():
         own = sums.get(key, type(more)())
@@ -90,27 +88,26 @@ def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
 
 
 class StageMeasured(Figures):
-    """Of each figure the largest of the stage's ranks."""
+    """The largest of each figure over a stage's ranks."""
 
     ranks: int = Field(ge=1)
     passes_s: Annotated[float | None, Figure(max, "passes_s")] = None
-    """Seconds of Megatron's schedule: forwards, backwards, and the reduction of gradients after them."""
+    """Megatron's schedule: forwards, backwards, and the reduction of gradients after them."""
     step_s: Annotated[float | None, Figure(max, "step_s")] = None
-    """Seconds of the whole step, with the optimizer's update."""
+    """The whole step, with the optimizer's update."""
     allocated_bytes: Annotated[int | None, Figure(max, "device_peak_bytes")] = None
-    """The most that was allocated on the device since the run began."""
+    """Peak on the device since the run began."""
     reserved_bytes: Annotated[int | None, Figure(max, "device_reserved_peak_bytes")] = None
-    """The most that PyTorch's allocator held; null where there is no such allocator."""
+    """Peak of PyTorch's caching allocator; null on a CPU."""
     outside_bytes: Annotated[int | None, MOST] = None
-    """Used on the device, and not by PyTorch's allocator: context, libraries, NCCL; null where that is not known."""
+    """Used on the device outside PyTorch's allocator: context, libraries, NCCL; null where unknown."""
     slack_bytes: Annotated[int | None, MOST] = None
-    """The most that was reserved less the most that was allocated; null where there is no such allocator."""
+    """reserved_bytes - allocated_bytes of one rank."""
     parts: StepParts | None = None
-    """None: no step was traced for it (a short run, one that is checked; outcome files of before)."""
+    """null: no step was traced (a short run, a checked one, an older file)."""
 
 
 def stage_of(ranks: Sequence[StageMeasured]) -> StageMeasured:
-    """The ranks of one stage as one."""
     traced = [rank.parts for rank in ranks if rank.parts is not None]
     parts = sum(traced[1:], start=traced[0]) if traced else None
     return StageMeasured(ranks=sum(rank.ranks for rank in ranks), parts=parts, **of_slowest(ranks))
@@ -119,78 +116,76 @@ def stage_of(ranks: Sequence[StageMeasured]) -> StageMeasured:
 class StageRow(Part):
     stage: int = Field(ge=0)
     predicted: StagePredicted | None = None
-    """None: the plan predicts nothing."""
+    """null: the plan predicts nothing."""
     measured: StageMeasured
 
 
 class PlannedReserve(Part):
-    """What a plan left alone on each device."""
+    """Bytes that a plan leaves free on each device."""
 
     outside_bytes: int
-    """For what PyTorch does not allocate."""
+    """For allocations outside PyTorch."""
     slack_bytes: int
-    """For what PyTorch has reserved and not allocated."""
+    """For memory that PyTorch reserves without allocating it."""
 
 
-AS_PLANNED = 5e-4
-"""What came is as planned where it is off by a smaller part: lengths are stated in few digits."""
+TOLERANCE = 5e-4
+"""Relative; lengths are stated in few digits."""
 
 
-class StepMet(Part):
-    """What came in a step, of one rank."""
+class StepInput(Part):
+    """The input of one rank in a step, relative to the planned one."""
 
     microbatches: float
-    """In the mean of the steps that are told of."""
+    """Mean over the measured steps."""
     planned_microbatches: int
     tokens: float
-    """Of a micro-batch, padding included, as a part of a full one's."""
+    """Of a micro-batch, padding included, over a full one's."""
     squares: float
-    """The sum of the squares of a micro-batch's lengths, as a part of the planned one."""
+    """The sum of the squares of a micro-batch's lengths, over the planned sum."""
     by_squares: bool
-    """Whether the plan says what attention takes. Else seconds are taken to go with tokens alone."""
+    """Whether the plan states attention's share; otherwise seconds are scaled by tokens alone."""
     passes: float
-    """By this the plan's seconds of passes are multiplied."""
+    """Factor of the plan's seconds of passes."""
     replays: float
-    """By this those of replays."""
+    """Factor of its seconds of recomputations."""
 
     @property
     def full(self) -> bool:
-        """Whether micro-batches held what they were planned to hold."""
-        return abs(self.tokens - 1) < AS_PLANNED
+        """Whether micro-batches had the planned tokens."""
+        return abs(self.tokens - 1) < TOLERANCE
 
     @property
     def usual(self) -> bool:
-        """Whether each of them had the work that was planned, however many there were."""
-        return self.full and abs(self.squares - 1) < AS_PLANNED
+        """Whether micro-batches had the planned work, in whatever number."""
+        return self.full and abs(self.squares - 1) < TOLERANCE
 
     @property
     def as_planned(self) -> bool:
-        return self.usual and abs(self.microbatches / self.planned_microbatches - 1) < AS_PLANNED
+        return self.usual and abs(self.microbatches / self.planned_microbatches - 1) < TOLERANCE
 
 
 class Report(Part):
     """All stages at one time."""
 
     when: Literal["step", "end"]
-    """What one step took, or at the end what a step took as a rule."""
+    """One step; or the end, with medians over the steps."""
     step: int = Field(ge=1)
     """The latest step, counted from 1 in this run."""
     stages: tuple[StageRow, ...] = Field(min_length=1)
     reserve: PlannedReserve | None = None
-    """None: the plan does not say."""
     planned_load: float | None = None
-    """The load of experts that the plan was made for, on the same scale as `expert_load`. None: the model has none."""
-    met: StepMet | None = None
-    """What the rank met that had most to do. None: what was planned, or nobody counted (outcome files of before)."""
+    """The plan's `expert_load`; null for a model without experts."""
+    met: StepInput | None = None
+    """Input of the rank with most work; null where it was as planned, and in older files."""
 
     @property
     def part_of_tokens(self) -> float | None:
-        """Of the planned tokens, what a micro-batch held; None where that was all."""
+        """Tokens of a micro-batch over the planned ones; None where these agree."""
         return None if self.met is None or self.met.full else self.met.tokens
 
     def predicted_of(self, row: StageRow) -> StagePredicted | None:
-        """What the plan says of a stage for what came: seconds go by that; bytes are the most, and stay. None: it predicts
-        nothing."""
+        """The plan's figures of a stage, with seconds scaled to the input of this run."""
         if row.predicted is None or self.met is None:
             return row.predicted
         times = {"passes_s": self.met.passes, "hidden_replay_s": self.met.replays, "exposed_replay_s": self.met.replays}
@@ -200,37 +195,26 @@ class Report(Part):
     def cells(self, row: StageRow) -> tuple[float | None, ...]:
         """The figures of a stage in the order of `COLUMNS`."""
         predicted, measured = self.predicted_of(row) or StagePredicted(), row.measured
-        return (
-            predicted.memory_bytes,
-            measured.allocated_bytes,
-            measured.reserved_bytes,
-            predicted.passes_s,
-            measured.passes_s,
-            measured.step_s,
-            predicted.hidden_replay_s,
-            measured.in_windows_s,
-            predicted.exposed_replay_s,
-            measured.on_demand_s,
-        )
+        return tuple(getattr(predicted if column == "predicted" else measured, name) for _, column, name in COLUMNS)
 
 
-COLUMNS: tuple[tuple[str, str, Literal["bytes", "s"]], ...] = (
-    ("peak", "predicted", "bytes"),
-    ("peak", "allocated", "bytes"),
-    ("peak", "reserved", "bytes"),
-    ("forwards and backwards", "predicted", "s"),
-    ("forwards and backwards", "measured", "s"),
-    ("whole", "step", "s"),
-    ("replays hidden", "predicted", "s"),
-    ("replays hidden", "in windows", "s"),
-    ("replays exposed", "predicted", "s"),
-    ("replays exposed", "on demand", "s"),
+COLUMNS = (
+    ("peak", "predicted", "memory_bytes"),
+    ("peak", "allocated", "allocated_bytes"),
+    ("peak", "reserved", "reserved_bytes"),
+    ("forwards and backwards", "predicted", "passes_s"),
+    ("forwards and backwards", "measured", "passes_s"),
+    ("whole", "step", "step_s"),
+    ("replays hidden", "predicted", "hidden_replay_s"),
+    ("replays hidden", "in windows", "in_windows_s"),
+    ("replays exposed", "predicted", "exposed_replay_s"),
+    ("replays exposed", "on demand", "on_demand_s"),
 )
-"""The figures of a stage that tables show: group, name, unit."""
+"""Columns of tables: group, heading, figure."""
 
 
 class RunOutcome(Part):
-    """How a run came out."""
+    """How a run came out. Facts that the plan does not state are null."""
 
     version: Literal[1] = 1
     made_by: str
@@ -239,31 +223,26 @@ class RunOutcome(Part):
     """Its path."""
     plan_digest: str
     job_digest: str | None = None
-    """Of the job that the plan was made for; null where the plan does not say."""
     profile_digest: str | None = None
-    """Of the profile that the plan was made with, before anything was learned; null where the plan does not say."""
+    """The plan's profile, without corrections by an earlier run."""
     asked: str | None = None
-    """The words with which the plan was asked for; null where it does not say."""
+    """The command line of `plan`."""
     learned: Learned | None = None
-    """What its plan had been taught by a run before."""
+    """Corrections by an earlier run, with which the plan was made."""
     checked: bool = False
-    """Whether steps also ran as stock runs them (`--lynx-check`), which may be what filled the devices."""
+    """Whether `--lynx-check` also ran stock's steps, which may have set the peaks."""
     ranks: int = Field(ge=1)
     finished: bool
-    """Whether the training loop has ended as it should."""
     reports: tuple[Report, ...] = Field(min_length=1)
 
 
 def save_outcome(outcome: RunOutcome, path: str | os.PathLike[str]) -> None:
-    """Raises `ConfigError` where the file cannot be written; what was there before is there then."""
+    """Raises `ConfigError` where the file cannot be written; an older one is then unchanged."""
     write_whole(path, json.dumps(outcome.model_dump(mode="json"), indent=1) + "\n")
 
 
 def load_outcome(path: str | os.PathLike[str]) -> RunOutcome:
-    """The outcome in a file.
-
-    Raises `ConfigError` where there is none, where it ends in the middle, and with every place that is not as it must be.
-    """
+    """Raises `ConfigError` where there is none, where it is cut off, and with all invalid places."""
     where = os.fspath(path)
     data = json_in(path, f"the {FILE_NAME} of a launch under a plan")
     found = data.get("version")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_lynx.advise.today import launch_today
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.figures import unit_of
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.measure.run_outcome import COLUMNS, Report, RunOutcome, StageRow
@@ -241,7 +242,7 @@ def outcome_table(outcome: RunOutcome) -> Table:
     met = ", predicted ones for what came" if any(report.met for report in outcome.reports) else ""
     note = f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}."
     columns: dict[str, Unit] = {"when": "text", "stage": "count"}
-    columns |= {f"{group} {name}": unit for group, name, unit in COLUMNS}
+    columns |= {f"{group} {heading}": unit_of(name) for group, heading, name in COLUMNS}
     rows: list[list[Cell]] = [[_when(at), row.stage, *at.cells(row)] for at in outcome.reports for row in at.stages]
     return _table("outcome", "How the run came out", note, columns, rows)
 

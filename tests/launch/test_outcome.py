@@ -15,7 +15,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen
 from megatron_lynx.launch.outcome.measuring import Peak, StepClock
 from megatron_lynx.launch.outcome.reporter import Reporter, lines, path_of
-from megatron_lynx.launch.outcome.rows import most, predicted_of, rows, step_met
+from megatron_lynx.launch.outcome.rows import largest_input, predicted_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
     PlannedReserve,
@@ -152,7 +152,7 @@ def met_of(plan, *came: tuple[int, int, float], steps: int = 1, shards: int = 1)
     for microbatches, tokens, squares in came:
         for _ in range(microbatches):
             seen.add(tokens, squares)
-    return step_met(plan, seen, steps, shards)
+    return step_input(plan, seen, steps, shards)
 
 
 def packed_plan(plan, core_share: float, squares_per_token: float = SIZE["seq"]):
@@ -167,7 +167,7 @@ def test_what_came_as_planned_changes_nothing(predicting):
     assert one == cut
     assert (one.passes, one.replays) == (1.0, 1.0)
     assert met_of(predicting) is None
-    assert most([one, cut, None]) is None
+    assert largest_input([one, cut, None]) is None
 
 
 def test_predicted_seconds_are_those_for_what_came(predicting):
@@ -199,9 +199,9 @@ def test_the_rank_with_most_to_do_is_waited_for(predicting):
     """Replicas get other lengths; where one had what was planned, the step took as long as that."""
     plan = packed_plan(predicting, 0.4)
     less, more = (met_of(plan, (4, tokens, FULL * SIZE["seq"] / 4)) for tokens in (FULL // 2, FULL))
-    assert most([less, more, None]) == more
-    assert most([less, met_of(plan, (4, FULL, FULL * SIZE["seq"]))]) is None
-    assert most([None, None]) is None
+    assert largest_input([less, more, None]) == more
+    assert largest_input([less, met_of(plan, (4, FULL, FULL * SIZE["seq"]))]) is None
+    assert largest_input([None, None]) is None
 
 
 def test_halves_of_experts_that_fell_back_are_told(predicting):

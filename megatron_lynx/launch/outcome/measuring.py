@@ -1,13 +1,11 @@
-"""Seconds of steps on the device's clock, without waiting for it, and the most that a rank's device held.
+"""Seconds of steps on the device's clock, without waiting for it, and peaks of a rank's device memory.
 
-    step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
+step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
 
-    CUDA    the caching allocator's own figures, since the run began: allocated, and reserved. When it is asked for: what the
-            driver says is used beside the allocator (context, libraries, NCCL; other processes, too)
-    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.memory`): allocated. Nothing is reserved.
-            Where a limit of memory is enforced (`MemoryLimit`), it counts all the time, after operators only
-
-On a CPU memory of the host for offloading is mapped, not allocated, and does not count.
+CUDA    peaks of the caching allocator since the run began, and bytes used outside it, as the driver reports them
+        (context, libraries, NCCL; other processes, too)
+a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps where a
+        `MemoryLimit` counts them after each operator. Memory for offloading is mapped, not allocated: it does not count
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.trace import Clock
 
 REMEMBERED = 1000
-"""The latest steps, of which the median is told."""
+"""Latest steps in the medians."""
 
 
 class StepSeconds(NamedTuple):
@@ -38,8 +36,6 @@ class StepSeconds(NamedTuple):
 
 
 class StepClock:
-    """Of one rank."""
-
     def __init__(self, device: Device) -> None:
         self._clock = Clock(device)
         self._passes_s = 0.0
@@ -47,7 +43,7 @@ class StepClock:
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, counts: bool) -> Iterator[None]:
-        """Time one step, whose schedule is among the `arguments` of Megatron's `train_step`, where it `counts`."""
+        """Time one step with these arguments of Megatron's `train_step`, if it `counts`."""
         self._clock.runs = counts
         arguments["forward_backward_func"] = self._around(arguments["forward_backward_func"])
         begin = self._clock.begin()
@@ -56,7 +52,7 @@ class StepClock:
         self._take(exact=False)
 
     def _around(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """The same schedule, timed. Megatron may call it more than once in a step."""
+        """Megatron may call the schedule more than once in a step."""
 
         @wraps(schedule)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -76,21 +72,21 @@ class StepClock:
                 self._passes_s = 0.0
 
     def latest(self) -> StepSeconds | None:
-        """Of the step that counted last; waits for the device."""
+        """Of the latest step; waits for the device."""
         self._take(exact=True)
         return self.known()
 
     def known(self) -> StepSeconds | None:
-        """Of the latest step that the device has passed; does not wait."""
+        """Of the latest step that the device has finished; does not wait."""
         return self._steps[-1] if self._steps else None
 
     def forget(self) -> None:
-        """The median is to be that of later steps."""
+        """Leave the steps so far out of the medians."""
         self._take(exact=True)
         self._steps.clear()
 
     def usual(self) -> StepSeconds | None:
-        """The medians of all steps that counted; waits for the device."""
+        """Medians of the steps; waits for the device."""
         self._take(exact=True)
         return StepSeconds(*map(median, zip(*self._steps, strict=True))) if self._steps else None
 
@@ -99,7 +95,7 @@ class Peak(NamedTuple):
     allocated_bytes: int | None
     reserved_bytes: int | None
     outside_bytes: int | None = None
-    """Used on the device, and not by PyTorch's allocator. None: not asked, or no such device."""
+    """Used on the device outside PyTorch's allocator; None where unknown."""
 
     @property
     def slack_bytes(self) -> int | None:
@@ -109,7 +105,7 @@ class Peak(NamedTuple):
 
 
 class DevicePeak:
-    """Of one rank. To be made before the model is built: on a CPU nothing older is counted."""
+    """Peaks of one rank. Make it before the model is built: on a CPU older tensors do not count."""
 
     def __init__(self) -> None:
         where = torch.empty(0, device="cuda").device  # the CPU, where that stands in
@@ -119,7 +115,7 @@ class DevicePeak:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """What runs inside is counted, where that costs something."""
+        """Count what the block allocates, on a CPU."""
         busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
         if self._total is None or busy:
             yield
@@ -137,7 +133,7 @@ class DevicePeak:
         return Peak(self._most, None)
 
     def with_outside(self) -> Peak:
-        """The same, with what is used outside of the allocator. It asks the driver, so not in every step."""
+        """`most` with `outside_bytes`, which the driver reports: too slow for every step."""
         peak = self.most()
         if not self._on_cuda:
             return peak
@@ -148,5 +144,5 @@ class DevicePeak:
 def _cpu_total() -> CpuTotal | None:
     try:
         return CpuTotal()
-    except LynxError:  # this build of PyTorch does not tell: then no memory is measured, and the table says so
+    except LynxError:  # this build of PyTorch hides it; the table says that memory is not measured
         return None

@@ -1,20 +1,19 @@
-"""Measures a run under a plan, and says how it came out.
+"""Measures a run under a plan, and reports figures of each stage beside the plan's predictions.
 
     step of this run    1           2           3        4           5 ...          the loop ends
     measured            timed,      timed,      traced   timed       (8, 16, ...)
                         counted     counted
-    said, written       a table     a table                                         a table
+    reported            a table     a table                                         a table
 
-Every step's seconds are taken, from events that nothing waits for. Replays are timed in the steps marked, and on a CPU memory is
-counted in the first two. The third is traced, for what its seconds consist of, and does not count among usual ones. A step that
-is not like others (checked, or traced for `--lynx-trace`) is passed over, and the next one takes its place.
-All ranks gather at each table: they have to make the same steps.
+Seconds of every step are taken from events, without waiting. Recomputations are timed in the steps marked; on a CPU memory is
+counted in the first two. The third is traced for `StepParts`, and left out of the medians, as are steps that are checked, or
+traced for `--lynx-trace`: the next one takes their place. At each table all ranks gather.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +24,10 @@ import torch
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.figures import Figures, InputSeen, logged
+from megatron_lynx.figures import Figures, InputSeen, in_words, logged
 from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.outcome.measuring import DevicePeak, Peak, StepClock, StepSeconds
-from megatron_lynx.launch.outcome.rows import most, parts_of, predicted_of, reserve_of, rows, step_met
+from megatron_lynx.launch.outcome.rows import largest_input, parts_of, predicted_of, reserve_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (
     COLUMNS,
     FILE_NAME,
@@ -37,25 +36,23 @@ from megatron_lynx.measure.run_outcome import (
     StageMeasured,
     StagePredicted,
     StageRow,
-    StepMet,
-    StepParts,
+    StepInput,
     save_outcome,
 )
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.torch_release import records_operands
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 
 UNKNOWN = "-"
-UNITS = {"bytes": format_bytes, "s": format_seconds}
-HEADINGS = (("", "stage"), *((group, name) for group, name, _ in COLUMNS), ("in windows", "+ on demand"))
+HEADINGS = (("", "stage"), *((group, heading) for group, heading, _ in COLUMNS), ("in windows", "+ on demand"))
 BETWEEN = "  "
 
 
 def lines(report: Report) -> list[str]:
-    """What is printed of a report; the first line says of when it is."""
+    """A report as text."""
     cells = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     heading = _heading(widths)
@@ -64,7 +61,7 @@ def lines(report: Report) -> list[str]:
 
 
 def _heading(widths: list[int]) -> str:
-    """The groups' names, each above the end of its columns; widens the first column of a group that is narrower than its name."""
+    """Names of groups, right-aligned over their columns. Widens the first column of a group that is narrower than its name."""
     names, column = [], 0
     for name, group in groupby(HEADINGS, key=lambda heading: heading[0]):
         size = len(list(group))
@@ -83,12 +80,11 @@ def _title(report: Report) -> str:
 
 def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
     figures = zip(COLUMNS, report.cells(row), strict=True)
-    cells = (UNKNOWN if figure is None else UNITS[unit](figure) for (_, _, unit), figure in figures)
+    cells = (UNKNOWN if figure is None else in_words(name, figure) for (_, _, name), figure in figures)
     return (str(row.stage), *cells, f"{row.measured.in_windows} + {row.measured.on_demand}")
 
 
 def _notes(report: Report) -> list[str]:
-    """What is not known, and why."""
     silent = [row.stage for row in report.stages if row.predicted is None]
     forgetful = [row.stage for row in report.stages if row.predicted is not None and row.predicted.memory_bytes is None]
     untimed = all(row.measured.step_s is None for row in report.stages)
@@ -101,7 +97,6 @@ def _notes(report: Report) -> list[str]:
 
 
 def _met(report: Report) -> Iterator[str]:
-    """What came, where that is not what the plan was made for."""
     if (met := report.met) is None:
         return
     came = f"{met.microbatches:.3g} of {met.planned_microbatches} micro-batches"
@@ -112,7 +107,6 @@ def _met(report: Report) -> Iterator[str]:
 
 
 def _reserve(report: Report) -> Iterator[str]:
-    """How much was used of what the plan left alone, where a device tells."""
     outside = [row.measured.outside_bytes for row in report.stages if row.measured.outside_bytes is not None]
     slack = [row.measured.slack_bytes for row in report.stages if row.measured.slack_bytes is not None]
     if not outside or not slack:
@@ -127,7 +121,6 @@ def _used(found: int, planned: int | None) -> str:
 
 
 def _load(report: Report) -> Iterator[str]:
-    """How many rows experts got, where there are experts."""
     most = max(report.stages, key=lambda row: row.measured.expert_load)
     if report.planned_load is None or not most.measured.expert_load:
         return
@@ -149,21 +142,26 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 FIRST = 2
-"""Steps of which each has a table."""
+"""Steps with a table each."""
 
 TRACED = FIRST + 1
-"""The step that is traced."""
 
 
 def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
-    """Where the outcome is written: as stated, else beside the trace, else among the logs for TensorBoard; None: nowhere."""
+    """Path of the outcome file: as stated, else beside the trace, else in TensorBoard's folder, else None."""
     folder = trace.parent if trace is not None else Path(logs) if logs else None
     return stated or (folder / FILE_NAME if folder is not None else None)
 
 
 class Reporter:
-    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it. `shards`: ranks
-    among which a sequence is cut; `checked`: whether steps are compared with stock's."""
+    """Reports the figures of one rank.
+
+    Args:
+        plan_path: the plan's path, as given.
+        path: the outcome file's path; None: none is written.
+        shards: ranks that share a sequence.
+        checked: whether steps are compared with stock's.
+    """
 
     def __init__(
         self,
@@ -182,22 +180,17 @@ class Reporter:
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
         self._checked, self._shards = checked, shards
         self._step = self._measured = 0
-        """Steps of this run, and those of them that were like others."""
-        self._seconds: StepSeconds | None = None
-        """Of the latest step that was told of."""
-        self._replays_s: dict[str, float] = {}
-        self._parts: StepParts | None = None
-        self._came, self._steps_of_it = InputSeen(), 0
-        """What came in the steps whose seconds are to be told next, and how many these are."""
-        self._met: StepMet | None = None
-        self._counts = Figures()
-        self._load, self._fell_back = 0.0, 0
-        """The most that experts got in any step."""
+        """Steps of this run, and the usual ones among them."""
+        self._known: dict[str, Any] = {}
+        """The latest figures of this rank, by name; `expert_load` and `fell_back` are the largest of all steps."""
+        self._seen, self._steps_seen = InputSeen(), 0
+        """Since the last table."""
+        self._input: StepInput | None = None
         self._reports: list[Report] = []
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, usual: bool) -> Iterator[None]:
-        """One step of training. `arguments`: of Megatron's `train_step`; `usual`: it is like others."""
+        """Measure one step, with these arguments of Megatron's `train_step`. `usual`: neither checked nor traced."""
         self._step += 1
         self._measured += usual
         self._engine.clock.runs = timed = usual and self._is_timed
@@ -207,60 +200,58 @@ class Reporter:
         with self._clock.step(arguments, counts=usual and not traced), counted, self._tracing(traced):
             yield
         if usual and not traced:
-            self._came, self._steps_of_it = self._came + self._engine.met, self._steps_of_it + 1
+            self._seen, self._steps_seen = self._seen + self._engine.met, self._steps_seen + 1
         self._engine.met = None
         if timed:
-            self._replays_s = {"in_windows_s": 0.0, "on_demand_s": 0.0}
+            self._known |= {"in_windows_s": 0.0, "on_demand_s": 0.0}
             for window, seconds in self._engine.clock.take():
-                self._replays_s["on_demand_s" if window == ON_DEMAND else "in_windows_s"] += seconds
+                self._known["on_demand_s" if window == ON_DEMAND else "in_windows_s"] += seconds
         self._engine.clock.runs = False
 
     @contextmanager
     def _tracing(self, traced: bool) -> Iterator[None]:
-        """A step that is traced has windows where nothing runs in them, too; below torch 2.8 those may hold memory."""
+        """A traced step has windows without work in them, too; below torch 2.8 these may hold memory."""
         if not traced:
             yield
             return
         self._engine.trace.start()
         yield
-        self._parts = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
+        self._known["parts"] = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
 
     def step_ends(self, counts: Figures, *, usual: bool) -> None:
-        """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
-        self._load, self._fell_back = max(self._load, counts.expert_load), max(self._fell_back, counts.fell_back)
-        if usual:
-            self._counts = counts
+        """A step has ended with these figures of the engine: report it if it is one of the first."""
+        largest = {name: max(self._known.get(name, 0), getattr(counts, name)) for name in ("expert_load", "fell_back")}
+        self._known |= (_known(counts) if usual else {}) | largest
         if usual and self._measured <= FIRST:
-            self._tell("step", self._clock.latest())
+            self._report("step", self._clock.latest())
             self._clock.forget()
 
     def ends(self) -> None:
-        """The training loop has ended as it should. Where no step was like others there is nothing to tell."""
+        """The training loop has ended as it should."""
         if self._measured:
-            self._tell("end", self._clock.usual())
+            self._report("end", self._clock.usual())
 
     def logged(self, counts: Figures) -> dict[str, float | None]:
-        """What is logged of the step in which `counts` were counted, by name. Nothing waits for the device."""
+        """Figures of the step with these counts, by their names in logs. Does not wait for the device."""
         predicted = predicted_of(self._plan, self._stage) or StagePredicted()
-        return logged(self._figures(counts, self._clock.known(), self._peak.most())) | logged(predicted)
+        return logged(self._figures(self._clock.known(), self._peak.most(), _known(counts))) | logged(predicted)
 
-    def _figures(self, counts: Figures, seconds: StepSeconds | None, peak: Peak) -> StageMeasured:
-        found = vars(counts) | self._replays_s | (seconds._asdict() if seconds else {}) | peak._asdict()
-        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, parts=self._parts, **found)
+    def _figures(self, seconds: StepSeconds | None, peak: Peak, counts: Mapping[str, Any]) -> StageMeasured:
+        found = self._known | dict(counts) | (seconds._asdict() if seconds else {}) | peak._asdict()
+        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, **found)
 
     @property
     def _is_timed(self) -> bool:
-        """The first steps, and each that is twice as far as the one before."""
+        """Usual steps 1, 2, 4, 8, ..."""
         return self._measured & (self._measured - 1) == 0
 
-    def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
-        self._seconds = seconds or self._seconds
-        if self._steps_of_it:
-            self._met = step_met(self._plan, self._came, self._steps_of_it, self._shards)
-            self._came, self._steps_of_it = InputSeen(), 0
-        counts = self._counts.model_copy(update={"expert_load": self._load, "fell_back": self._fell_back})
-        figures = self._figures(counts, self._seconds, self._peak.with_outside())
-        if not (ranks := gathered_on_rank_0((self._stage, figures, self._met))):
+    def _report(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
+        self._known |= seconds._asdict() if seconds else {}
+        if self._steps_seen:
+            self._input = step_input(self._plan, self._seen, self._steps_seen, self._shards)
+            self._seen, self._steps_seen = InputSeen(), 0
+        figures = self._figures(None, self._peak.with_outside(), {})
+        if not (ranks := gathered_on_rank_0((self._stage, figures, self._input))):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None
         report = Report(
@@ -269,7 +260,7 @@ class Reporter:
             stages=rows(self._plan, [(stage, found) for stage, found, _ in ranks]),
             planned_load=load,
             reserve=reserve_of(self._plan),
-            met=most(met for _, _, met in ranks),
+            met=largest_input(found for _, _, found in ranks),
         )
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))
@@ -297,3 +288,7 @@ class Reporter:
             save_outcome(outcome, path)
         except (ConfigError, OSError) as error:  # the disk is full, say: no reason to stop training
             on_rank_0(f"megatron-lynx: the outcome is not written: {error}")
+
+
+def _known(figures: Figures) -> dict[str, Any]:
+    return {name: value for name, value in vars(figures).items() if value is not None}

@@ -1,21 +1,22 @@
-"""What ranks found, as the rows of a report: what one traced step consisted of, what the plan predicts, and that for what came.
+"""Rows of a report, one for each stage: its ranks' figures joined, beside the plan's predictions scaled to the run's input.
+
+A traced step is split into halves and waits:
 
     spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ replay attention(3)       in the wait
                                                 │                    └ (the rest of the wait)
                                                 └ replay mlp(3)                                  on demand
     a half computes             its forward and its backward, less everything inside, and its delayed weight gradients
-    a wait                      from where it is waited for to its end. One that is longer than its tasks says how long the
-                                communication is; one that its tasks outlast, only that it is not longer than these
+    a wait                      the communication, where it outlasts the work inside; else only a bound of it
 
-Receives between stages are left out: how long these take is up to the other stages.
+Receives between stages are left out: their length depends on the other stages.
 
-Predicted seconds, for fewer micro-batches, shorter ones, or shorter sequences in them:
+Predicted seconds are scaled to the micro-batches of the run:
 
-    passes   x  (m + f) / (M + f)  x  [(1 - a) t + a q]          m, M   micro-batches that came, that were planned
+    passes   x  (m + f) / (M + f)  x  [(1 - a) t + a q]          m, M   micro-batches, planned ones
     replays  x   m / M             x  [(1 - a) t + a q]          f      the filling of the pipeline, in micro-batches
                                                                 t      tokens of one, over a full one's
-                                                                q      squares of its lengths, over those planned
-                                                                a      core attention's share of the passes; 0 where unknown
+                                                                q      squares of its lengths, over the planned ones
+                                                                a      core attention's share of the passes; 0 if unknown
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_lynx.measure.run_outcome import (
     StageMeasured,
     StagePredicted,
     StageRow,
-    StepMet,
+    StepInput,
     StepParts,
     WaitSeconds,
     stage_of,
@@ -44,7 +45,7 @@ ON_COPY_STREAMS = ("offload", "reload")
 COMPUTING = ("forward", "backward")
 
 OVER = 0.02
-"""A wait of whose seconds this part or less is left after its tasks was over before them."""
+"""A wait is over before the work in it if this part of it, or less, is left after the work."""
 
 
 def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageRow, ...]:
@@ -59,7 +60,7 @@ def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageR
 
 
 def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
-    """What the plan says of a stage; of what it does not say, nothing."""
+    """The plan's figures of a stage; None where it has none."""
     chunks = [entry.predicted for entry in plan.chunks_of(stage)]
     first = chunks[0]
     if first.step_s is None and not first.memory_bytes:
@@ -75,16 +76,16 @@ def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
 
 
 def reserve_of(plan: Plan) -> PlannedReserve | None:
-    """What the plan left alone on each device; None where it does not say of what that consists."""
+    """None where the plan does not split its reserve."""
     device = plan.device
     if device is None or device.outside_bytes is None or device.slack_bytes is None:
         return None
     return PlannedReserve(outside_bytes=device.outside_bytes, slack_bytes=device.slack_bytes)
 
 
-def step_met(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepMet | None:
-    """What one rank met in so many steps; waits for the device where lengths were on it. None: it has no attention half that
-    tells. `shards`: ranks among which a sequence is cut."""
+def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInput | None:
+    """The input of one rank over `steps`; waits for the device where lengths are on it. None for a rank without attention.
+    `shards`: ranks that share a sequence."""
     if not seen.microbatches or not steps:
         return None
     full, packed = plan.model.seq * plan.batch.micro, plan.batch.packed
@@ -94,7 +95,7 @@ def step_met(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepMet | 
     squares = float(seen.squares) / (seen.microbatches * full * per_token)
     core = 0.0 if packed is None else packed.core_share
     of_full = (1 - core) * tokens + core * squares
-    return StepMet(
+    return StepInput(
         microbatches=microbatches,
         planned_microbatches=planned,
         tokens=tokens,
@@ -105,14 +106,14 @@ def step_met(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepMet | 
     )
 
 
-def most(found: Iterable[StepMet | None]) -> StepMet | None:
-    """Of ranks the one with most to do, for which the others wait. None: it had what was planned, or nobody knows."""
+def largest_input(found: Iterable[StepInput | None]) -> StepInput | None:
+    """The input of the rank with most work, for which the others wait; None where it was as planned, or is unknown."""
     fullest = max((met for met in found if met is not None), key=lambda met: met.passes, default=None)
     return None if fullest is None or fullest.as_planned else fullest
 
 
 def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
-    """Of the spans of one rank's step. `has_experts`: of a layer, by its number."""
+    """Splits one rank's step. `has_experts` takes the number of a layer."""
     halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     waits: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
@@ -132,13 +133,13 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
 
 
 def _half(found: Mapping[str, Sequence[float]]) -> HalfSeconds:
-    """Of one kind, by kind of span. A pass counts as the usual one: in one step somebody else's work may fall into some."""
+    """`found`: seconds by kind of span. Passes count with their median: other work may have delayed some."""
     seconds = sum(len(found[passing]) * median(found[passing]) for passing in COMPUTING if found[passing])
     return HalfSeconds(calls=len(found["forward"]), seconds=seconds + sum(found["weight_gradient"]))
 
 
 def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
-    """Of one place: seconds of each wait, those of them behind its tasks, and those of recomputations in it."""
+    """`found`: of each wait its length, the rest after the work in it, and the recomputations in it."""
     longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s > OVER * whole_s]
     shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s <= OVER * whole_s]
     return WaitSeconds(
