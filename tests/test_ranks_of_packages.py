@@ -45,7 +45,6 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-KINDS_RUNNING = {"kinds.held", "kinds.running", *(f"kinds.{kind}.running" for kind in ("dense", "experts", "latent", "opaque"))}
 KINDS_PLANNING = {
     *("kinds.backward", "kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
@@ -55,7 +54,7 @@ PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),
     *KINDS_PLANNING,
 }
-RUNNING = {"runtime", "apply", "measure", "double_buffered", *KINDS_RUNNING}
+RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": {"schedule.interleaved"},
     "schedule": set(),
@@ -65,7 +64,6 @@ MAY_IMPORT = {
     "profiler.analytic": {"config", "profiler", *KINDS_PLANNING},
     "kinds": set(),
     **{face: {"config", "profiler", *KINDS_PLANNING} for face in KINDS_PLANNING},
-    **{face: {"plan", "runtime", "apply", *KINDS_RUNNING} for face in KINDS_RUNNING},
     "cost": {"config", "profiler", "schedule.one_stage"},
     "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "timetable", "profiler", "cost"},
@@ -83,7 +81,7 @@ MAY_IMPORT = {
     "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
     "published": {"config", "plan", "profiler", "cost", "solver", "estimate", "stock", "planner", "rehearsal"},
     "runtime": {"schedule.schedule", "timetable"},
-    "apply": {"plan", "runtime", "schedule", "timetable", *KINDS_RUNNING},
+    "apply": {"plan", "runtime", "schedule", "timetable"},
     "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
     "measure": set(),
     "compare": {"plan", "measure"},
@@ -97,7 +95,6 @@ ANYTHING = {"__main__", "cli", "launch", "bridge", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
-    *KINDS_RUNNING,
     *("profiler.measured", "profiler.links", "profiler.interference"),
 }
 MEGATRON = {

@@ -11,8 +11,8 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.site import marked_in, may_draw_in
-from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, DeferralPolicy, HalfPolicy

@@ -35,6 +35,7 @@ from megatron_lynx.apply.hooks import (
 )
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hybrid import is_hybrid
+from megatron_lynx.apply.kinds import kinds_of, layers_by_kind
 from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run, recipe_of
 from megatron_lynx.apply.match import mismatches
@@ -44,7 +45,6 @@ from megatron_lynx.apply.releases import Release, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
-from megatron_lynx.kinds.running import kinds_of, layers_by_kind
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import device_for

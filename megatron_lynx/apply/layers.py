@@ -1,5 +1,5 @@
 """Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine; in place of
-its MLP there may be another section in some layers, of which nothing is asked here (`kinds.experts.running`)."""
+its MLP there may be another section in some layers, of which nothing is asked here (`apply.kinds`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Item
 from megatron_lynx.apply.hybrid import CLASSES, owner_of
+from megatron_lynx.apply.kinds import Classes, classes_of, sections_in
 from megatron_lynx.apply.live_run import OWNS_USERBUFFER, LiveRun, name_of
 from megatron_lynx.apply.site import modules_of
 from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.held import Classes
-from megatron_lynx.kinds.running import classes_of, sections_in
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 _TE_FLAGS = ("return_layernorm_output", "fsdp_group")

@@ -7,7 +7,7 @@ its modules        wrappers, layers of another kind (`layers`), random numbers t
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`linears`)
 its head           one that cannot run in pieces, where the plan asks for it (`head_refusals`)
-its kinds          what the kinds of its halves refuse (`kinds.held`)
+its kinds          what the kinds of its halves refuse (`apply.kinds`)
 
 Refused are, too, windows where torch would keep what their collectives read and write for longer than a plan counts:
 
@@ -30,13 +30,13 @@ from torch import distributed
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.apply.head_refusals import refused_head
+from megatron_lynx.apply.kinds import layers_by_kind
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.limits import refused_in_fp8, refused_settings
 from megatron_lynx.apply.linears import refused_deferrals
 from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, module_at, name_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
-from megatron_lynx.kinds.running import layers_by_kind
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands

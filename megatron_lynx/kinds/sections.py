@@ -3,7 +3,7 @@ are read with this.
 
     facts of a model ──> for each half, the last kind of KINDS that answers ──> a section
 
-A new kind is one line more in `KINDS`, one in `kinds.planning` and one in `kinds.running` (docs/architecture.md).
+A new kind is one line more in `KINDS`, one in `kinds.planning` and one in `apply.kinds` (docs/architecture.md).
 
 Files name items and kinds; a wrong name is answered with those that exist.
 """

@@ -18,6 +18,7 @@ from tests.test_ranks_of_packages import PACKAGE
 TABLES = (
     "anatomy/",
     "kinds/",
+    "apply/kinds.py",
     "apply/transformer_engine/",
     "stock/modules.py",
 )

@@ -20,10 +20,10 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Item, Section
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.site import Place, places_of
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
-from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.site import Site
 

@@ -13,16 +13,16 @@ from .section import GATED, chosen
 
 @contextmanager
 def registered() -> Iterator[None]:
-    from megatron_lynx.kinds import running
+    from megatron_lynx.apply.kinds import FACES
 
     from .running import HeldGatedAttention
 
     sections.KINDS.append(sections.Kind((GATED,), chosen, GATED.name))
     planning.FACES[GATED.name] = GatedAttention
-    running.FACES.append(HeldGatedAttention())
+    FACES.append(HeldGatedAttention())
     try:
         yield
     finally:
         sections.KINDS.pop()
         del planning.FACES[GATED.name]
-        running.FACES.pop()
+        FACES.pop()

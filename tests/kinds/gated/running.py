@@ -7,9 +7,8 @@ from typing import ClassVar
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Section
+from megatron_lynx.apply.kinds import LOCAL, Classes, Running
 from megatron_lynx.apply.live_run import LINEARS, module_at
-from megatron_lynx.kinds.dense.running import LOCAL
-from megatron_lynx.kinds.held import Classes, Running
 
 from .section import GATE, GATED
 

@@ -1,0 +1,391 @@
+"""The kinds of sections as a run has them: which live layers have one, whose classes fit, what is refused, which hooks it needs.
+
+a kind says                            reader
+section_in       of a live layer       everything that asks what fills a half (`sections_in`)
+classes          by role               `apply.layers`: linears that were shown to be recomputed in every bit
+refusals         modules               `apply.refusals`
+mismatches       plan and live layers  `apply.match`
+claims           hooks of its own      `apply.installation`
+
+A plan that keeps experts whole, on the device, needs nothing of them but that they are Megatron's. Where it recomputes items of
+them, sends them to the host, or delays their weight gradients, those that cannot be looked into are refused. Opaque halves get no
+hook.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from torch.nn import Module
+
+from megatron_lynx.apply.graphs import captured_modules
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges, latents
+from megatron_lynx.apply.limits import in_config
+from megatron_lynx.apply.live_run import IDENTITY, LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, overlapped
+from megatron_lynx.apply.site import places_of
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.captured import ROUTER, in_graph
+from megatron_lynx.kinds.dense.section import ATTENTION, MLP
+from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
+from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
+from megatron_lynx.kinds.section import HALVES, Half, Role, Section
+from megatron_lynx.limits import OR_ELSE, refused
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.stage import Stage
+from megatron_lynx.runtime.engine import Engine
+
+Classes = Mapping[Role, tuple[str, ...]]
+"""By role the full names of the classes that a site may have; of roles that are left out it does not matter."""
+
+Layers = Mapping[int, Module]
+"""Live layers by number: those that have the kind."""
+
+
+class Running(ABC):
+    """One kind of section, as a run has it."""
+
+    half: Half
+    name: str
+    """The name of its section."""
+    stated_as: str = "model.kinds"
+    """The key of a plan that says which layers have it."""
+    recorded: str = ""
+    """Which table of a release has the functions that matter with this kind alone; empty: it has none of its own."""
+    recorded_as: str = ""
+    """How a release that reads otherwise is told: "megatron-core's ... do not read as recorded"."""
+    local: ClassVar[Classes] = {}
+    te: ClassVar[Classes] = {}
+    """The classes of its sites in Megatron's own layers, and in Transformer Engine's."""
+    always_local: bool = True
+    """Whether every release can build it of Megatron's own layers."""
+
+    @abstractmethod
+    def section_in(self, layer: Module) -> Section | None:
+        """What fills the half of a live layer, if it is of this kind."""
+
+    def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Why a run whose layers are of this kind cannot carry a plan."""
+        yield from ()
+
+    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Where the plan has another kind in place of this one, or this one in place of another."""
+        planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
+        for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
+            if numbers:
+                place = f"plan: {self.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
+                yield Problem(place, f"{self.name} {said}", "the same in both", "make a plan for this model")
+
+    def has(self, section: Section) -> bool:
+        """Whether a section is of this kind."""
+        return section.name == self.name
+
+    def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
+        """Hooks that this kind alone needs, beside those on halves, sites and collectives."""
+        yield from ()
+
+
+# classes of linears that were shown to be recomputed in every bit
+LOCAL: Classes = {"column_parallel": (f"{LINEARS}ColumnParallelLinear",), "row_parallel": (f"{LINEARS}RowParallelLinear",)}
+TE: Classes = {
+    "norm": (IDENTITY,),
+    "column_parallel": (f"{TE_MODULE}TELayerNormColumnParallelLinear",),
+    "core": (f"{TE_MODULE}TEDotProductAttention",),
+    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
+}
+
+
+class _Usual(Running):
+    """What a half has where it has nothing else."""
+
+    local, te = LOCAL, TE
+    section: Section
+
+    def section_in(self, layer: Module) -> Section | None:
+        return self.section
+
+    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Another kind tells where it is missing, or too much."""
+        yield from ()
+
+
+class HeldAttention(_Usual):
+    section, half, name = ATTENTION, ATTENTION.half, ATTENTION.name
+
+
+class HeldMlp(_Usual):
+    section, half, name = MLP, MLP.half, MLP.name
+
+
+ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
+"""The one with fused down-projections is another."""
+
+_COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
+
+ANY_LATENT = LATENT[True, True, False]
+
+
+class HeldLatentAttention(Running):
+    """Megatron's `MLASelfAttention`."""
+
+    half, name = ANY_LATENT.half, ANY_LATENT.name
+    recorded, recorded_as = "latent", "latent attention does"
+    local: ClassVar[Classes] = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
+    te: ClassVar[Classes] = {
+        **TE,
+        "down_projection": (f"{TE_MODULE}TELinear",),
+        "inner_norm": (IDENTITY,),
+        "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
+        "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
+    }
+    always_local = False
+
+    def section_in(self, layer: Module) -> Section | None:
+        if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != ATTENTION_CLASS:
+            return None
+        te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
+        config: Any = layer.config
+        return LATENT[module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion)]
+
+    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        if not run.layers:
+            return
+        found, needed = plan.model.latent_attention, sizes_in(run.config) if layers else None
+        if found != needed:
+            stated = f"{needed}, as this run has it"
+            yield Problem("plan: model.latent_attention", str(found), stated, "make a plan for this model")
+
+    def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
+        if run.tensor > 1:
+            yield from latents.claims(engine)
+
+
+def sizes_in(config: Any) -> LatentSizes:
+    """The sizes of latent attention in Megatron's model config."""
+    return LatentSizes(
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        head_size=config.qk_head_dim,
+        rope_size=config.qk_pos_emb_head_dim,
+        value_head_size=config.v_head_dim,
+        fused_rotary=bool(config.apply_rope_fusion),
+    )
+
+
+_MOE = "megatron.core.transformer.moe."
+LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
+"""The class of the mixture of experts that a layer may have in place of an MLP."""
+_KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
+"""Kinds of experts whose linears are called where a replay can find them."""
+_DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
+EXPERTS_LOCAL: Classes = {**LOCAL, "experts_in": LOCAL["column_parallel"], "experts_out": LOCAL["row_parallel"]}
+EXPERTS_TE: Classes = {
+    "column_parallel": (f"{TE_MODULE}TEColumnParallelLinear",),
+    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
+    "experts_in": (f"{TE_MODULE}TEColumnParallelLinear", f"{TE_MODULE}TEColumnParallelGroupedLinear"),
+    "experts_out": (f"{TE_MODULE}TERowParallelLinear", f"{TE_MODULE}TERowParallelGroupedLinear"),
+}
+TODO = OR_ELSE["inside experts"]
+
+
+class HeldExperts(Running):
+    """Megatron's `MoELayer`."""
+
+    half, name = EXPERTS.half, EXPERTS.name
+    recorded, recorded_as = "experts", "mixtures of experts do"
+    local, te = EXPERTS_LOCAL, EXPERTS_TE
+
+    def section_in(self, layer: Module) -> Section | None:
+        mixture = module_at(layer, MIXTURE)
+        if name_of(mixture) != LAYER_CLASS:
+            return None
+        config: Any = layer.config
+        mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
+        return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
+
+    def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Every reason why the experts of this run cannot be looked into; none where the plan does not ask for it."""
+        touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
+        if not touched:
+            return
+        yield from refused(run.config, ["inside experts"], in_config)
+        config: Any = run.config
+        if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
+            needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
+            yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
+        yield from _cut(plan, run, touched)
+        layer = layers[touched[0]]  # all are built from one config
+        yield from _other_kinds(touched[0], layer)
+        try:
+            yield from self._other_linears(run, touched[0], layer)
+        except AttributeError as missing:
+            yield Problem(f"layer {touched[0]}", str(missing), "the sites of a mixture of experts", TODO)
+
+    def _other_linears(self, run: LiveRun, number: int, layer: Module) -> Iterator[Problem]:
+        classes, section = self.te if run.uses_te else self.local, self.section_in(layer)
+        for place in places_of(section, layer, te=run.uses_te) if section is not None else ():
+            known = classes.get(place.item.role)
+            if known is not None and name_of(place.owner) not in known:
+                yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
+                return  # one stands for all
+            if flag := next(
+                (name for name in OWNS_USERBUFFER if place.item.of_experts and getattr(place.owner, name, False)), None
+            ):
+                yield Problem(f"layer {number}.{place.item.name}.{flag}", "on", "off: what owns a userbuffer runs once", TODO)
+                return
+
+    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
+        planned = {number for number in run.layers if plan.model.has_experts(number)}
+        for numbers, found, needed in (
+            (layers.keys() - planned, "an MLP", EXPERTS.name),
+            (planned - layers.keys(), EXPERTS.name, "an MLP"),
+        ):
+            if numbers:
+                place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
+                yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
+        dispatcher = _dispatched_by(run.config)
+        if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
+            yield Problem(
+                "plan: model.moe_dispatcher",
+                plan.model.moe_dispatcher,
+                f"{dispatcher}, which brings tokens to experts in this run",
+                "make a plan for this launch",
+            )
+        elif layers and plan.parallel.expert not in (1, run.expert):
+            place, needed = "plan: parallel.expert", f"{run.expert}, the ranks that exchange tokens, or 1"
+            yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
+        if layers and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
+            place = "plan: model.shared_experts"
+            yield Problem(place, "True", "False, as this run has none", "make a plan for this model")
+
+    def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
+        if layers:
+            yield from expert_load.claims(engine, layers.items(), _balanced_rows(plan, run))
+        if plan.exchanging and plan.model.moe_dispatcher == "deepep":
+            yield from fused_exchanges.claims(engine)
+        elif plan.exchanging:
+            yield from exchanges.claims(engine, run.expert_group)
+
+
+def _balanced_rows(plan: Plan, run: LiveRun) -> int:
+    """How many rows experts of each rank would get of one micro-batch if all were asked as often."""
+    tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
+    return expert_load.balanced_rows(tokens, run.config.moe_router_topk)
+
+
+def _dispatcher(config: Any) -> Dispatcher:
+    """Who brings tokens to experts, as far as that decides what a plan may do. Others are taken for Megatron's all-to-all."""
+    named = _dispatched_by(config)
+    return next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])
+
+
+def _dispatched_by(config: Any) -> str:
+    """As the launch names it: Megatron's dispatcher, or whose kernels its flex dispatcher uses."""
+    dispatcher = str(config.moe_token_dispatcher_type)
+    return str(getattr(config, "moe_flex_dispatcher_backend", "deepep")) if dispatcher == "flex" else dispatcher
+
+
+def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
+    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of; or that may fall back."""
+    offloads = entry.offload is not None and entry.offload.experts
+    for layer in entry.layers:
+        rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
+        defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
+        falls_back = entry.experts_hold is not None
+        if (section.name == EXPERTS.name) and (offloads or defers or falls_back or rule.recomputed(section)):
+            yield layer
+
+
+def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
+    """Experts that are cut over ranks exchange rows behind the dispatch, which no window may."""
+    rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
+    parts = getattr(run.config, "expert_tensor_parallel_size", None) or 1
+    if parts > 1 and any(rule.goes_on for rule in rules):
+        needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
+        yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
+
+
+def _other_kinds(number: int, layer: Module) -> Iterator[Problem]:
+    for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
+        found = name_of(module_at(layer, f"{MIXTURE}.{part}"))
+        if found not in known:
+            yield Problem(f"layer {number}.{MIXTURE}.{part}", found, " or ".join(known), TODO)
+
+
+def _class_in(layer: Any, path: str) -> str:
+    """The name of the class of what a layer has at a place; empty where it has nothing there."""
+    found = module_at(layer, path)
+    return "" if found is None else type(found).__name__
+
+
+def _lacks(layer: Any, place: str, *sites: str) -> bool:
+    """Whether a layer has something at a place, and none of these sites in it."""
+    return module_at(layer, place) is not None and all(module_at(layer, f"{place}.{site}") is None for site in sites)
+
+
+IN_ATTENTION, IN_MLP, NOTHING = "self_attention", "mlp", ("", "IdentityOp", "IdentityFuncOp")
+IS: dict[OpaqueName, Callable[[Any], bool]] = {
+    "own_attention": lambda layer: _lacks(layer, IN_ATTENTION, "linear_qkv", "linear_kv_up_proj"),
+    "gated_attention": lambda layer: (
+        bool(getattr(layer.config, "attention_output_gate", False)) and not _lacks(layer, IN_ATTENTION, "linear_qkv")
+    ),
+    "gated_delta_net": lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet",
+    "mamba": lambda layer: _class_in(layer, "mixer") != "",
+    "no_attention": lambda layer: _class_in(layer, IN_ATTENTION) in NOTHING and _class_in(layer, "mixer") == "",
+    "own_mlp": lambda layer: _lacks(layer, IN_MLP, "linear_fc1", "router"),
+    "no_mlp": lambda layer: _class_in(layer, IN_MLP) in NOTHING,
+}
+"""What tells each of a live layer, from the most general to the most special of each half."""
+
+
+class HeldOpaque(Running):
+    """One such half."""
+
+    stated_as = "model.opaque_layers"
+
+    def __init__(self, name: OpaqueName) -> None:
+        section = OPAQUE[name]
+        self.name, self.half, self._section, self._is = name, section.half, section, IS[name]
+
+    def section_in(self, layer: Module) -> Section | None:
+        return self._section if self._is(layer) else None
+
+
+FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts(), *map(HeldOpaque, IS)]
+"""The usual content of each half first: it answers to every layer."""
+
+
+def sections_in(layer: Module) -> tuple[Section, Section]:
+    """What fills the halves of a live layer, in the order of a forward."""
+    attention, mlp = (in_graph(_found(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
+    return attention, mlp
+
+
+def classes_of(section: Section, *, te: bool) -> Classes:
+    """The classes that the sites of a section may have, in Transformer Engine's layers or in Megatron's own."""
+    face = next(face for face in reversed(FACES) if face.has(section))
+    return face.te if te else face.local
+
+
+def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
+    """Every kind, and the rank's layers that have it."""
+    having: dict[Running, dict[int, Module]] = {face: {} for face in FACES}
+    for number, layer in run.layers.items():
+        for half in HALVES:
+            having[_found(half, layer)[0]][number] = layer
+    return list(having.items())
+
+
+def kinds_of(run: LiveRun) -> list[Running]:
+    """The kinds that some layer of the rank has."""
+    return [face for face, layers in layers_by_kind(run) if layers]
+
+
+def _found(half: Half, layer: Module) -> tuple[Running, Section]:
+    answers = ((face, face.section_in(layer)) for face in reversed(FACES) if face.half == half)
+    return next((face, section) for face, section in answers if section is not None)
