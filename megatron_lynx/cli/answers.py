@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
     """Tables, the trace of a step, and the page with both."""
-    from megatron_lynx.compare.perfetto import write_trace
-    from megatron_lynx.compare.report import write_report
+    from megatron_lynx.compare import write_report
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import Given, ReadTrace
     from megatron_lynx.report.island import write_page
+    from megatron_lynx.timeline import write_trace
 
     trace, drawn = folder / "trace.json", folder / "report.html"
     write_trace(comparison.timeline, trace)

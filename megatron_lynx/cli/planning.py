@@ -268,12 +268,12 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One step under a plan, without running it: bubbles, exposed recomputations, memory of every stage. `report` draws it."""
-    from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.planner import figures_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
+    from megatron_lynx.timeline import write_trace
     from megatron_lynx.units import format_bytes
 
     check_writable(trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])

@@ -63,8 +63,8 @@ def compare(
     With --simulate nothing runs, and the GPUs of the job, or of the launch, need not be here. A job without flushes is simulated
     beside the same job with flushes, and not trained.
     """
-    from megatron_lynx.compare.report import as_json as rows_as_json
-    from megatron_lynx.compare.report import print_report
+    from megatron_lynx.compare import as_json as rows_as_json
+    from megatron_lynx.compare import print_report
     from megatron_lynx.planner import as_planned
     from megatron_lynx.testbed.comparison import compare as run
 

@@ -49,7 +49,7 @@ class TraceFile:
     def _write(self, path: Path, events: list[list[Span]]) -> None:
         if not events:
             return
-        from megatron_lynx.compare.perfetto import write_trace
+        from megatron_lynx.timeline import write_trace
 
         try:
             write_trace(timeline_of(dict(enumerate(events))), path)

@@ -5,7 +5,7 @@
     machine facts ──────────────────┘
 
 The file holds what was measured: samples, bytes, counts. What follows from it is a property here and a column in
-`compare.report`, computed in one place and never stored beside its source.
+`megatron_lynx.compare`, computed in one place and never stored beside its source.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None])
 
 def settings_table(measurement: Measurement) -> Table:
     """A row for each setting that was timed."""
-    from megatron_lynx.compare.report import verdicts
+    from megatron_lynx.compare import verdicts
 
     rows: list[list[Cell]] = []
     for setting in measurement.settings:
@@ -294,7 +294,7 @@ def settings_table(measurement: Measurement) -> Table:
 
 def how_measured(measurement: Measurement) -> list[str]:
     """How times and bytes were counted, on what, and what was left out."""
-    from megatron_lynx.compare.report import notes
+    from megatron_lynx.compare import notes
 
     return list(notes(measurement))
 

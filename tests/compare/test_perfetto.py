@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 
-from megatron_lynx.compare.perfetto import write_trace
-from megatron_lynx.timeline import Span, name_of, timeline_of
+from megatron_lynx.timeline import Span, name_of, timeline_of, write_trace
 
 
 def span(kind, start_s, end_s, layer=1, half="mlp", window=None, micro_batch=0):

@@ -5,7 +5,7 @@ import json
 
 from rich.console import Console
 
-from megatron_lynx.compare.report import markdown, notes, print_report, write_report
+from megatron_lynx.compare import markdown, notes, print_report, write_report
 from megatron_lynx.measure.measurement import CounterCheck, load_measurement
 from tests.measure.samples import MIB, measurement, setting
 

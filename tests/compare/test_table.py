@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.compare.report import as_json, verdict
+from megatron_lynx.compare import as_json, verdict
 from tests.measure.samples import MIB, measurement, setting
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_lynx.compare.perfetto import write_trace
-from megatron_lynx.compare.report import write_report
+from megatron_lynx.compare import write_report
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.timeline import Span, Timeline
+from megatron_lynx.timeline import Span, Timeline, write_trace
 from tests.measure.samples import measurement
 from tests.profiler.made_up import made_up_profile
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.compare.perfetto import write_trace
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.simulator import figures
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.timeline import Timeline
+from megatron_lynx.timeline import Timeline, write_trace
 from tests.report.samples import as_if_run, run_folder, simulated
 from tests.test_cli import lynx
 
