@@ -63,8 +63,8 @@ SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("^the launch", "recompute-granularity", "mla-down", "--num-layer:"),
     ),
     "example": (
-        'bash -c \'torchrun() { megatron-lynx advise --cluster h100 -- torchrun "$@"; }; export -f torchrun; '
-        "bash examples/llama/train_llama3_8b_h100_fp8.sh'",
+        'torchrun() { megatron-lynx advise --cluster h100 -- torchrun "$@"; }; export -f torchrun\n'
+        "bash examples/llama/train_llama3_8b_h100_fp8.sh",
         (),
     ),
 }
@@ -121,7 +121,8 @@ def screen(command: str, lines: tuple[str, ...], where: Path) -> str:
     run = ["bash", "-c", lynx + LAUNCH + command]
     done = subprocess.run(run, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=600)
     output = [cut(line.rstrip()) for line in (done.stdout + (done.stderr if done.returncode else "")).splitlines()]
-    return f"$ {command}\n" + "\n".join(chosen(output, lines)).rstrip() + "\n"
+    asked = "\n".join(f"$ {line}" for line in command.splitlines())
+    return f"{asked}\n" + "\n".join(chosen(output, lines)).rstrip() + "\n"
 
 
 def cut(line: str) -> str:
@@ -176,7 +177,7 @@ def placed(text: str) -> str:
     """A page with the generated parts that it names."""
 
     def part(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{part_of(match[2])}\n<!-- end -->"
+        return f"{match[1]}\n\n{part_of(match[2])}\n\n<!-- end -->"
 
     return re.sub(r"(<!-- generated: (\w+) -->)\n.*?<!-- end -->", part, text, flags=re.DOTALL)
 

@@ -84,7 +84,7 @@ def test_a_decision_record_is_short_and_says_why(record: str) -> None:
 
 
 def test_the_records_are_few() -> None:
-    assert 45 <= len(list(records())) <= 60
+    assert 45 <= len(list(records())) <= 75, "replace a record that no longer holds, rather than adding one"
 
 
 def test_every_page_has_a_budget_and_keeps_to_it() -> None:
@@ -119,7 +119,7 @@ def test_shown_commands_print_what_is_shown(name: str) -> None:
 
 
 def test_a_stale_part_is_put_right() -> None:
-    page = "before\n<!-- generated: plan -->\nstale\n<!-- end -->\nafter\n"
+    page = "before\n<!-- generated: plan -->\n\nstale\n\n<!-- end -->\nafter\n"
     assert make_pages.placed(page) == page.replace("stale", make_pages.part_of("plan"))
 
 
