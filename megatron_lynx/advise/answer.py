@@ -30,10 +30,11 @@ from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.optimizer_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
-from megatron_lynx.planner.decision import plannable
+from megatron_lynx.planner.checks import check_plannable
+from megatron_lynx.planner.decision import decide, plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
-from megatron_lynx.planner.variants import EQUAL, Planned, fastest, planned, planned_variants
+from megatron_lynx.planner.variants import EQUAL, Planned, fastest, planned_variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -152,7 +153,7 @@ class Answer:
         if self.reading is None or neighbour.planned is None:
             return None
         made = neighbour.planned
-        return flags.command(self.reading, self.job, made.job, made.decision.plan, PLAN_FILE)
+        return flags.command(self.reading, self.job, made.job, made.made.plan, PLAN_FILE)
 
 
 @no_collections()
@@ -176,29 +177,35 @@ def answered(
     may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, near=found, asked_near=near, asked_copies=asked_copies)
-    try:
-        best = _best_plan(job, costs, release, stock)
-    except Infeasible as error:
-        answer = replace(answer, error=error)
-    except ConfigError as error:
-        return replace(answer, near=(), asked_near=False, error=error, refused=error.problems)
-    else:
-        answer = replace(answer, without_copies=best)
-    answer = replace(answer, in_todays_bytes=_within_today(job, costs, release, launch, answer.without_copies))
+    best = _best_plan(job, costs, release, stock)
+    if best is None:
+        try:
+            check_plannable(job)
+        except ConfigError as error:
+            return replace(answer, near=(), asked_near=False, error=error, refused=error.problems)
+    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(job, costs, release, launch, best))
     if may_copy:
         answer = replace(answer, copies=_with_copies(answer, costs, release))
     if answer.planned is None:
-        return replace(answer, would_fit=tuple(would_fit(job, costs, reading)))
+        return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
     if reading is not None:
-        launch = launch.kept_beside(reading.with_graphs_of(made.decision.plan.model.captured).today)
-    return replace(answer, launch=launch, error=None, on_host=OnHost.of(made.decision.job, costs.host_adam, priced=True))
+        launch = launch.kept_beside(reading.with_graphs_of(made.made.plan.model.captured).today)
+    return replace(answer, launch=launch, on_host=OnHost.of(made.made.job, costs.host_adam, priced=True))
 
 
-def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned:
-    """The fastest variant's plan. Raises what planning the job itself raises, where no variant has a plan."""
-    found = fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
-    return planned(job, costs) if found is None else found
+def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:
+    """The fastest variant's plan; None where no variant has one."""
+    return fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
+
+
+def _why_none(job: Job, costs: Profile) -> Infeasible | None:
+    """What binds, and the nearest changes that fit."""
+    try:
+        decide(job, costs)
+    except Infeasible as error:
+        return error
+    return None
 
 
 def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Planned | None) -> Planned | None:
@@ -206,10 +213,7 @@ def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch,
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
-    try:
-        return _best_plan(job.model_copy(update={"budget": budget}), costs, release, None)
-    except Infeasible:
-        return None
+    return _best_plan(job.model_copy(update={"budget": budget}), costs, release, None)
 
 
 def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned | None:
@@ -217,11 +221,8 @@ def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned
     without = answer.without_copies
     if without is not None and not without.recomputes:
         return None
-    try:
-        found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release, answer.stock)
-    except LynxError:
-        return None
-    if without is None:
+    found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release, answer.stock)
+    if found is None or without is None:
         return found
     beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
     least = 0.0 if beaten else WORTH_COPIES

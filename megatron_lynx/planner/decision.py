@@ -81,6 +81,21 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    try:
+        return completed(fastest_decision(job, profile), profile)
+    except Infeasible as error:
+        tried = left_open.last_tried(job)
+        changes = [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]
+        raise Infeasible(error.headline, [*error.problems, *changes]) from None
+
+
+def completed(decision: Decision, profile: Profile) -> Decision:
+    """A decision whose plan also states loads of experts and lengths of packed sequences, as a plan file does."""
+    return _with_lengths(_with_loads(decision, profile), profile)
+
+
+def fastest_decision(job: Job, profile: Profile) -> Decision:
+    """The decision, before `completed`. Raises as `decide` does, without changes that would fit."""
     if job.model.captured:
         return _beside_graphs(job, profile)
     return _without_graphs(job, profile)
@@ -133,14 +148,13 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
 
 
 def _decided(job: Job, profile: Profile) -> Decision:
-    """The decision for a job that leaves nothing of its head open. Raises `Infeasible` with what could be changed."""
+    """The decision for a job that leaves nothing of its head open."""
     try:
         return _fastest(job, profile)
-    except Infeasible as error:
+    except Infeasible:
         if (again := [*left_open.with_rotary_again(job)][1:]) and plannable(job, profile):
             return _as_of(job, _fastest(again[0], profile))
-        changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
-        raise Infeasible(error.headline, [*error.problems, *changes]) from None
+        raise
 
 
 def _fastest(job: Job, profile: Profile) -> Decision:
@@ -158,15 +172,18 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
-    finished = _with_lengths(_with_loads(_filled(_refined(decision, stages, job, profile), profile), profile), profile)
-    check_budget_kept(finished.job, finished.simulation)
-    return finished
+    filled = _filled(_refined(decision, stages, job, profile), profile)
+    check_budget_kept(filled.job, filled.simulation)
+    return filled
 
 
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """The decision for a job that leaves open how much of its optimizer is on the host."""
-    found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
-    return _as_of(job, found)
+
+    def step_s(found: Decision) -> float:
+        return found.simulation.step_s + update_s(found.job, profile)
+
+    return _as_of(job, best_share(job, lambda own: fastest_decision(own, profile), step_s))
 
 
 def _as_of(job: Job, found: Decision) -> Decision:

@@ -117,6 +117,13 @@ def least_share_that_fits(job: Job) -> Job:
     return with_share(job, bisect_left(range(STEPS), True, key=fits) / STEPS)
 
 
+def last_tried(job: Job) -> Job:
+    """The job with everything that it leaves open as it is planned last, if nothing fits before."""
+    job = without_graphs(job) if job.model.captured else job
+    job = with_share(job, 1.0) if job.optimizer.offload == "auto" else job
+    return (with_pieces(job) or with_whole_head(job)) if job.head is not None and job.head.pieces == "auto" else job
+
+
 def with_share(job: Job, share: float) -> Job:
     return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"offload": share})})
 

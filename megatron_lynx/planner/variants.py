@@ -1,7 +1,7 @@
 """Which of Megatron's flags a plan may go with, and what it takes with each: exchanges of experts overlapped or not, their weight
 gradients delayed, userbuffers on or off.
 
-job ──variants──> jobs that differ in these flags ──decide──> a plan each ──> the fastest
+job ──variants──> jobs that differ in these flags ──fastest_decision──> a plan each ──> the fastest
 
 A plan with userbuffers has a range (`cost.step_range`): it is taken where even its longest step is the shortest, or where stock's
 best is faster than every other plan.
@@ -10,14 +10,15 @@ best is faster than every other plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step_range import StepRange, hiding_all
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.decision import Decision, decide
+from megatron_lynx.planner.decision import Decision, completed, fastest_decision
 from megatron_lynx.planner.figures import figures_of
 from megatron_lynx.planner.left_open import with_exchanges, without_graphs
 from megatron_lynx.profiler.profile import Profile
@@ -38,22 +39,29 @@ class Planned:
     `memory_bytes`: of the fullest device."""
 
     job: Job
-    decision: Decision
+    profile: Profile = field(repr=False)
+    made: Decision
+    """Before it is completed."""
     step: StepRange
     memory_bytes: int
 
+    @cached_property
+    def decision(self) -> Decision:
+        """As `decide` makes it."""
+        return completed(self.made, self.profile)
+
     @property
     def recomputes(self) -> bool:
-        rules = (rule for entry in self.decision.plan.stages for rule in entry.rules)
+        rules = (rule for entry in self.made.plan.stages for rule in entry.rules)
         return any(rule.replay or rule.checkpoint is not None for rule in rules)
 
 
 def planned(job: Job, profile: Profile) -> Planned:
-    """The job's plan with exactly the flags that it states. Raises as `decide` does."""
-    decision = decide(job, profile)
+    """The job's plan with exactly the flags that it states. Raises as `fastest_decision` does."""
+    decision = fastest_decision(job, profile)
     figures = figures_of(decision.job, profile, decision.simulation)
     passes = range_of(decision.plan, decision.job, profile, decision.simulation)
-    return Planned(job, decision, passes.plus(figures.update_s), figures.memory_bytes)
+    return Planned(job, profile, decision, passes.plus(figures.update_s), figures.memory_bytes)
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:

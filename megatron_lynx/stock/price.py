@@ -80,8 +80,7 @@ class Pricing:
         """Of the whole setting."""
         job, profile, setting = self._job, self._profile, self._setting
         stages = range(len(self._stages))
-        passes = [self._timed[stage].passes(self._copies_of(stage)) for stage in stages]
-        most_s = least_s = self._step_s(passes)
+        most_s = least_s = self._step_s(self._passes)
         if job.userbuffers:
             timed = [stage.timed(hiding_all(profile)) for stage in self._stages]
             least_s = self._step_s([stage.passes(stage.copies(self._walked)) for stage in timed])
@@ -90,8 +89,17 @@ class Pricing:
             tuple(map(self._memory_of, stages)),
             StepRange(least_s - _head_spared_s(job, profile, setting), most_s),
             max(stage.host_bytes for stage in self._stages),
-            job.microbatches * max(sum(map(_steady_s, own)) for own in passes),
+            self.busy_s,
         )
+
+    @property
+    def busy_s(self) -> float:
+        """Forwards and backwards of the busiest stage in a step, which no step without copies undercuts."""
+        return self._job.microbatches * max(sum(map(_steady_s, own)) for own in self._passes)
+
+    @cached_property
+    def _passes(self) -> list[list[ChunkPasses]]:
+        return [timed.passes(self._copies_of(stage)) for stage, timed in enumerate(self._timed)]
 
     def _memory_of(self, stage: int) -> StageMemory:
         if stage not in self._memory:

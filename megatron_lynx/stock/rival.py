@@ -129,7 +129,11 @@ class _Rivals:
         if any(self._known_s[known] >= least_s for known in alike if {*known.recompute} <= {*setting.recompute}):
             return True
         if setting not in self._known_s:
-            self._known_s[setting] = priced(self.job, self.profile, setting).step_s
+            pricing = Pricing(self.job, self.profile, setting)
+            if self.job.userbuffers or pricing.busy_s < least_s:
+                self._known_s[setting] = pricing.price.step_s
+            else:
+                self._known_s[setting] = pricing.busy_s
         return self._known_s[setting] >= least_s
 
     @property

@@ -35,6 +35,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
+from megatron_lynx.stock.modules import LEAST_ELEMENTS
 from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds, recomputed_whole
 from megatron_lynx.stock.setting import NONE, StockSetting
 
@@ -282,7 +283,7 @@ def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
 
 
 def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: bool, begins: bool) -> StockLayer:
-    halves = layer_bytes(shape, NONE if whole else StockSetting(setting.recompute, offload=setting.offload), kind)
+    halves = layer_bytes(shape, NONE if whole else StockSetting(setting.recompute, offload=setting.offload), kind, LEAST_ELEMENTS)
     return StockLayer(kind, halves, whole, begins, shape.input_bytes)
 
 
