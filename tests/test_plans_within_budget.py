@@ -17,7 +17,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, PlannerFault
 from megatron_lynx.planner import decide, decision, least_memory
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.held import check_budget_kept, most_held
+from megatron_lynx.planner.evaluation import check_budget_kept, most_held
 from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
 from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -101,7 +101,7 @@ def _compare_simulated(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise.today import as_stock, launch_today
     from megatron_lynx.planner import as_planned
-    from megatron_lynx.planner.figures import figures_of
+    from megatron_lynx.planner.evaluation import figures_of
     from megatron_lynx.planner.variants import range_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.legality import NEWEST

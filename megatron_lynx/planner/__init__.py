@@ -3,7 +3,7 @@
 decision.py      make_plan, which runs all of it
 partitioning.py  layers of each stage, where the job leaves them open
 nearest.py       what would fit: changes of a job that does not, the load of experts with which a plan does
-figures.py       seconds and bytes of a plan, which all commands print;  held.py: these bytes, at every moment, against the budget
+evaluation.py    seconds and bytes of a plan, which all commands print, at every moment, against the budget
 summary.py       a plan for programs
 filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them
                  (in turns with many linears), slack.py for which there is memory
@@ -16,7 +16,7 @@ left_open.py     what a job leaves open beside its layers: the share of its opti
 from megatron_lynx.anatomy import REPLAYABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.decision import Decision, decide, fitting, least_memory, make_plan
-from megatron_lynx.planner.figures import PlanFigures, figures_of
+from megatron_lynx.planner.evaluation import PlanFigures, figures_of
 from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.planner.userbuffers import AgainstWindows, against_windows

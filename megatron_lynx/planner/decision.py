@@ -23,8 +23,8 @@ from megatron_lynx.plan.experts import may_fall_back
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
+from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.filling import Filler, Known
-from megatron_lynx.planner.held import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.left_open import best_share
 from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change
 from megatron_lynx.planner.packed import packed_facts

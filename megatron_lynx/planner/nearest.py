@@ -32,7 +32,7 @@ from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.section import priced
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.planner.held import peak_bytes
+from megatron_lynx.planner.evaluation import peak_bytes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
 from megatron_lynx.rehearsal import rehearse

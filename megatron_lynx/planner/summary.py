@@ -14,7 +14,7 @@ from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import norms_in_windows
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.figures import figures_of
+from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.profiler.profile import Profile
 
 

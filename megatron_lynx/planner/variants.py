@@ -19,7 +19,7 @@ from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import Decision, completed, fastest_decision
-from megatron_lynx.planner.figures import figures_of
+from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.planner.left_open import with_exchanges, without_graphs
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse

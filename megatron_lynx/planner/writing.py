@@ -39,7 +39,7 @@ from megatron_lynx.plan.plan import (
 from megatron_lynx.plan.rule import Ahead, CheckpointName, joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.plan.timetables import planned_halves
-from megatron_lynx.planner.held import held_by_moment
+from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation

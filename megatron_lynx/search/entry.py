@@ -27,7 +27,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import fitting, least_memory
-from megatron_lynx.planner.held import fullest_bytes
+from megatron_lynx.planner.evaluation import fullest_bytes
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse

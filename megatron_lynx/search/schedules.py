@@ -20,7 +20,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import as_planned, make_plan
-from megatron_lynx.planner.figures import figures_of
+from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s

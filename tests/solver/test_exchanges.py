@@ -13,7 +13,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import decide, nearest, uniform_plan
-from megatron_lynx.planner.held import most_held
+from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments

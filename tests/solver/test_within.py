@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, decide, uniform_plan
-from megatron_lynx.planner.held import held_by_moment, most_held
+from megatron_lynx.planner.evaluation import held_by_moment, most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import Share

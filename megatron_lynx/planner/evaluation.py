@@ -1,4 +1,7 @@
-"""What each device holds under a plan, counted from the plan's rehearsal: the one count of bytes that every command prints.
+"""What a plan takes and holds, from its rehearsal: the seconds and the bytes that every command prints.
+
+    seconds    the simulated forwards and backwards + reductions and the update, as far as these make the step longer
+    bytes      what the layers hold at each moment + everything else that the device holds then
 
     stage 1    ... ├──F3 of chunk 1──┤[1]  ├[2]─────B3 of chunk 1──────┤[4] ...  reduction, updates
                                             └───────[3]────────┘                        [5]
@@ -20,14 +23,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import beside_layers, bounded_by_device
 from megatron_lynx.cost.moments import MOMENTS, Moment, StageMemory
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
@@ -35,6 +40,29 @@ from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import MIB, format_bytes
 
 BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")
+
+
+class PlanFigures(NamedTuple):
+    """What a plan takes and holds."""
+
+    passes_s: float
+    """Forwards and backwards of a step, over all stages."""
+    update_s: float
+    """Reducing gradients and updating parameters, as far as that makes the step longer."""
+    memory_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        return self.passes_s + self.update_s
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"step_s": self.step_s, "update_s": self.update_s, "memory_bytes": self.memory_bytes}
+
+
+def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
+    """`job`: with the layers of every stage, as the plan has them. `simulation`: the plan's rehearsal with this profile."""
+    return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
 
 
 class Held(NamedTuple):
