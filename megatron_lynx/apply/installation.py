@@ -19,7 +19,6 @@ from typing import Any
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_over, policies
-from megatron_lynx.apply.head_refusals import head_chunk
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
@@ -33,11 +32,11 @@ from megatron_lynx.apply.hooks import (
     te_collectives,
     te_weight_gradients,
 )
+from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
-from megatron_lynx.apply.hybrid import is_hybrid
 from megatron_lynx.apply.kinds import kinds_of, layers_by_kind
 from megatron_lynx.apply.linears import deferring_linears
-from megatron_lynx.apply.live_run import LiveRun, live_run, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, recipe_of
 from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import host_limit_of, offloader_of
 from megatron_lynx.apply.refusals import refusals

@@ -2,7 +2,7 @@
 
 a kind says                            reader
 section_in       of a live layer       everything that asks what fills a half (`sections_in`)
-classes          by role               `apply.layers`: linears that were shown to be recomputed in every bit
+classes          by role               `apply.refusals`: linears that were shown to be recomputed in every bit
 refusals         modules               `apply.refusals`
 mismatches       plan and live layers  `apply.match`
 claims           hooks of its own      `apply.installation`
@@ -20,11 +20,20 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from megatron_lynx.apply.graphs import captured_modules
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges, latents
 from megatron_lynx.apply.limits import in_config
-from megatron_lynx.apply.live_run import IDENTITY, LINEARS, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, overlapped
+from megatron_lynx.apply.live_run import (
+    IDENTITY,
+    LINEARS,
+    OWNS_USERBUFFER,
+    TE_MODULE,
+    LiveRun,
+    captured_modules,
+    module_at,
+    name_of,
+    overlapped,
+)
 from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph

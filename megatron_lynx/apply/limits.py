@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lynx.apply.graphs import refused_graphs
-from megatron_lynx.apply.live_run import LiveRun, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, recipe_of, refused_graphs
 from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
 from megatron_lynx.limits import Limit, refused

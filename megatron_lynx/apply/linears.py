@@ -10,10 +10,9 @@ from torch.nn import Module, Parameter
 
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.limits import in_config
-from megatron_lynx.apply.live_run import LiveRun, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, layers_in, recipe_of
 from megatron_lynx.apply.site import modules_named
 from megatron_lynx.errors import Problem
 from megatron_lynx.limits import refused

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from megatron_lynx.apply.graphs import captured_modules
-from megatron_lynx.apply.hybrid import layers_in
 from megatron_lynx.apply.kinds import layers_by_kind
-from megatron_lynx.apply.live_run import LiveRun, overlapped, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, captured_modules, layers_in, overlapped, recipe_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import Plan

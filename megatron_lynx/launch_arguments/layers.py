@@ -10,7 +10,7 @@ What queries see of the keys before them, and what their softmax has beside thes
 --window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all. Without: all layers have the window
 --softmax-type learnable                                one logit more for each head, which is learned; off-by-one: it is 0
 
-Stacks of `pretrain_hybrid.py` in the words of a GPT; a run has the same layers (`apply.hybrid`):
+Stacks of `pretrain_hybrid.py` in the words of a GPT; a run has the same layers (`apply.live_run`):
 
 --hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.apply.graphs import refused_graphs
+from megatron_lynx.apply.live_run import refused_graphs
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hybrid import owner_of
+from megatron_lynx.apply.live_run import owner_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.policy import HalfPolicy
