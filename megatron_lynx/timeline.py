@@ -1,10 +1,10 @@
-"""What happened when on every rank: of a real step or of a simulated one, in one form for plots and traces.
+"""Spans of a real or simulated step on every rank, and their trace for Perfetto.
 
     rank 0   forward  attention(1) ─┬─ mlp(1) ─┬─ ...  backward  mlp(1) ─┬─ ...
              window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
              replay                                                        └ mlp(1), inside that window, or on demand
 
-A window spans the wait for its communication, from `wait()` to its return: the replays inside it, then what is left to wait.
+A window spans the wait for its communication, from `wait()` to its return: recomputations inside it, then the rest.
 Spans of one kind may lie inside those of another; nothing here depends on their order.
 """
 
@@ -27,7 +27,7 @@ WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
 SpanKind = Literal[ComputeKind, WaitKind]
 
 FLUSHED = "flushed"
-"""The `window` of a deferred weight gradient that none hides."""
+"""`window` of an exposed weight gradient."""
 
 
 class Span(NamedTuple):
@@ -48,22 +48,20 @@ class Span(NamedTuple):
 
     @property
     def on_demand(self) -> bool:
-        """A replay that no window hides."""
+        """Whether it is an exposed recomputation."""
         return self.kind == "replay" and self.window in (None, ON_DEMAND)
 
     @property
     def hidden(self) -> bool:
-        """A replay inside a window. It is hidden as far as the communication is longer than it."""
+        """Whether it is a recomputation inside a window, hidden as far as the communication lasts."""
         return self.kind == "replay" and not self.on_demand
 
     @property
     def flushed(self) -> bool:
-        """A deferred weight gradient that no window hides."""
         return self.kind == "weight_gradient" and self.window in (None, FLUSHED)
 
     @property
     def filling(self) -> bool:
-        """A deferred weight gradient inside a window, hidden as a replay is."""
         return self.kind == "weight_gradient" and not self.flushed
 
 
@@ -85,7 +83,7 @@ class Timeline:
         return sum(span.on_demand for span in self.ranks[rank])
 
     def on_demand_s(self, rank: int) -> float:
-        """Seconds of on-demand replays. A lower bound of what is exposed: a replay longer than its window is not in it."""
+        """Seconds of on-demand recomputations: a lower bound of the exposed ones, some of which outlast their window."""
         return sum(span.seconds for span in self.ranks[rank] if span.on_demand)
 
 
@@ -130,7 +128,7 @@ def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
 
 
 def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
-    """What a span is called: `replay mlp(3)`, `window bwd.mlp.0@3`, `copy_wait`."""
+    """`replay mlp(3)`, `window bwd.mlp.0@3`, `copy_wait`."""
     if half:
         return f"{kind} {half}({layer})"
     return f"{kind} {window}" if window else kind

@@ -8,9 +8,9 @@ tensor or context parallelism                         1                         
   beside --overlap-moe-expert-parallel-comm           1, or 32                   -
 nothing of these                                      -                          -
 
-One queue keeps collectives in front of the GEMMs behind which they hide, and replays behind collectives.
+One queue keeps collectives before the GEMMs that hide them, and recomputations after collectives.
 
-What has to share the GPU with NCCL's kernels in a window, and may keep them, or itself, from running there.
+Kernels that share the GPU with NCCL's in a window:
 
 norm_margin      a norm that starts on all multiprocessors or not at all cannot start beside a collective
 stream_priority  with several hardware queues a GEMM may take all multiprocessors before the collective's kernel gets any
@@ -162,11 +162,11 @@ ALL_STREAMS = "TORCH_NCCL_HIGH_PRIORITY"
 """Environment variable: torch's streams for NCCL have a high priority, whatever their group."""
 
 H100 = 132
-"""Its multiprocessors: by them it is said what a margin costs."""
+"""Multiprocessors of an H100, for the cost of a margin."""
 
 
 def beside_collectives(reading: Reading | None, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    """Of a launch, of a plan, or of both: with a plan it is known what runs in windows, and in whose."""
+    """A plan tells which norms run in windows, and whose windows these are."""
     yield from _norm_margin(reading, variables, plan)
     if reading is not None:
         yield from _stream_priority(reading, variables, plan)
@@ -217,7 +217,7 @@ def _planned_rows(plan: Plan) -> str | None:
 
 
 def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    """With one hardware queue what is issued first begins first: then there is nothing to say."""
+    """With one hardware queue kernels start in the order of their issue, and priorities do nothing."""
     topic, given = "priority of collectives", reading.given
     groups = _groups_of(reading) if plan is None else groups_waited_for(plan)
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or not groups:

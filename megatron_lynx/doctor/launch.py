@@ -1,6 +1,4 @@
-"""Arguments of a launch that leave no windows for replays, or that plans refuse.
-
-Whether Python stays ahead of the GPUs: this machine's host time, and what of a launch and of its plan waits for it.
+"""Arguments of a launch that leave no windows for recomputation, or that plans refuse, and host-bound passes.
 
 host time of this machine ──┐
 launch, --cluster ──job──> device seconds of every pass ──> "host-bound", or not, as the launch stands
@@ -31,7 +29,7 @@ from megatron_lynx.units import format_seconds
 DEFEATS = {
     "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
 }
-"""Flags that a plan cannot live with, and what they are about."""
+"""Topic and cost of flags that every plan refuses."""
 
 TODAY = {
     "overlap_moe_expert_parallel_comm": "expert-parallel overlap",
@@ -46,11 +44,11 @@ TODAY = {
     "external_cuda_graph": "CUDA graphs",
     "cuda_graph_impl": "CUDA graphs",
 }
-"""What a launch does today that a plan replaces, and what it is about."""
+"""Topics of flags that a plan replaces."""
 
 
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """What the launch says, and whether there is anything to hide replays behind."""
+    """Findings about the launch's arguments."""
     given = reading.given
     for name, (topic, costs) in DEFEATS.items():
         if is_on(given, name):
@@ -89,7 +87,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _replaced(reading: Reading) -> Iterator[Finding]:
-    """Stock's setting beside a plan has two deciders. In a launch that has none yet it is what it does today."""
+    """Stock's settings that a plan replaces."""
     planned = any(word.partition("=")[0] == "--lynx-plan" for word in reading.command.arguments)
     for name, topic in TODAY.items():
         if not is_on(reading.given, name):
@@ -162,8 +160,8 @@ def _messages(reading: Reading) -> Finding:
 
 
 def _checked_results(reading: Reading) -> Finding:
-    """What Megatron reads of every step to find NaN: `loss_func` of pretrain_gpt.py calls `validate_result` twice, as does
-    `check_grads` of each bucket. Without reruns they read from the first step on, with them from the second."""
+    """Megatron reads results of every step to find NaN: `loss_func` of pretrain_gpt.py calls `validate_result` twice, as does
+    `check_grads` of each bucket; from the first step on, with reruns from the second."""
     given, topic = reading.given, "check for NaN"
     if not given["check_for_nan_in_loss_and_grad"]:
         return Finding(topic, "good", given.origin("check_for_nan_in_loss_and_grad"))
@@ -192,7 +190,7 @@ class Unmeasured:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be judged by host time: a launch on a cluster, and a plan."""
+    """A launch on a cluster, and a plan, to compare with host time."""
 
     words: Sequence[str] = ()
     cluster: str | None = None
@@ -200,7 +198,7 @@ class Asked:
 
 
 def host_time(measured: HostTime | Unmeasured, asked: Asked) -> Iterator[Finding]:
-    """What this machine's host takes for a layer, and whether the launch and the plan wait for it."""
+    """Host time of a layer on this machine, and whether the launch and the plan are host-bound."""
     if isinstance(measured, Unmeasured):
         costs = "whether a launch waits for Python is not known"
         yield Finding(TOPIC, "note", f"not measured: {measured.reason}", costs, "install what is missing, and ask again")

@@ -1,11 +1,10 @@
-"""The measurement file: what several settings of one training step took, on one machine, in one run.
+"""The measurement file: seconds and bytes of one training step under several settings, on one machine, in one run.
 
     ranks ──RankResult──> Setting ──┐
                           Setting ──┼──> Measurement ──save_measurement──> measurement.json ──compare──> table, report
     machine facts ──────────────────┘
 
-The file holds what was measured: samples, bytes, counts. What follows from it is a property here and a column in
-`megatron_lynx.compare`, computed in one place and never stored beside its source.
+The file has samples, bytes and counts; figures derived from these are properties here and columns in `megatron_lynx.compare`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LinkKind = Literal["none", "loopback", "shaped", "device"]
 
 
 class Links(Part):
-    """What the ranks' communication went over.
+    """The links between the ranks.
 
     none: one rank. loopback: processes of one host, unshaped. shaped: processes of one host, as two emulated hosts; communication
     between these takes the time of a link of limited rate. device: real links between devices or hosts.
@@ -137,7 +136,7 @@ def time_alternating(
         round 1   |A |B |C
                   └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
 
-    `prepare` is called with a setting's name before each of its turns, outside of what is timed: to put it in force.
+    `prepare` is called with a setting's name before each of its turns, and is not timed: it puts the setting in force.
     Every rank must call this with the same settings in the same order, or their collectives do not meet.
     """
     samples: dict[str, list[float]] = {setting: [] for setting in steps}
@@ -246,7 +245,7 @@ class Measurement(Part):
 
     version: Literal[1] = 1
     subject: str
-    """What was trained: model, layout, micro-batches."""
+    """Model, layout, micro-batches."""
     machine: Machine
     device: Literal["cpu", "cuda"]
     """Bytes are counted in another way on each (see `memory`)."""
@@ -266,7 +265,7 @@ class Measurement(Part):
         return len(self.reference.step_samples_s)
 
     def exposed_s(self, setting: Setting) -> float:
-        """Seconds of a step that recomputation costs: step - step(none), medians. What no window hides, and all side effects."""
+        """Seconds that a setting adds to stock none's step (medians): exposed recomputation and side effects."""
         return setting.step.median_s - self.reference.step.median_s
 
     def ratio_to_none(self, setting: Setting) -> float:

@@ -1,4 +1,4 @@
-"""Activation bytes of a step, counted the same way for every setting, and what a process held of them.
+"""Activation bytes of a step, counted the same way for every setting, and the process's own peak.
 
     with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
         forward();  meter.mark("after forward")   what is live now, above the level at entry
@@ -10,17 +10,17 @@ Count in a step that is not timed, after a warm-up: the first use of lazily allo
 that allocates its own would seem to hold more from its second micro-batch on.
 
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
-a CPU    what PyTorch's allocator reports to its profiler, exact and at every allocation (`CpuMeter`)
-         its total at any moment, without a profiler (`CpuTotal`)
+a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
+         the allocator's total at any moment, without a profiler (`CpuTotal`)
 process  the kernel's high-water mark, to hold the counter against (`ProcessPeak`)
 
 On a CPU c10's flag "report CPU memory usage" goes on before the first count, and stays on. Without it the allocator knows only
 blocks allocated by a profiled thread, keeps a wrong total when another thread frees one, and takes a later block at the same
 address for the old one. It costs each later allocation about a microsecond, the same for every setting.
 
-Counted: what tensors request (`nbytes` of storages), by any thread. Not counted: kernel workspaces that bypass the allocator
-(oneDNN, MKL), NumPy arrays, page rounding. Not seen: the release of blocks older than the flag (`remember_blocks`), and a peak
-that begins and ends inside a thread that neither the metered thread nor autograd started.
+It counts `nbytes` of storages of all threads. It leaves out kernel workspaces that bypass the allocator (oneDNN, MKL), NumPy
+arrays and page rounding, and misses the release of blocks older than the flag (`remember_blocks`), and a peak that begins and
+ends inside a thread that neither the metered thread nor autograd started.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Mark:
-    """What was live at one moment, above the level at entry (negative: more was freed than allocated)."""
+    """Live bytes at one moment, above the level at entry (negative: more was freed than allocated)."""
 
     name: str
     bytes: int
@@ -59,20 +59,19 @@ class Mark:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What one counted step used, in bytes above the level at entry."""
+    """Bytes of one counted step, above the level at entry."""
 
     peak_bytes: int
-    """The most that was live at once (0 if the level at entry was never exceeded)."""
+    """0 if the level at entry was never exceeded."""
     marks: tuple[Mark, ...]
-    """The marks, in the order in which they were made."""
     left_bytes: int
-    """What the step left behind when the meter was closed."""
+    """Still live when the meter was closed."""
     peaks: tuple[Mark, ...] = field(default=(), compare=False)
-    """For each mark the most that was live from then until the next one, or until the meter was closed."""
+    """For each mark the peak until the next one, or until the meter was closed."""
 
     @property
     def resident_bytes(self) -> int:
-        """The largest mark: what a step holds between its forward and backward passes (0 without marks)."""
+        """The largest mark: bytes held between forward and backward passes (0 without marks)."""
         return max((mark.bytes for mark in self.marks), default=0)
 
     def at(self, name: str) -> int:
@@ -84,7 +83,7 @@ class MemoryUse:
 
 
 class ActivationMeter(ABC):
-    """Counts what is allocated inside a `with` block; `use` exists once the block was left without an exception."""
+    """Counts allocations inside a `with` block; `use` exists after a block without an exception."""
 
     use: MemoryUse
 
@@ -93,7 +92,7 @@ class ActivationMeter(ABC):
 
     @abstractmethod
     def mark(self, name: str) -> None:
-        """Remember what is live now. Costs one tiny allocation at most, which is not counted."""
+        """Remember the live bytes. Costs one tiny allocation at most, which is not counted."""
 
     @abstractmethod
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
@@ -162,14 +161,14 @@ class CudaMeter(ActivationMeter):
             self.use = MemoryUse(max(self._peaks), marks, left, peaks)
 
     def _peak(self) -> int:
-        """The most since this was last asked."""
+        """The peak since the last call."""
         peak = torch.cuda.max_memory_allocated(self._device) - self._level
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
 
-LET_GO_S = 0.5
-"""How long a mark waits at most for the other threads to rest."""
+OTHER_THREADS_S = 0.5
+"""Longest wait of a mark for other threads to sleep."""
 TASKS = Path("/proc/self/task")
 """The threads of this process, on Linux."""
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
@@ -202,25 +201,25 @@ def c10_library() -> Path:
 
 
 def wait_for_other_threads() -> None:
-    """Wait until every other thread of this process sleeps, for half a second at most. One of gloo's lets go of a result a moment
-    after whoever waits for it goes on: until then it would count as held, or as freed later."""
+    """Wait until every other thread of this process sleeps, for half a second at most. A thread of gloo frees a result a moment
+    after its waiter resumes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    until_s = time.monotonic() + LET_GO_S
+    until_s = time.monotonic() + OTHER_THREADS_S
     while True:
-        time.sleep(0.001)  # without the interpreter's lock, for which a thread that lets go of a tensor may wait
+        time.sleep(0.001)  # releases the interpreter's lock, which a thread needs to free a tensor
         if time.monotonic() > until_s or not _another_runs():
             return
 
 
 def _another_runs() -> bool:
-    """Whether a thread other than this one has a core, or would take one; not known where there is no `TASKS`."""
+    """Whether another thread runs or is ready to; False where there is no `TASKS`."""
     others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
     return any(_state(task) != "S" for task in others)
 
 
 def _state(task: Path) -> str:
-    """Of a thread: the letter behind its name, which may itself have brackets. One that has just ended sleeps."""
+    """A thread's state: the letter after its name, which may have brackets. One that has ended sleeps."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     return "S"
@@ -282,7 +281,7 @@ class CpuMeter(ActivationMeter):
 
 
 def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
-    """The CPU allocator's reports: when, the number of the mark that made it (None: the step itself), and what it says."""
+    """The CPU allocator's reports: time, number of the mark that made it (None: the step itself), contents."""
     pending: list[tuple[int | None, Any]] = [(None, event) for event in tree]
     while pending:
         mark, event = pending.pop()
@@ -295,25 +294,25 @@ def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
 
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
 _WORDS = 24
-"""How far to look into the object; it is a mutex, a table and the total."""
+"""Words of the object to search: a mutex, a table and the total."""
 _SIZES = (4099, 70_001)
-"""What is allocated to find the total: no count of anything grows by these."""
+"""Bytes of test allocations: no other counter grows by these."""
 
 
 @runtime_checkable
 class MemoryLimit(Protocol):
-    """Who lets nobody hold more than a limit sees every operator, and knows the most that was held."""
+    """A dispatch mode that enforces a limit of memory, and so sees every operator."""
 
     most_bytes: int
-    """The most that was there behind an operator."""
+    """The peak after any operator."""
 
 
 @final
 class CpuTotal:
-    """The allocator's total. To be made before what is to be counted. Raises LynxError where this build of PyTorch hides it.
+    """The allocator's total; make it before the tensors to count. Raises LynxError where this build of PyTorch hides it.
 
-    It is a word of an object whose address the C10 library gives away. Which word is found by watching: the one that grows by
-    exactly what is allocated and shrinks by exactly what is freed, twice.
+    The total is a word of an object whose address the C10 library exports. It is the one word that follows two test allocations
+    exactly.
     """
 
     def __init__(self) -> None:
@@ -332,7 +331,6 @@ class CpuTotal:
 
     @property
     def bytes(self) -> int:
-        """What is allocated now."""
         return int(self._words[self._word])
 
 
@@ -353,7 +351,7 @@ def _hidden(found: str) -> LynxError:
 _PROCESS = Path("/proc/self")
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * KIB), "MALLOC_TRIM_THRESHOLD_": str(64 * KIB)}
-"""What a process must be started with (glibc reads it at start), so that every tensor gets pages of its own."""
+"""Variables that glibc reads when a process starts; with these every tensor has pages of its own."""
 
 
 def why_unavailable() -> str | None:
@@ -367,12 +365,12 @@ def why_unavailable() -> str | None:
 
 
 class ProcessPeak:
-    """Measures a `with` block; `bytes` exists after it. Raises OSError where `why_unavailable` gives a reason.
+    """Bytes by which a `with` block raises the process's peak. Raises OSError where `why_unavailable` gives a reason.
 
         malloc_trim(0)             pages that earlier steps freed go back, or a step would reuse them without a trace
         clear_refs <- 5            the kernel's high-water mark (VmHWM) falls to what is resident now (VmRSS)
         step
-        VmHWM - VmRSS at entry     what the step needed on top
+        VmHWM - VmRSS at entry     what the step adds
 
     Run it in a process of its own, started with `ENVIRONMENT`. Otherwise it measures glibc's heap instead: a freed aligned block
     is not reused for one of the same size, and a step of 1 MiB tensors took twice what it ever had live (33 MiB counted, 66 MiB

@@ -1,4 +1,4 @@
-"""Puts an island together from what was given: what was predicted, what was measured, and the front of plans.
+"""Puts an island together: predicted and measured steps, tables, and the front of plans.
 
 job, costs ──decide──> plan, simulated step, bytes by kind ┐
 plan, costs ──rehearse──> simulated step                   ├──> views, tables, tiles
@@ -42,7 +42,7 @@ from megatron_lynx.version import __version__
 
 @dataclass(frozen=True)
 class Asked:
-    """What a report is about: what was given, and the figures to predict with."""
+    """A report's inputs, and the figures to predict with."""
 
     given: Given
     job: Job | None
@@ -50,12 +50,12 @@ class Asked:
     reading: Reading | None
     """The launch that the plan was made of."""
     budgets: int
-    """How many plans the front has."""
+    """Plans on the front."""
     watch: Watch
 
 
 def contents(asked: Asked) -> Island:
-    """Everything that the page shows. Raises ConfigError, PlanMismatch or Infeasible where that cannot be had."""
+    """The page's contents. Raises ConfigError, PlanMismatch or Infeasible."""
     given = asked.given
     check_enough(given)
     plan, simulation, own = _predicted(asked)

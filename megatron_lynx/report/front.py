@@ -1,12 +1,10 @@
-"""The front of plans: for budgets between the least memory and all that keeping everything takes, the plan that is made for each.
+"""The front of plans: a plan for each of several budgets, from the least memory to that of keeping everything.
 
 step │ o                                     what the fullest device holds, and the step; beside them stock Megatron's settings
      │   o                                   ◇ full
      │      o
      │          o────o────o                  ◇ none
      └────────────────────────── memory
-
-What a plan does, stage by stage, in the form in which the page shows it: every item of every half, kept or replayed.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def _entry(
 
 
 def used_kinds(memory: StageMemory) -> dict[str, int]:
-    """The kinds of bytes of which there are any, what is there all the time first."""
+    """Bytes by kind, without zeros; permanent ones first."""
     return {name: size for name, size in memory.kinds.items() if size}
 
 
@@ -126,11 +124,11 @@ STOCK = (NONE, SELECTIVE, FULL)
 """Megatron's own settings, which need no further figure."""
 
 Watch = Callable[[int, int], None]
-"""Is told how many of how many budgets are done."""
+"""Called with the number of budgets done, and of all."""
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
-    """A plan for each of so many budgets, evenly spaced. Budgets for which there is none are left out, equal plans stay one."""
+    """A plan for each of `budgets` evenly spaced budgets, without infeasible ones and repetitions."""
     least = max(memory.total for memory in least_memory(job, profile))
     most = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
     seen: set[tuple[int | None, float]] = set()

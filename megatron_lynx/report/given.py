@@ -1,4 +1,4 @@
-"""What a report is to be made from: files of every kind that this package writes, each recognised by its contents.
+"""Inputs of a report: files of every kind that this package writes, each recognised by its contents.
 
 plan.yaml, profile.yaml, jobs/demo          keys of YAML
 trace.json, measurement.json, ...           keys of JSON
@@ -10,7 +10,7 @@ A trace for Perfetto, of a run (`--lynx-trace`), of `compare` or of `simulate --
 {"ph": "X", "cat": "replay", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
 {"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> what is held from then on
 
-What `megatron-lynx simulate --json` printed: passes over time, without their halves.
+Answers of `megatron-lynx simulate --json` have passes over time, without their halves.
 
 {"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
 
@@ -230,7 +230,7 @@ MOST_TRACED_BYTES = GIB
 
 @dataclass
 class Given:
-    """What was found. `names`: as they were asked for; `sources`: the file of each kind."""
+    """`names`: words of the command line; `sources`: the file of each kind."""
 
     names: tuple[str, ...]
     sources: dict[FileKind, str]

@@ -1,14 +1,11 @@
 """The island: everything that the page draws, as one JSON object in it (`<script id="island" type="application/json">`).
 
-    views     the same step seen twice: predicted, measured. Rows of spans over time, and what each stage holds meanwhile
-    points    plans for several budgets, and stock Megatron's settings: memory against step time, and what becomes of every half
+    views     a step, predicted and measured: rows of spans over time, and each stage's bytes
+    points    plans for several budgets, and stock Megatron's settings: memory, step time, treatment of every half
     tables    figures for the reader; the page formats and sorts them
     tiles     the few figures at the top, predicted beside measured
 
-Version 1. Times of spans are whole nanoseconds from the step's beginning, other quantities seconds and bytes. Where there is no
-figure there is null. Programs may read it: what is here stays under its name as long as the version does.
-
-The page around it: markup, styles and scripts from `assets/`, and the island, in one file.
+Times of spans are whole nanoseconds from the step's beginning, other quantities seconds and bytes. Missing figures are null.
 
     page.html   <!-- styles -->   *.css, in the order of STYLES
                 <!-- island -->   the island's JSON
@@ -46,7 +43,7 @@ class Kind(TypedDict):
 
 
 class Subject(TypedDict):
-    """What a span is about. Many spans share one."""
+    """The subject of one or many spans."""
 
     kind: str
     name: str
@@ -84,8 +81,6 @@ class Row(TypedDict):
 
 
 class View(TypedDict):
-    """One step over time."""
-
     name: Literal["predicted", "measured"]
     title: str
     step_ns: int
@@ -94,7 +89,7 @@ class View(TypedDict):
 
 
 class Treatment(TypedDict):
-    """What becomes of one half of a range of layers."""
+    """Treatment of one half in a range of layers."""
 
     layers: str
     half: str
@@ -104,7 +99,7 @@ class Treatment(TypedDict):
     """Where it is replayed; empty where nothing is."""
     gather: str
     deferred: list[str]
-    """Linears whose weight gradients are put off, each with the waits in which they may run."""
+    """Linears whose weight gradients are delayed, each with its waits."""
 
 
 class PointStage(TypedDict):
@@ -117,15 +112,14 @@ class PointStage(TypedDict):
     offloaded_bytes: int
     """Of every micro-batch."""
     deferred_bytes: int
-    """The most that weight gradients which are put off may hold."""
+    """Limit of delayed weight gradients."""
     hidden_replay_s: float | None
     exposed_replay_s: float | None
     memory_bytes: dict[str, int]
-    """What a device of the stage holds at its fullest, by kind; empty where that is not known."""
+    """A device's bytes at its peak, by kind; empty where unknown."""
     moment: str
-    """When it is at its fullest."""
+    """Of the peak."""
     measured_bytes: int | None
-    """What a device of the stage held at most in a run."""
 
 
 class Point(TypedDict):
@@ -134,9 +128,7 @@ class Point(TypedDict):
     label: str
     by: Literal["plan", "stock"]
     budget_bytes: int | None
-    """What each device was allowed to hold."""
     memory_bytes: int | None
-    """What the fullest device holds."""
     step_s: float
     """A whole step, the optimizer's update included."""
     shown: bool
@@ -145,8 +137,6 @@ class Point(TypedDict):
 
 
 class Column(TypedDict):
-    """A column of a table."""
-
     label: str
     unit: Unit
 
@@ -162,8 +152,6 @@ class Table(TypedDict):
 
 
 class Tile(TypedDict):
-    """A figure at the top of the page."""
-
     label: str
     unit: Unit
     predicted: float | None
@@ -172,21 +160,17 @@ class Tile(TypedDict):
 
 
 class Island(TypedDict):
-    """Everything that a page shows."""
-
     version: int
     made_by: str
     title: str
     subject: str
     sources: list[str]
-    """The files that it was made from, and what they were."""
     notes: list[str]
     tiles: list[Tile]
     kinds: list[Kind]
     memory_kinds: list[Kind]
     """The kinds of bytes; their lane says nothing."""
     capacity_bytes: int | None
-    """What each device may hold."""
     views: list[View]
     points: list[Point]
     tables: list[Table]
@@ -208,7 +192,6 @@ def write_page(island: Island, path: str | os.PathLike[str]) -> None:
 
 
 def page(island: Island) -> str:
-    """The page as text."""
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     parts = {
         "title": html.escape(f"{island['title']} - megatron-lynx report"),

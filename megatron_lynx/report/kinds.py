@@ -1,12 +1,10 @@
-"""Kinds of bars and of bytes: names, lanes and colours, as data. A kind that is not listed here is drawn, in grey.
+"""Kinds of bars and of bytes: names, lanes and colours. A kind that is not listed is drawn in grey.
 
-    compute         what the device ran; waits are holes in it, and what ran in a wait lies over its hole
-    communication   what was waited for
+    compute         passes; waits are holes in it, and work in a wait covers its hole
+    communication   collectives and messages
     copies          to the host and back
 
 Hues are Okabe and Ito's, which readers with any colour vision tell apart; passes are two blues, one light and one dark.
-
-Beside them what a page says in words: what was trained, and what a reader must know to judge the figures.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ KINDS = (
 """Later kinds lie over earlier ones."""
 
 FALLBACK = ("#8c8c8c", "#9d9d9d")
-"""Colours of kinds that nobody has given one: in timelines of later releases, say."""
+"""Colours of unlisted kinds, from traces of later releases."""
 
 MEMORY_KINDS = (
     _kind("kept", "kept by layers", "#4d87bd", "#3b6ea3"),
@@ -67,11 +65,11 @@ MEMORY_KINDS = (
 
 
 EXPOSED = (None, ON_DEMAND, FLUSHED)
-"""The `window` of what no window hides: replays on demand, and deferred weight gradients that were flushed."""
+"""`Span.window` of exposed work."""
 
 
 def kind_of(span: Span) -> str:
-    """The kind of bar of a span. A wait's bar is that of what was waited for; its hole is `waits_in`'s affair."""
+    """The kind of a span's bar; a wait's is that of its communication."""
     kind: str = span.kind
     exposed = span.window in EXPOSED
     if kind == "replay":
@@ -89,7 +87,7 @@ def is_wait(span: Span) -> bool:
 
 
 def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
-    """The kinds that are used, in the order of `known`, then those that nobody knows."""
+    """The used kinds in the order of `known`, then unlisted ones."""
     wanted, listed = set(used), list(known)
     unknown = sorted(wanted - {kind["name"] for kind in listed})
     return [kind for kind in listed if kind["name"] in wanted] + [
@@ -98,7 +96,7 @@ def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
 
 
 def subject_of(plan: Plan) -> str:
-    """One line on what is trained."""
+    """Model, layout and batch in one line."""
     model, layout, batch = plan.model, plan.parallel, plan.batch
     chunks = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
@@ -110,7 +108,7 @@ def subject_of(plan: Plan) -> str:
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
-    """Where figures are from, and what they leave out."""
+    """Sources and limits of the figures."""
     if plan is not None:
         note = f": {plan.provenance.note}" if plan.provenance.note else ""
         yield f"The plan was made by {plan.provenance.made_by}{note}."

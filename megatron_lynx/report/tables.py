@@ -1,4 +1,4 @@
-"""The figures and tables of a page: where a step went, how waits were used, how a run came out, what a launch takes today.
+"""Figures and tables of a page: parts of a step, use of its waits, the outcome of a run, today's launch.
 
 Figures of a step are taken from its spans alone, so that a simulated step and a traced one stand side by side.
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement
 
 TASKS = ("hidden", "weight_gradient")
-"""Kinds of what runs in waits."""
+"""Kinds of work in waits."""
 
 EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy from the host"}
-"""Kinds of bars that no wait hides, and what they are."""
+"""Kinds of exposed bars, in words."""
 
 
 @dataclass
@@ -52,14 +52,13 @@ class WaitUse:
 
     @property
     def cells(self) -> list[Cell]:
-        """As the columns behind the name of a wait have it."""
         share = self.used_s / self.seconds if self.seconds else None
         times = (self.seconds, self.seconds / self.count, self.used_s, self.unused_s)
         return [self.count, *times, share, ", ".join(sorted(self.tasks))]
 
 
 def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
-    """How the waits of one row were used, by their name without the layer."""
+    """Use of the waits of one row, by their name without the layer."""
     found: dict[str, WaitUse] = defaultdict(WaitUse)
     tasks = sorted((span for span in spans if kind_of(span) in TASKS), key=lambda span: span.start_s)
     ends = sorted(span.end_s for span in tasks)
@@ -101,7 +100,7 @@ def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table
 
 
 def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
-    """What made the step longer because no wait hid it."""
+    """The exposed work of a view."""
     rows: list[list[Cell]] = []
     for row, label in labels.items():
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -116,18 +115,17 @@ def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> T
 
 @dataclass(frozen=True)
 class RowFigures:
-    """Where one row's step went. Seconds."""
+    """Seconds of one row's step, by kind."""
 
     forward_s: float
     backward_s: float
     hidden_s: float
     exposed_s: float
-    """Replays on demand, and what of others was longer than their wait."""
+    """Recomputations on demand, and the rest of those that outlasted their wait."""
     waits_s: float
     unused_s: float
-    """What of the waits nothing used."""
     collectives_s: float
-    """What of the waits is for tensor-parallel collectives."""
+    """Waits for tensor-parallel collectives."""
     collectives_unused_s: float
 
     @classmethod
@@ -144,7 +142,7 @@ class RowFigures:
 
 @dataclass(frozen=True)
 class Seen:
-    """One view's timeline, and of each row that is shown its label, its layers and what it holds at most."""
+    """One view's timeline; label, layers and peak bytes of each row shown."""
 
     name: str
     passes_s: float
@@ -159,14 +157,14 @@ class Seen:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the seconds of replays, those behind waits."""
+        """Recomputations in waits, as a share of all."""
         rows = self.rows.values()
         hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
         return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
 
     @property
     def unused_share(self) -> float | None:
-        """Of the seconds of waits for collectives, those that nothing used."""
+        """Unused waits for collectives, as a share of all."""
         waits_s = sum(row.collectives_s for row in self.rows.values())
         return sum(row.collectives_unused_s for row in self.rows.values()) / waits_s if waits_s else None
 
@@ -207,7 +205,7 @@ WITH_UPDATE = "the optimizer's update included"
 def tiles_of(
     views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None, stated_s: float | None = None
 ) -> Iterator[Tile]:
-    """Those of which there is a figure. `stated_s`: of passes, as the plan says, for where nothing is simulated."""
+    """`stated_s`: the plan's own seconds of passes, for a plan without a simulation."""
     predicted = next((seen for seen in views if seen.name == "predicted"), None)
     measured = next((seen for seen in views if seen.name == "measured"), None)
     shown = next((point for point in points if point["shown"]), None)
@@ -237,7 +235,6 @@ def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
 
 
 def outcome_table(outcome: RunOutcome) -> Table:
-    """A row for each stage, at every time that was told of."""
     ended = "the run has ended" if outcome.finished else "the run has not ended, or broke off"
     met = ", predicted ones for what came" if any(report.met for report in outcome.reports) else ""
     note = f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}."
@@ -252,23 +249,21 @@ def _when(report: Report) -> str:
 
 
 def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
-    """What devices held at most, by stage, as far as it was measured."""
+    """Measured peaks, by stage."""
     rows = outcome.reports[-1].stages
     return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
 
 
 def passes_s(outcome: RunOutcome) -> float | None:
-    """Seconds of a step's forwards and backwards, of the last time at which they were known."""
     return _last_known(outcome, lambda row: row.measured.passes_s)
 
 
 def whole_step_s(outcome: RunOutcome) -> float | None:
-    """Seconds of a whole step, of the last time at which they were known."""
     return _last_known(outcome, lambda row: row.measured.step_s)
 
 
 def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None]) -> float | None:
-    """The largest of all stages."""
+    """The largest of all stages, from the latest report that has one."""
     for report in reversed(outcome.reports):
         seconds = [value for row in report.stages if (value := figure(row)) is not None]
         if seconds:
@@ -293,15 +288,13 @@ def settings_table(measurement: Measurement) -> Table:
 
 
 def how_measured(measurement: Measurement) -> list[str]:
-    """How times and bytes were counted, on what, and what was left out."""
     from megatron_lynx.compare import notes
 
     return list(notes(measurement))
 
 
 def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> tuple[Table, Table]:
-    """Of the launch that a plan was made of: what it takes today beside the plan, and what was read of it. `own`: the plan's
-    figures."""
+    """The launch of a plan: its cost today beside the plan's (`own`), and the facts read from it."""
     today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
     step_s = own["step_s"]
     rows: list[list[Cell]] = [["the plan", step_s, None, own["memory_bytes"] or 0]]

@@ -3,19 +3,17 @@
 Timeline ──rows, by stage──> Row: subject 3, micro-batch 0, starts at 1200 ns, lasts 800 ns
                                    └── subjects[3]: {kind: hidden, name: "replay attention(3)", layer: 3, ...}
 
-A wait is there twice: what was waited for in the lane of communication, and the hole that it leaves in the compute lane.
-
-The views of a page, each with the figures that stand beside it: the step as it was predicted, and as it was measured.
+A wait has two bars: its communication, and the hole that it leaves in the compute lane.
 
 predicted   a rehearsal; else what `simulate --trace` or `simulate --json` wrote
 measured    the trace of a run under the plan
 
-Waits are as long as their communication. The simulator draws a wait until the replays in it are over, as a run does:
+In spans, a wait lasts until the work in it is over; on the page it ends where exposed work begins:
 
     wait       ├──────────────┤                 ├──────┤
     replays    ├hidden┤exposed┤      ─>         ├hidden┤exposed┤
 
-Of a run nobody knows when the communication was over, if not last: there a replay in a wait is one bar, and nothing changes.
+A run does not show the end of communication inside a wait: its recomputations in waits are one bar each.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 NANO = 1e9
 
 MOST_SPANS = 400_000
-"""Of one view: with more the file is larger than a mail server lets through, and one rank of each stage is shown."""
+"""Limit of a view, for a file that mail servers accept; beyond it one rank of each stage is shown."""
 
 
 def view(
@@ -65,12 +63,12 @@ def view(
 
 
 def memory_of(simulation: Simulation, stage: int) -> Memory:
-    """What a stage's layers hold: kept since forward, and made again by replays."""
+    """Bytes of a stage's layers: kept since forward, and recomputed."""
     return by_kind(simulation.memory(stage), simulation.regenerated(stage))
 
 
 def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memory:
-    """A curve in its kinds. Of what happens at one moment, the most that is held and what is held after it."""
+    """A curve by kind; a moment with several changes has its peak and its last value."""
     made = [(0.0, 0)] if regenerated is None else list(zip(regenerated.times_s, regenerated.bytes, strict=True))
     times: list[int] = []
     kept: list[int] = []
@@ -138,7 +136,7 @@ def _ns(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A view with the figures that stand beside it."""
+    """A view with its figures."""
 
     view: View
     seen: Seen

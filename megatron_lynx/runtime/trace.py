@@ -1,11 +1,7 @@
-"""What happened when, for timelines and for tests of order: one span per half, replay, weight
-gradient that was deferred, window, gather, copy and wait for a copy.
+"""Spans of a step on the device's clock, and seconds between pairs of events.
 
-Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock. Nothing waits for the device
-before somebody asks for seconds.
-
-A clock times pairs of events without waiting for the device: recomputations (of steps in which it runs), waits for copies, and
-whole steps.
+A span is a half, a recomputation, a delayed weight gradient, a window, a gather, a copy, or a wait for a copy. Times are those of
+events on the current CUDA stream, on a CPU of the host's clock; only reading seconds waits for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from megatron_lynx.timeline import Span, SpanKind, name_of
 
 
 class Trace:
-    """A list of spans that grows only while `enabled`."""
+    """Spans recorded while `enabled`."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.enabled = False
@@ -31,13 +27,12 @@ class Trace:
         self._spans: list[tuple[tuple[Any, ...], Event, Event]] = []
 
     def start(self) -> None:
-        """Forget everything and record from here on."""
         self._spans.clear()
         self._origin = self._now()
         self.enabled = True
 
     def stop(self) -> list[Span]:
-        """Record no more; the spans so far, by start. Waits for the device, whose clock they are read from."""
+        """The spans since `start`, by begin; waits for the device."""
         self.enabled = False
         self._device.synchronize()
         spans = [Span(kind, self._seconds(start), self._seconds(end), *of) for (kind, *of), start, end in self._spans]
@@ -89,7 +84,7 @@ class Trace:
 
 
 class Clock:
-    """Seconds between pairs of events on the device's current stream, by what was timed. `runs`: whether anything is timed."""
+    """Seconds between pairs of events on the current stream. `runs`: whether pairs are recorded."""
 
     def __init__(self, device: Device, *, runs: bool = False) -> None:
         self.runs = runs
@@ -97,7 +92,6 @@ class Clock:
         self._timed: deque[tuple[str, Event, Event]] = deque()
 
     def __len__(self) -> int:
-        """Pairs that were not taken yet."""
         return len(self._timed)
 
     def begin(self) -> Event | None:
@@ -109,8 +103,8 @@ class Clock:
             self._timed.append((what, begin, self._device.current.record(timed=True)))
 
     def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
-        """What was timed, in order, with its seconds. `exact` waits for the device; otherwise pairs that it has not passed are
-        left for the next time."""
+        """(label, seconds) of pairs since the last call, in order. `exact` waits for the device; otherwise pairs that it has not
+        reached stay for the next call."""
         seconds = []
         while self._timed and (exact or self._timed[0][2].done):
             what, begin, end = self._timed.popleft()
