@@ -23,11 +23,12 @@ from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.step_range import StepRange, hiding_all
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
+from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
@@ -51,7 +52,6 @@ class Estimate:
     """Which stages wait for Python. None where there is no step."""
     step_at_best: StepSeconds | None = None
     """Where the step is a range (`cost.step_range`) its shortest; `step` is then its longest."""
-    against_windows: AgainstWindows | None = None
     """With userbuffers and policy planned: how that compares with a plan without them."""
 
     on_host: OnHost | None = None
@@ -111,7 +111,6 @@ class Estimate:
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             **({"step_s": None} if self.range is None else self.range.as_json),
-            **({} if self.against_windows is None else {"userbuffers": self.against_windows.as_json}),
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
@@ -262,7 +261,6 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             None,
         )
     ratio = max(stage.offload_ratio for stage in decision.stages)
-    compared = against_windows(decision, job, costs)
     return Estimate(
         job=decision.job,
         offload_ratio=ratio,
@@ -271,10 +269,16 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         shortages=(),
         step=_simulated(decision, costs),
         host=decision.host,
-        step_at_best=None if compared is None else _simulated(compared.at_best, costs),
-        against_windows=compared,
+        step_at_best=_at_best(decision, costs),
         on_host=_on_host(decision.job, costs),
     )
+
+
+def _at_best(decision: Decision, costs: Profile) -> StepSeconds | None:
+    """The step if userbuffers hide all that their GEMMs can; None without userbuffers."""
+    if not decision.job.userbuffers:
+        return None
+    return _simulated(replace(decision, simulation=rehearse(decision.plan, hiding_all(costs), job=decision.job)), costs)
 
 
 def _on_host(job: Job, costs: Profile | None) -> OnHost | None:

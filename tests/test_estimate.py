@@ -177,13 +177,8 @@ def test_a_chunk_may_have_the_embedding_or_the_loss_alone() -> None:
     assert max(stage.predicted.memory_bytes for stage in plan.stages) <= planned.memory_budget_bytes
 
 
-def test_a_plan_with_userbuffers_is_a_range_and_is_compared_with_one_without() -> None:
+def test_a_plan_with_userbuffers_is_a_range() -> None:
     layout = {"tensor": 8, "pipeline": 4, "sequence_parallel": True, "distributed_optimizer": True}
     shared = {"gpus": 32, "batch": 64, "parallel": layout, "policy": "planned", "implementation": "transformer_engine"}
     found = estimate(catalogued_job("llama3-70b", "h100-80g", overlap={"userbuffers": True}, **shared)).as_json
-    without = estimate(catalogued_job("llama3-70b", "h100-80g", **shared)).as_json
-    compared = found["userbuffers"]
     assert found["step_at_best_s"] < found["step_s"]
-    assert compared["step_at_best_s"] < compared["step_at_worst_s"]
-    assert compared["step_without_s"] == pytest.approx(without["step_s"])
-    assert "userbuffers" not in without

@@ -109,8 +109,6 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
         if answer.step_at_best is not None:
             overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
             show_lines(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
-        if answer.against_windows is not None:
-            show_lines(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         show_lines(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:

@@ -103,7 +103,6 @@ def plan(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
     from megatron_lynx.plan import save_plan
-    from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import summary
     from megatron_lynx.profiler.profile import save_profile
 
@@ -122,13 +121,11 @@ def plan(
             say("\n".join(lesson.lines), err=True)
         _say_no(answer, as_json=as_json)
         return
-    compared = against_windows(decision, job, costs)
     origin = {"asked": asked.again(_options(context)), "job": job.digest, **({} if lesson is None else lesson.origin)}
     provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
-        found = {} if compared is None else {"userbuffers": compared.as_json}
-        found |= {} if lesson is None else {"from_run": lesson.as_json}
+        found = {} if lesson is None else {"from_run": lesson.as_json}
         own = as_json_of(answer)
         plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
         show_json({**own, **plan_, **summary(decision, costs), **found, **understood_as_json(reading)})
@@ -136,8 +133,6 @@ def plan(
     show_answer(answer)
     if lesson is not None:
         say("\n".join(lesson.lines))
-    if compared is not None:
-        say(compared.in_words)
     if verbose:
         show_details(answer)
     say(f"wrote {output}; {_launched(answer, output, chosen=optimizer_offload is not None)}")

@@ -19,14 +19,11 @@ from megatron_lynx.planner.decision import Decision, decide, fitting, least_memo
 from megatron_lynx.planner.evaluation import PlanFigures, figures_of
 from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.uniform import uniform_plan
-from megatron_lynx.planner.userbuffers import AgainstWindows, against_windows
 
 __all__ = [
     "REPLAYABLE",
-    "AgainstWindows",
     "Decision",
     "PlanFigures",
-    "against_windows",
     "as_planned",
     "check_plannable",
     "check_profile",

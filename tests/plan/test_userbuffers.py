@@ -18,7 +18,7 @@ from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import against_windows, decide, make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, priced
@@ -103,22 +103,6 @@ def test_the_planner_makes_plans_without_windows_and_without_linears(budget_gib:
     if budget_gib == 55:
         assert any(rule.replay for rule in rules)
         assert RECV_BACKWARD in windows
-
-
-def test_it_is_said_which_is_expected_to_be_faster() -> None:
-    """On H800 exchanges are long: userbuffers that hid all of them would win, those that hide nothing lose."""
-    job = large_job("h800-80g", budget={"memory_gib": 55})
-    profile = analytic_profile(job)
-    compared = against_windows(decide(job, profile), job, profile)
-    assert compared is not None
-    assert compared.without_s is not None
-    assert compared.at_best_s < compared.without_s < compared.at_worst_s
-    assert (compared.faster, compared.needed_share) == (
-        "either",
-        (compared.at_worst_s - compared.without_s) / (compared.at_worst_s - compared.at_best_s),
-    )
-    assert "with them is faster if they hide more than" in compared.in_words
-    assert against_windows(compared.without, large_job("h800-80g", userbuffers=False), profile) is None  # type: ignore[arg-type]
 
 
 def test_the_buffers_are_counted() -> None:
