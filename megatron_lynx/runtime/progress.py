@@ -149,4 +149,4 @@ class Progress:
     def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
         """Something was done for a frame since `begin`, which was asked of the trace."""
         if begin is not None:
-            self.trace.add(kind, *frame.key, frame.micro_batch.number, window, begin)
+            self.trace.add(kind, begin, *frame.key, frame.micro_batch.number, window)

@@ -24,63 +24,47 @@ class Trace:
         self.enabled = False
         self._device = device or device_for(torch.device("cpu"))
         self._origin: Event | None = None
-        self._spans: list[tuple[tuple[Any, ...], Event, Event]] = []
+        self._spans: list[tuple[SpanKind, tuple[Any, ...], Event, Event]] = []
 
     def start(self) -> None:
         self._spans.clear()
-        self._origin = self._now()
-        self.enabled = True
+        self.enabled, self._origin = True, self._device.current.record(timed=True)
 
     def stop(self) -> list[Span]:
         """The spans since `start`, by begin; waits for the device."""
+        assert self._origin is not None, "the trace was never started"
         self.enabled = False
         self._device.synchronize()
-        spans = [Span(kind, self._seconds(start), self._seconds(end), *of) for (kind, *of), start, end in self._spans]
+        since = self._origin
+        spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for kind, of, at, end in self._spans]
         self._spans.clear()
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
     @contextmanager
-    def span(
-        self,
-        kind: SpanKind,
-        layer: int | None = None,
-        half: str | None = None,
-        micro_batch: int | None = None,
-        window: str | None = None,
-    ) -> Iterator[None]:
-        if not self.enabled:
-            yield
-            return
-        start = self._now()
+    def span(self, kind: SpanKind, *, micro_batch: int | None = None, window: str | None = None) -> Iterator[None]:
+        begin = self.now()
         try:
             yield
         finally:
-            self.add(kind, layer, half, micro_batch, window, start)
+            self.add(kind, begin, micro_batch=micro_batch, window=window)
 
     def now(self) -> Event | None:
-        """A moment, to give to `add` later (None while disabled)."""
-        return self._now() if self.enabled else None
+        """The begin of a span, for `add` (None while disabled)."""
+        return self._device.current.record(timed=True) if self.enabled else None
 
     def add(
         self,
         kind: SpanKind,
-        layer: int | None,
-        half: str | None,
-        micro_batch: int | None,
-        window: str | None,
-        start: Event | None,
+        begin: Event | None,
+        layer: int | None = None,
+        half: str | None = None,
+        micro_batch: int | None = None,
+        window: str | None = None,
     ) -> None:
-        """Record what began at `start` and ends now."""
-        if self.enabled and start is not None:
-            name = name_of(kind, layer, half, window)
-            self._spans.append(((kind, layer, half, micro_batch, window, name), start, self._now()))
-
-    def _now(self) -> Event:
-        return self._device.current.record(timed=True)
-
-    def _seconds(self, moment: Event) -> float:
-        assert self._origin is not None, "the trace was never started"
-        return moment.seconds_since(self._origin)
+        """A span ends now."""
+        if self.enabled and begin is not None:
+            of = (layer, half, micro_batch, window, name_of(kind, layer, half, window))
+            self._spans.append((kind, of, begin, self._device.current.record(timed=True)))
 
 
 class Clock:

@@ -112,4 +112,4 @@ class WeightGradients:
         with torch.no_grad(), self._surroundings.as_captured(entry.surroundings):
             entry.compute()
         layer, _ = entry.linear
-        self._progress.trace.add("weight_gradient", layer, entry.half, entry.micro_batch, window, begin)
+        self._progress.trace.add("weight_gradient", begin, layer, entry.half, entry.micro_batch, window)
