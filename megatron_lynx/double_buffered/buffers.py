@@ -24,18 +24,39 @@ Two gradient buffers: one holds a batch's whole gradient until its deferred upda
 
 DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one or the other. Between calls they are at the batch
 that was updated last: what Megatron's training clears before each step is that one.
+
+Tensors of Megatron's that share memory with weights or gradients, and must follow when they move (`owners`):
+
+    parameter.data                          all of them
+    the flat buffer and its buckets         of DDP with the distributed optimizer, which gathers updated weights into them
+    a rank's shards of the buckets          as DDP remembers them between gathers
+    a rank's shards of the parameters       as the distributed optimizer holds them: fp32 ones it updates in place
+
+Two loss scales: a batch keeps the one in force at its first backward, whatever updates have done to it since.
+
+    deferral 1       last stage                                                                    scale in force
+    batch j          B(j, last)         loss * s(j)
+    batch j + 1      B(j+1, 0)          loss * s(j+1)      begun, so it stays                      S
+    update Uj        grad / s(j)        overflow or not: the scaler counts, and moves S            S -> S'
+    batch j + 1      B(j+1, 1) ...      loss * s(j+1)      still S
+    update Uj+1      grad / s(j+1)      is S, and the scaler moves S'                              S' -> S''
+    batch j + 2      began under S'
+
+So a batch has the scale that was in force with the version of the weights that it reads: S(max(j - 1, 0)) for batch j. Updates
+come in order, each tells the scaler once whether its batch overflowed, and an overflow skips the update of that batch alone.
+What Megatron logs and saves between updates is the scale in force.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_lynx.double_buffered.owners import gradient_owners
 from megatron_lynx.schedule.double_buffered import buffer_of
 
 
@@ -82,7 +103,7 @@ class TwoVersions:
 
     Args:
         parameters: all that a forward reads, trained or not; their memory becomes the first buffer.
-        owners: what points into that memory now (`double_buffered.owners`), parameters included.
+        owners: what points into that memory now (`double_buffered.buffers`), parameters included.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], owners: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -178,3 +199,76 @@ class TwoGradients:
     def start_anew(self) -> None:
         """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
         self._first_buffer, self._shown = buffer_of(self._shown + self._first_buffer), 0
+
+
+SHARDS = ("shard_float16_groups", "shard_fp32_groups")
+"""Attributes of Megatron's distributed optimizer that hold groups of views into the flat buffer."""
+
+
+def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that may share memory with weights. Gathered at each call: DDP makes some of them when it first needs them."""
+    found = [*chunk.parameters(), *_of_ddp(chunk)]
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
+    return (tensor for tensor in found if tensor is not None)
+
+
+def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
+    if not hasattr(chunk, "bucket_groups"):
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        yield buffer.param_data
+        yield from (bucket.param_data for bucket in buffer.buckets)
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        yield from (shard for shards in group.cached_param_buffer_shard_list for shard in shards or ())
+
+
+def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
+    """The tensors that share memory with the gradient buffers of a chunk in DDP, gathered at each call as well."""
+    yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        yield buffer.grad_data
+        yield from (bucket.grad_data for bucket in buffer.buckets)
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        yield from (shard for shards in group.cached_grad_buffer_shard_list for shard in shards or ())
+
+
+class TwoLossScales:
+    """The scales of an optimizer's parts, of the newest version and of the one before. Without scalers nothing is done.
+
+    Args:
+        optimizer: Megatron's, chained or not; none where updates are made at once: a batch then begins behind the last update.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._parts = [part for part in parts if getattr(part, "grad_scaler", None) is not None]
+        self._scalers = [part.grad_scaler for part in self._parts]
+        self._older = self._scalers
+        self._newest = 0
+
+    def show(self, version: int) -> None:
+        """Let losses be scaled, and gradients unscaled, as with this version: the newest one or the one before."""
+        assert max(self._newest - 1, 0) <= version <= self._newest, f"the scale of version {version} is gone or not there yet"
+        for part, scaler in zip(self._parts, self._scalers if version == self._newest else self._older, strict=True):
+            part.grad_scaler = scaler
+
+    @contextmanager
+    def update(self, version: int) -> Iterator[None]:
+        """The step of a batch that was scaled as with this version goes inside; afterwards there is a newer scale in force."""
+        older = [_as_it_is_now(scaler) for scaler in self._scalers]
+        self.show(version)
+        yield
+        self._older, self._newest = older, self._newest + 1
+        self.show(self._newest)
+
+    def start_anew(self) -> None:
+        """Count versions from the newest one. Nothing may be in flight."""
+        self._newest = 0
+
+
+def _as_it_is_now(scaler: Any) -> Any:
+    """A scaler whose scale does not move: an update that unscales with it tells the one in force what it found."""
+    kept = copy(scaler)
+    kept.update = scaler.update
+    return kept

@@ -21,7 +21,7 @@ from megatron_lynx.limits import refused
 from megatron_lynx.schedule import double_buffered
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
-"""Optimizers of which it is known which tensors share memory with the weights (`double_buffered.owners`)."""
+"""Optimizers of which it is known which tensors share memory with the weights (`double_buffered.buffers`)."""
 
 
 def check(

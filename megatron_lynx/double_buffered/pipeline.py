@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.double_buffered.buffers import TwoGradients, TwoVersions
+from megatron_lynx.double_buffered.buffers import TwoGradients, TwoLossScales, TwoVersions, owners
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.interpreter import Interpreter
-from megatron_lynx.double_buffered.loss_scales import TwoLossScales
 from megatron_lynx.double_buffered.match import check, check_no_plan
-from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.ledger import BatchListener

@@ -1,6 +1,6 @@
 """The functions of megatron-core that training without flushes relies on, beside those that hooks rely on.
 
-They decide where weights and gradients are stored (`owners`), and when a batch's gradient is complete.
+They decide where weights and gradients are stored (`buffers`), and when a batch's gradient is complete.
 """
 
 from __future__ import annotations
