@@ -40,7 +40,7 @@ def policies(
             half: replace(
                 policy,
                 fed_by=fed_by.get(policy.key),
-                midway=policy.section.core if policy.key in timetable.midway_halves else None,
+                midway=policy.section.core if policy.key in timetable.core_halves else None,
             )
             for half, policy in made.items()
         }

@@ -232,7 +232,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
 def _receives_replay(plan: Plan) -> bool:
     """Whether anything is replayed on any stage while a gradient is received in the steady phase."""
     timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
-    return any(each.receive(chunk, "steady").replays for each in timetables for chunk in range(len(each.chunks)))
+    return any(each.receive(chunk, "steady").hides for each in timetables for chunk in range(len(each.chunks)))
 
 
 def _changed(claims: list[Claim]) -> list[Hook]:

@@ -115,7 +115,7 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
     timetable = timetable_of(plan, run.stage)
     for entry in plan.chunks_of(run.stage):
-        if not any(timetable.receive(entry.chunk, phase).replays for phase in phases):
+        if not any(timetable.receive(entry.chunk, phase).hides for phase in phases):
             continue
         found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"

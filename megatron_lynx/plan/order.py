@@ -48,7 +48,7 @@ def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Pla
     """The windows that may serve a backward, and how many of them have come when backward enters each half."""
     places: dict[Window, int] = {}
     entered: dict[FrameKey, int] = {}
-    for half, waits in timetable.serving(chunk, phase):
+    for _, half, waits in timetable.serving(chunk, phase):
         if half is not None:
             entered[half] = len(places)
         for window in (wait.window for wait in waits if not wait.over):
@@ -105,10 +105,11 @@ def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[in
     """The most frames that are ahead at once, and the window where it happens."""
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
-    for entered, waits in timetable.serving(chunk, phase):
+    for through, entered, waits in timetable.serving(chunk, phase):
         ahead -= {entered}
         for wait in waits:
-            ahead.update(replay.half for replay in wait.replays if replay.since is None and replay.half != entered)
+            recomputed = (task for task in through.at("in", wait.window) if task.do == "recompute")
+            ahead.update(task.half for task in recomputed if task.since is None and task.half != entered)
             if len(ahead) > deepest:
                 deepest, where = len(ahead), str(wait.window)
     return deepest, where

@@ -90,13 +90,13 @@ class Rooms:
         halves = {half.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
         passes = [timetable.backward(0, "steady"), *([timetable.forward(0, 0)] if self.forwards else [])]
         found: dict[int, dict[WindowAddress, Wait]] = {}
-        for event in (wait for each in passes for half in each.halves for wait in half.waits if not wait.over):
-            at = event.window
+        waits = ((each, wait) for each in passes for half in each.halves for wait in half.waits if not wait.over)
+        for through, at in ((each, wait.window) for each, wait in waits):
             assert isinstance(at, WindowAddress)
             section = halves[at.frame].section
             seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
             if seconds or not section.exchanges:
-                filled_s = sum(halves[replay.half].part(replay).seconds for replay in event.replays)
+                filled_s = sum(halves[task.half].part(task).seconds for task in through.at("in", at) if task.do == "recompute")
                 name = window_name(at.passing, at.half, at.ordinal)
                 found.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
         return found

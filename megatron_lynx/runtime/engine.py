@@ -9,7 +9,7 @@
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter(): a checkpoint runs again          ledger, offloader, replays
+      backward reaches a half       _enter(): a checkpoint runs again          ledger, offloader, tasks
         a collective is issued      window(): bwd.*                            waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
         a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
+from megatron_lynx.runtime.tasks import Reached, Tasks
 from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
@@ -90,7 +91,8 @@ class Engine:
         """What the hooks on weight gradients talk to."""
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]
-        self._waits = Waits(self._progress, timetable, depths, self._replays, self.weight_gradients)
+        self._tasks = Tasks(self._progress, timetable, depths, self._replays, self.weight_gradients)
+        self._waits = Waits(self._progress, self._tasks)
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
@@ -275,13 +277,15 @@ class Engine:
         self._ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
-        if frame.policy.checkpoint and frame.lets_go:
-            self._waits.run_again(frame, first_in(Tensor, gradients))
-        self._waits.begin_ahead(frame)
+        self._reach("enter", frame, gradients)
 
     def _midway(self, frame: Frame, _: Any) -> None:
         if self._ledger.entered is frame:
-            self._waits.begin_midway(frame)
+            self._reach("core", frame)
+
+    def _reach(self, at: Literal["enter", "core"], frame: Frame, gradients: Any = None) -> None:
+        through = self._tasks.backward_of(frame.micro_batch)
+        self._tasks.reach(through, Reached(at, frame.key, frame.micro_batch, gradients))
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()

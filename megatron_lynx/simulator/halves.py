@@ -34,8 +34,8 @@ from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
-from megatron_lynx.simulator.walk import Walk
-from megatron_lynx.timetable import HalfPass, Linear, Pass, Replay, Timetable, Wait
+from megatron_lynx.simulator.walk import Walk, recomputed
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
@@ -195,7 +195,8 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
-                walk.window(_wait(planned, "fwd", ordinal), parts.windows_s[ordinal])
+                wait = _wait(planned, "fwd", ordinal)
+                walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window), through.at("after", wait.window))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
         if going is not None:
@@ -221,15 +222,14 @@ def _backward(
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
             coming.half_begins(walk, number, half)  # [6]
-        again = (*planned.first, *((planned.on_demand,) if planned.on_demand else ()), *planned.ahead)
-        for replay in again:
+        for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
             if coming is not None:
-                coming.needed(walk, walk.halves[replay.half])
-            walk.on_demand(replay)
+                coming.needed(walk, walk.halves[task.half])
+            walk.on_demand(task)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
         over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
-        _back_through(walk, half, planned, halves[kind], defers, coming, over_bytes)
+        _back_through(walk, half, through, planned, halves[kind], defers, coming, over_bytes)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -245,6 +245,7 @@ def _leave(treated: Sequence[Treated]) -> bool:
 def _back_through(
     walk: Walk,
     half: Treated,
+    through: Pass,
     planned: HalfPass,
     parts: Segments,
     defers: bool,
@@ -256,7 +257,7 @@ def _back_through(
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         begins, before_s = parts.core
-        _compute(walk, compute_s, planned.midway if ordinal == begins else (), before_s)
+        _compute(walk, compute_s, through.at("core", planned.half) if ordinal == begins else (), before_s)
         ran_s = _defer(walk, half, ordinal, parts, defers)
         if ordinal == last:  # [3]
             first = max(0, min(regenerated, left - half.memory.tail))
@@ -265,21 +266,21 @@ def _back_through(
             _hold_rest(walk, half, *_let_go_of(half.section))
         if ordinal <= last:
             wait = _wait(planned, "bwd", ordinal)
-            spared_s = half.spared_s(planned.gathered) if wait.over else 0.0
+            during, after = through.at("in", wait.window), through.at("after", wait.window)
             if coming is not None:
-                coming.ahead(walk, [walk.halves[replay.half] for replay in (*wait.replays, *wait.ahead)])
-            walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - spared_s))
+                coming.ahead(walk, [walk.halves[task.half] for task in (*during, *after) if task.do in ("recompute", "begin")])
+            walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)), during, after)
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
 
 
-def _compute(walk: Walk, seconds: float, midway: Sequence[Replay], before_s: float) -> None:
-    """What lies between two windows. `midway`: what begins in it, behind so many seconds."""
-    if midway:
+def _compute(walk: Walk, seconds: float, tasks: Sequence[Task], before_s: float) -> None:
+    """The time between two windows. `tasks`: those in it, after so many seconds."""
+    if tasks:
         walk.compute(before_s)
         seconds -= before_s
-    for replay in midway:
-        walk.on_demand(replay)
+    for task in tasks:
+        walk.on_demand(task)
     walk.compute(seconds)
 
 
@@ -314,12 +315,13 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: boo
     return ran_s
 
 
-def _received(walk: Walk, wait: Wait) -> TimedPass:
+def _received(walk: Walk, through: Pass) -> TimedPass:
     """The replays, then the weight gradients, that run while the gradient is received."""
-    for replay in wait.replays:
-        half = walk.halves[replay.half]
-        part = half.part(replay)
+    during = through.at("in", RECV_BACKWARD)
+    for task in recomputed(during):
+        half = walk.halves[task.half]
+        part = half.part(task)
         walk.regenerate(part.taken_bytes)
         walk.replay(half, part.seconds, RECV_BACKWARD)
-    walk.received(wait)
+    walk.received(during)
     return walk.over()

@@ -14,7 +14,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Begun, Stop
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.pace import Turns
-from megatron_lynx.timetable import PlannedHalf, Replay
+from megatron_lynx.timetable import PlannedHalf, Task
 
 HalfKind = tuple[Section, frozenset[str]]
 """What fills a half, and which of its linears put their weight gradients off."""
@@ -110,19 +110,22 @@ class Treated:
         window."""
         return 0.0 if gathered is None or gathered == ON_DEMAND else self.gathers_s[gathered][1]
 
-    def part(self, replay: Replay) -> Part:
-        """What a part of its replay costs."""
-        if self.begun and (replay.starts or replay.started):
+    def resumes(self, task: Task) -> bool:
+        """Whether a task needs what the one before it left in flight."""
+        return task.since in self.begun
+
+    def part(self, task: Task) -> Part:
+        """The cost of a part of its replay."""
+        if task.do == "begin" or self.resumes(task):
             whole = Begun(self.replay_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
-            start = self.begun[replay.started] if replay.started else NOT_BEGUN
-            stop = self.begun[replay.starts] if replay.starts else whole
+            start = self.begun[task.since] if task.since else NOT_BEGUN
+            stop = self.begun[task.item] if task.item else whole
             seconds, waits_s = stop.seconds - start.seconds + start.again_s, stop.waits_s - start.waits_s
             return Part(seconds, stop.bytes - start.bytes, waits_s, stop.under_way_s)
-        begin = (
-            Stop(0.0, self.gathered_bytes if replay.gathered_ahead else 0) if replay.since is None else self.stops[replay.since]
-        )
-        end = Stop(self.replay_s, self.memory.regenerated) if replay.until is None else self.stops[replay.until]
-        waits_s = self.communicates_s if replay.gathered is None else self.gathers_s[replay.gathered][0]
+        there_bytes = 0 if task.gathered in (None, ON_DEMAND) else self.gathered_bytes
+        begin = Stop(0.0, there_bytes) if task.since is None else self.stops[task.since]
+        end = Stop(self.replay_s, self.memory.regenerated) if task.item is None else self.stops[task.item]
+        waits_s = self.communicates_s if task.gathered is None else self.gathers_s[task.gathered][0]
         return Part(end.seconds - begin.seconds, end.bytes - begin.bytes, waits_s)
 
 

@@ -6,6 +6,7 @@ compute ──> (window: replays, weight gradients, then the rest of the wait) �
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
@@ -13,7 +14,7 @@ from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.simulator.treated import Halves, Treated
 from megatron_lynx.timeline import FLUSHED, Span
-from megatron_lynx.timetable import Linear, Replay, Wait
+from megatron_lynx.timetable import Linear, Task, Wait
 
 
 class Walk:
@@ -60,10 +61,10 @@ class Walk:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("replay", start_s, half, window)
 
-    def on_demand(self, replay: Replay) -> None:  # [1]
-        half = self.halves[replay.half]
-        part = half.part(replay)
-        if replay.started is not None:
+    def on_demand(self, task: Task) -> None:  # [1]
+        half = self.halves[task.half]
+        part = half.part(task)
+        if half.resumes(task):
             self._await()
         if part.waits_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
@@ -71,7 +72,7 @@ class Walk:
         self.regenerate(part.taken_bytes)
         self.replay(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
-        if replay.starts is not None:
+        if task.do == "begin":
             self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
@@ -80,15 +81,15 @@ class Walk:
         self._exposed_s += self._under_way_s
         self._under_way_s = 0.0
 
-    def window(self, wait: Wait, seconds: float) -> None:  # [2]
-        """A wait of so many seconds, with what runs in it and behind it."""
-        if self._holds_up or any(replay.started for replay in wait.replays):
+    def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:  # [2]
+        """A wait of so many seconds, and the tasks during it and after it."""
+        if self._holds_up or any(self.halves[task.half].resumes(task) for task in during):
             self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
         waits_s = []
-        for replay in wait.replays:
-            half = self.halves[replay.half]
-            part = half.part(replay)
+        for task in recomputed(during):
+            half = self.halves[task.half]
+            part = half.part(task)
             self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
@@ -97,7 +98,7 @@ class Walk:
             self._hidden_s += fits_s
             self._exposed_s += part.seconds - fits_s + part.waits_s
             waits_s.append(part.waits_s)
-        for entry in self._queue.due(wait.weight_gradients):
+        for entry in self._queue.due(weight_gradients(during)):
             fits_s = min(entry.cost.seconds, room_s)
             room_s -= fits_s
             self._weight_gradient(entry, fits_s, name, self._interference)
@@ -105,9 +106,10 @@ class Walk:
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
             layer, half_name = wait.window.frame
             self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
-        self.regenerate(sum(self.halves[half].gathered_bytes for half in wait.gathers))
-        for replay in wait.ahead:
-            self.on_demand(replay)
+        self.regenerate(sum(self.halves[task.half].gathered_bytes for task in after if task.do == "gather"))
+        for task in after:
+            if task.do != "gather":
+                self.on_demand(task)
 
     def defer(self, of: Linear, cost: WeightGradient) -> float:
         """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]
@@ -131,9 +133,9 @@ class Walk:
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
 
-    def received(self, wait: Wait) -> None:
+    def received(self, during: Sequence[Task]) -> None:
         """Runs the deferred weight gradients that the plan has put into the receive of a gradient."""
-        for entry in self._queue.due(wait.weight_gradients):
+        for entry in self._queue.due(weight_gradients(during)):
             self._weight_gradient(entry, entry.cost.seconds, RECV_BACKWARD)
 
     def flush(self) -> None:
@@ -186,3 +188,13 @@ class Walk:
     ) -> None:
         name = f"{kind} {half.half}({half.layer})"
         self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))
+
+
+def recomputed(tasks: Sequence[Task]) -> list[Task]:
+    """Those that are recomputations."""
+    return [task for task in tasks if task.do == "recompute"]
+
+
+def weight_gradients(tasks: Sequence[Task]) -> list[Linear]:
+    """The linears whose weight gradients are among them."""
+    return [task.linear for task in tasks if task.do == "weight_gradient"]

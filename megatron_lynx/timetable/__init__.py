@@ -1,6 +1,6 @@
-"""What runs when on a pipeline stage under a plan: which part of a replay, which gather, which weight gradient in which wait."""
+"""What runs when on a pipeline stage under a plan: tables from moments of a pass to tasks."""
 
-from megatron_lynx.timetable.events import HalfPass, Linear, Pass, Replay, Wait
+from megatron_lynx.timetable.events import HalfPass, Linear, Moment, Pass, Task, Wait
 from megatron_lynx.timetable.planned import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, ahead_to, may_gather_ahead
 from megatron_lynx.timetable.timetable import Timetable
 
@@ -8,11 +8,12 @@ __all__ = [
     "HalfPass",
     "Layout",
     "Linear",
+    "Moment",
     "ON_DEMAND_PLACE",
     "Pass",
     "Place",
     "PlannedHalf",
-    "Replay",
+    "Task",
     "Timetable",
     "Wait",
     "ahead_to",

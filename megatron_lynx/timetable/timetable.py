@@ -1,13 +1,12 @@
-"""The timetable of a pipeline stage: a plan and a schedule's passes become events, which everybody reads and nobody works out
-again.
+"""The timetable of a pipeline stage: a plan and a schedule's passes become tables of tasks, which all parts of the package read.
 
     plan ──> PlannedHalf of every layer ──Timetable──>  forward(chunk, serving)   a forward, with the replays that it hides
                                                         receive(chunk, phase)     the receive of a gradient
                                                         backward(chunk, phase)    a backward
 
     who reads it     the validator         every replay finds its window, in time and within the ahead depth
-                     the runtime           what to run in the wait that begins now
-                     the simulator         seconds and bytes of each event
+                     the runtime           which tasks to run at the moment that is reached
+                     the simulator         seconds and bytes of each task
                      the filler            what the waits have left
 
 Which task runs in which wait depends on the plan alone (rule R1): on the pass, its phase and, of a forward, on whose backward
@@ -22,9 +21,8 @@ layer in its chunk, and serves the half at the same place in the other one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
 
 from megatron_lynx.anatomy import Pass as Passing
 from megatron_lynx.anatomy.address import (
@@ -37,27 +35,11 @@ from megatron_lynx.anatomy.address import (
     WindowAddress,
 )
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.timetable.events import HalfPass, Linear, Pass, Replay, Wait
-from megatron_lynx.timetable.planned import Layout, PlannedHalf
+from megatron_lynx.timetable.events import At, HalfPass, Moment, Pass, Task, Tasks, Wait
+from megatron_lynx.timetable.planned import Layout, Place, PlannedHalf
 
-T = TypeVar("T")
-
-
-class _Put(NamedTuple):
-    """What a plan puts where for backwards of one chunk in one phase."""
-
-    replays: dict[Window, tuple[Replay, ...]]
-    gathers: dict[Window, tuple[FrameKey, ...]]
-    late: dict[FrameKey, Replay]
-    """What is left for on demand."""
-    gathered: dict[FrameKey, Window]
-    """Halves whose input is gathered ahead of time, and behind which window."""
-    first: dict[FrameKey, tuple[Replay, ...]]
-    """By half: those that run again whole before it."""
-    ahead: dict[FrameKey | Window, tuple[Replay, ...]]
-    """What of the layer below begins where backward enters a half, or behind a wait of it."""
-    midway: dict[FrameKey, tuple[Replay, ...]]
-    """What begins, or goes on, in the midst of a half."""
+AT_HALVES: tuple[At, ...] = ("enter", "demand", "core")
+IN_WAITS: tuple[At, ...] = ("in", "after")
 
 
 class Timetable:
@@ -68,40 +50,44 @@ class Timetable:
         self.layout = layout
         self._forwards: dict[tuple[int, int | None], Pass] = {}
         self._backwards: dict[tuple[int, Phase], Pass] = {}
-        self._known: dict[tuple[int, Phase], _Put] = {}
+        self._known: dict[tuple[int, Phase], Tasks] = {}
 
     def forward(self, chunk: int, serving: int | None = None) -> Pass:
         """A forward. `serving`: the chunk whose backward comes right behind it, if its collectives hide replays of that."""
         if (chunk, serving) not in self._forwards:
-            shift = 0 if serving is None else self._shift(chunk, serving)
-            put = None if serving is None or shift is None else self._put(serving, "steady")
-            replays, gathers = (_moved(put.replays, shift or 0), _moved(put.gathers, shift or 0)) if put else ({}, {})
-            fillers = self._weight_gradients[chunk]
-            self._forwards[chunk, serving] = Pass(
-                tuple(
-                    HalfPass(half.key, tuple(self._waits("fwd", half, replays, gathers, fillers))) for half in self.chunks[chunk]
-                )
-            )
+            shift = None if serving is None else self._shift(chunk, serving)
+            planned = {} if serving is None or shift is None else _moved(self._planned(serving, "steady"), shift)
+            halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
+            moments = (Moment(at, wait.window) for half in halves for wait in half.waits for at in IN_WAITS)
+            self._forwards[chunk, serving] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
         return self._forwards[chunk, serving]
 
     def backward(self, chunk: int, phase: Phase) -> Pass:
         """A backward."""
         if (chunk, phase) not in self._backwards:
-            self._backwards[chunk, phase] = self._backward(chunk, phase)
+            planned = self._planned(chunk, phase)
+            halves = tuple(
+                HalfPass(half.key, tuple(self._waits("bwd", half, _gathered(half, phase) or ON_DEMAND)))
+                for half in reversed(self.chunks[chunk])
+            )
+            at_halves = [Moment(at, half.half) for half in halves for at in AT_HALVES]
+            moments = (*at_halves, *(Moment(at, wait.window) for half in halves for wait in half.waits for at in IN_WAITS))
+            self._backwards[chunk, phase] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
         return self._backwards[chunk, phase]
 
-    def receive(self, chunk: int, phase: Phase) -> Wait:
+    def receive(self, chunk: int, phase: Phase) -> Pass:
         """The receive of the gradient of a backward."""
-        replays = self._put(chunk, phase).replays.get(RECV_BACKWARD, ())
-        return Wait(RECV_BACKWARD, replays, self._deferred[chunk].get(RECV_BACKWARD, ()))
+        return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
 
-    def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[FrameKey | None, Sequence[Wait]]]:
-        """Everything in which a backward may be served, in order: in the steady phase a forward, taken to be its own chunk's,
-        then the receive of its gradient, and the backward itself, each half that it enters with its waits."""
+    def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
+        """The waits of all passes in which a backward may be served, in order: in the steady phase a forward, taken to be its own
+        chunk's, then the receive of its gradient, and the backward itself, half by half as it enters them."""
         if phase == "steady":
-            yield from ((None, half.waits) for half in self.forward(chunk, chunk).halves)
-        yield None, (self.receive(chunk, phase),)
-        yield from ((half.half, half.waits) for half in self.backward(chunk, phase).halves)
+            forward = self.forward(chunk, chunk)
+            yield from ((forward, None, half.waits) for half in forward.halves)
+        yield self.receive(chunk, phase), None, (Wait(RECV_BACKWARD),)
+        backward = self.backward(chunk, phase)
+        yield from ((backward, half.half, half.waits) for half in backward.halves)
 
     def beside_kept(self, chunk: int) -> Timetable:
         """The same stage with one chunk more at its end: a chunk as micro-batches pass it that keep everything."""
@@ -124,9 +110,10 @@ class Timetable:
         return any(self.busy_halves)
 
     @cached_property
-    def midway_halves(self) -> frozenset[FrameKey]:
-        """The halves in whose midst something begins."""
-        return frozenset(key for chunk in range(len(self.chunks)) for each in self._backwards_of(chunk) for key in each.midway)
+    def core_halves(self) -> frozenset[FrameKey]:
+        """The halves at whose core attention something begins."""
+        passes = (each for chunk in range(len(self.chunks)) for each in self._backwards_of(chunk))
+        return frozenset[FrameKey]().union(*(each.core_halves for each in passes))
 
     @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
@@ -142,43 +129,16 @@ class Timetable:
     def _backwards_of(self, chunk: int) -> Iterator[Pass]:
         return (self.backward(chunk, phase) for phase in BACKWARD_PHASES)
 
-    def _backward(self, chunk: int, phase: Phase) -> Pass:
-        put, fillers = self._put(chunk, phase), self._weight_gradients[chunk]
-        return Pass(
-            tuple(
-                HalfPass(
-                    half.key,
-                    tuple(self._behind(wait, put) for wait in self._waits("bwd", half, put.replays, put.gathers, fillers)),
-                    put.late.get(half.key),
-                    put.gathered.get(half.key),
-                    put.first.get(half.key, ()),
-                    put.ahead.get(half.key, ()),
-                    put.midway.get(half.key, ()),
-                )
-                for half in reversed(self.chunks[chunk])
-            )
-        )
-
-    def _waits(
-        self,
-        passing: Passing,
-        half: PlannedHalf,
-        replays: Mapping[Window, tuple[Replay, ...]],
-        gathers: Mapping[Window, tuple[FrameKey, ...]],
-        fillers: Mapping[Window, tuple[Linear, ...]],
-    ) -> Iterator[Wait]:
+    def _waits(self, passing: Passing, half: PlannedHalf, gathered: Window | None = None) -> Iterator[Wait]:
+        """`gathered`: in a backward, after which window the half's input is gathered, if it is."""
         once = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
         for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
-            at = WindowAddress(passing, half.layer, half.half, ordinal)
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
-            yield Wait(at, replays.get(at, ()), fillers.get(at, ()), gathers.get(at, ()), over)
+            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), gathered if over else None)
 
-    def _behind(self, wait: Wait, put: _Put) -> Wait:
-        return wait._replace(ahead=put.ahead[wait.window]) if wait.window in put.ahead else wait
-
-    def _put(self, chunk: int, phase: Phase) -> _Put:
+    def _planned(self, chunk: int, phase: Phase) -> Tasks:
         if (chunk, phase) not in self._known:
-            self._known[chunk, phase] = _put(self.chunks[chunk], phase, self.layout)
+            self._known[chunk, phase] = _planned(self.chunks[chunk], phase, self.layout)
         return self._known[chunk, phase]
 
     def _shift(self, running: int, other: int) -> int | None:
@@ -188,77 +148,89 @@ class Timetable:
         return self.chunks[running][0].layer - self.chunks[other][0].layer
 
     @cached_property
-    def _deferred(self) -> tuple[dict[Window, tuple[Linear, ...]], ...]:
-        """By chunk: which of its weight gradients run in which wait, as its plan names them."""
+    def _deferred(self) -> tuple[Tasks, ...]:
+        """By chunk: its weight gradients in the waits that its plan names."""
         return tuple(_deferred(halves) for halves in self.chunks)
 
     @cached_property
-    def _weight_gradients(self) -> tuple[dict[Window, tuple[Linear, ...]], ...]:
+    def _weight_gradients(self) -> tuple[Tasks, ...]:
         """By chunk: which run in the waits of its passes; in a forward those of all chunks do, at the same places."""
         found = []
         for running, own in enumerate(self._deferred):
-            waits = dict(own)
+            tasks = dict(own)
             for other, of_other in enumerate(self._deferred):
                 shift = self._shift(running, other) if other != running and of_other else None
-                for window, linears in _moved(of_other, shift).items() if shift is not None else ():
-                    waits[window] = (*waits.get(window, ()), *linears)
-            found.append(waits)
+                for moment, more in _moved(of_other, shift).items() if shift is not None else ():
+                    tasks[moment] = (*tasks.get(moment, ()), *more)
+            found.append(tasks)
         return tuple(found)
 
 
-def _put(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> _Put:
-    put = _Put({}, {}, {}, {}, dict(_whole_before(halves)), {}, {})
+def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -> Tasks:
+    """What of both comes at these moments: in a wait the replays come first."""
+    both = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
+    return {moment: tasks for moment, tasks in both if tasks}
+
+
+def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tasks:
+    """What a plan puts where for backwards of one chunk in one phase."""
+    tasks: dict[Moment, tuple[Task, ...]] = {}
+    feeding = dict(_feeding(halves))
     for half in reversed(halves):
-        if half.checkpoint and not half.feeds:
-            _put_checkpoint(put, half, layout)
-        if half.checkpoint or not half.replay:
-            continue
-        place = half.cooldown if phase == "cooldown" else half.steady
-        gather = place.gather
-        if gather is not None and (gather == ON_DEMAND or _missed(gather, phase)):
-            put.late[half.key] = Replay(half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
-            continue
-        if gather is not None:
-            put.gathers[gather] = (*put.gathers.get(gather, ()), half.key)
-            put.gathered[half.key] = gather
-        since: str | None = None
-        for window, until in (*place.stretches, (ON_DEMAND, None)):
-            if window == ON_DEMAND:
-                put.late[half.key] = Replay(half.key, since, until, gather)
-                break
-            if _missed(window, phase):
-                continue
-            put.replays[window] = (*put.replays.get(window, ()), Replay(half.key, since, until, gather))
-            since, gather = until, None
-            if until is None:
-                break
-    _begin_ahead(put, halves, layout)
-    return put
+        if half.checkpoint:
+            found = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
+        else:
+            found = _replayed(half, phase) if half.replay else ()
+        for moment, task in found:
+            tasks[moment] = (*tasks.get(moment, ()), task)
+    _begin_ahead(tasks, halves, layout)
+    return tasks
 
 
-def _put_checkpoint(put: _Put, half: PlannedHalf, layout: Layout) -> None:
-    """Of one that goes on in a wait, what communicates runs again on demand, and the rest of it in that wait."""
-    whole, behind = Replay(half.key, communicates=True), half.goes_on_behind
+def _replayed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
+    """The parts of one half's replay, and its gather. What windows of a forward that hides nothing should have done is left."""
+    since: str | None = None
+    place, gather = _place(half, phase), _gathered(half, phase)
+    if gather == ON_DEMAND:
+        yield Moment("demand", half.key), Task("recompute", half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
+        return
+    if gather is not None:
+        yield Moment("after", gather), Task("gather", half.key)
+    for window, until in (*place.stretches, (ON_DEMAND, None)):
+        if _missed(window, phase):
+            continue
+        moment = Moment("demand", half.key) if window == ON_DEMAND else Moment("in", window)
+        yield moment, Task("recompute", half.key, until, since, gather)
+        if until is None:
+            return
+        since, gather = until, None
+
+
+def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> Iterator[tuple[Moment, Task]]:
+    """One checkpointed half, after the recomputations `before` it that return its input. What comes after all that it
+    communicates may be left to a wait."""
+    entered, behind = Moment("enter", half.key), half.goes_on_behind
+    yield from ((entered, task) for task in before)
     if behind is None or not layout.waits("bwd", half.layer, half.section):
-        put.late[half.key] = whole
+        yield entered, Task("recompute", half.key)
         return
     ((window, _),) = half.steady.stretches
-    put.late[half.key] = whole._replace(starts=behind)
-    put.replays[window] = (*put.replays.get(window, ()), Replay(half.key, started=behind))
+    yield entered, Task("begin", half.key, behind)
+    yield Moment("in", window), Task("recompute", half.key, since=behind)
 
 
-def _whole_before(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Replay, ...]]]:
-    """Checkpointed halves that keep no input, each with those before it that run again whole to make it."""
-    chain: tuple[Replay, ...] = ()
+def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Task, ...]]]:
+    """By checkpointed half that keeps no input: the recomputations of those before it, which return it."""
+    before: tuple[Task, ...] = ()
     for half in halves:
         if half.feeds:
-            chain = (*chain, Replay(half.key, whole=True, communicates=True))
-        elif chain:
-            yield half.key, chain
-            chain = ()
+            before = (*before, Task("recompute", half.key))
+        elif before:
+            yield half.key, before
+            before = ()
 
 
-def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> None:
+def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:
     """Has what layers communicate begin where backward enters the attention half above them, or soon behind that: there nothing
     of stock's is under way, and what the MLP half above held is gone. At the top of a chunk nothing does."""
     for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
@@ -266,28 +238,40 @@ def _begin_ahead(put: _Put, halves: Sequence[PlannedHalf], layout: Layout) -> No
         item = half.leaves_under_way
         if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
             continue
-        before, late = put.first.pop(mlp.key, ()), put.late[mlp.key]
+        entered, place = Moment("enter", mlp.key), Moment("enter", above.key)
+        *before, own = tasks[entered]
+        begin = Task("begin", half.key, item)
         if half is mlp:
-            put.ahead[above.key] = (*before, late._replace(starts=item))
-            put.late[mlp.key] = late._replace(started=item)
-            if late.starts is not None:
-                del put.late[mlp.key]  # the rest of it runs in a wait
-            continue
-        (whole,) = before
-        begun, place = whole._replace(starts=item, whole=False), _place_ahead(above, layout)
-        put.ahead[place] = (begun,)
-        if attention.gathers_ahead:
-            gathered = attention.section.gathered
-            put.ahead[place] = (begun._replace(starts=gathered),)
-            put.midway[above.key] = (begun._replace(started=gathered),)
-        put.first[mlp.key] = (whole._replace(started=item),)
+            ahead = (*before, begin)
+            tasks[entered] = (own._replace(since=item),)
+            if own.do == "begin":
+                del tasks[entered]  # the rest of it runs in a wait
+        else:
+            place, ahead = _place_ahead(above, layout), (begin,)
+            if attention.gathers_ahead:
+                gathered = attention.section.gathered
+                ahead = (Task("begin", half.key, gathered),)
+                tasks[Moment("core", above.key)] = (begin._replace(since=gathered),)
+            tasks[entered] = (Task("recompute", attention.key, since=item), own)
+        tasks[place] = (*tasks.get(place, ()), *ahead)
 
 
-def _place_ahead(above: PlannedHalf, layout: Layout) -> FrameKey | Window:
+def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
     """Where in a half's backward a reduction of the same ranks begins: with sequence parallelism behind the gather of the
     gradient, which comes first of all and would be queued behind it."""
     first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
-    return WindowAddress("bwd", *above.key, 0) if first.carries == "gradient" else above.key
+    gathers = first.carries == "gradient"
+    return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
+
+
+def _place(half: PlannedHalf, phase: Phase) -> Place:
+    return half.place("cooldown" if phase == "cooldown" else "steady")
+
+
+def _gathered(half: PlannedHalf, phase: Phase) -> Window | None:
+    """After which window the input of a half's replay is gathered, if it is: `on_demand` where that was missed."""
+    gather = _place(half, phase).gather
+    return ON_DEMAND if gather is not None and _missed(gather, phase) else gather
 
 
 def _missed(window: Window, phase: Phase) -> bool:
@@ -295,20 +279,21 @@ def _missed(window: Window, phase: Phase) -> bool:
     return phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
 
 
-def _deferred(halves: Sequence[PlannedHalf]) -> dict[Window, tuple[Linear, ...]]:
-    """Which weight gradients of a chunk run in which wait, in the order in which backward reaches them."""
-    found: dict[Window, tuple[Linear, ...]] = {}
+def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
+    """The weight gradients of a chunk by wait, in the order in which backward reaches their linears."""
+    found: dict[Moment, tuple[Task, ...]] = {}
     for half in reversed(halves):
         for linear, waits in half.deferred.items():
             for wait in waits:
-                found[wait] = (*found.get(wait, ()), Linear(half.layer, half.half, linear))
+                moment = Moment("in", wait)
+                found[moment] = (*found.get(moment, ()), Task("weight_gradient", half.key, linear))
     return found
 
 
-def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
-    """What lies in forwards, for the forward of another chunk, whose first layer is so many above."""
+def _moved(tasks: Tasks, layers: int) -> Tasks:
+    """The tasks in forwards, for the forward of another chunk, whose first layer is so many above."""
     return {
-        window._replace(layer=window.layer + layers): content
-        for window, content in by_window.items()
-        if isinstance(window, WindowAddress) and window.passing == "fwd"
+        moment._replace(place=moment.place._replace(layer=moment.place.layer + layers)): content
+        for moment, content in tasks.items()
+        if isinstance(moment.place, WindowAddress) and moment.place.passing == "fwd"
     }

@@ -118,12 +118,9 @@ def test_it_is_explained():
 
 
 def test_the_timetable_says_what_runs_again_before_what():
-    entry = timetable_of(checkpointed(NOTHING, "layer"), 0).backward(0, "steady").halves[:2]
-    (mlp, attention) = entry
-    assert [(one.half, one.whole) for one in mlp.first] == [((4, "attention"), True)]
-    assert mlp.on_demand is not None
-    assert mlp.on_demand.half == (4, "mlp")
-    assert (attention.first, attention.on_demand) == ((), None)
+    backward = timetable_of(checkpointed(NOTHING, "layer"), 0).backward(0, "steady")
+    assert [task.half for task in backward.at("enter", (4, "mlp"))] == [(4, "attention"), (4, "mlp")]
+    assert backward.at("enter", (4, "attention")) == ()
     assert isinstance(rule({"layers": 2}).checkpoint, CheckpointGroups)
 
 

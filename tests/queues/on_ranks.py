@@ -63,25 +63,27 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_replays(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.waits import Opening
-    from megatron_lynx.timetable import Replay
+    from megatron_lynx.runtime.tasks import Reached, Tasks
+    from megatron_lynx.timetable import Task
     from tests.instruments.queues import recorder
 
-    original, recorders = Opening.replay, []
+    original, recorders = Tasks._recompute, []
 
     class Naming(recorder.Recorder):
         def __enter__(self) -> Any:
             recorders.append(self)
             return super().__enter__()
 
-    def run(opening: Opening, replay: Replay) -> bool:
-        if opening.window != RECV_BACKWARD:
-            return original(opening, replay)
-        with recorders[0].part(f"replay of {replay.half} for {opening.micro_batch.number}, {opening.micro_batch.phase}"):
-            return original(opening, replay)
+    def run(tasks: Tasks, task: Task, reached: Reached) -> None:
+        if reached.place != RECV_BACKWARD:
+            original(tasks, task, reached)
+            return
+        assert reached.micro_batch is not None
+        with recorders[0].part(f"replay of {task.half} for {reached.micro_batch.number}, {reached.micro_batch.phase}"):
+            original(tasks, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Opening, "replay", run)
+        patched.setattr(Tasks, "_recompute", run)
         patched.setattr(recorder, "Recorder", Naming)
         return recorded(rank, job, setting)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.plan.plan import Plan
@@ -21,7 +21,7 @@ from megatron_lynx.rehearsal import rehearse, treated_halves
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.timetable import Linear, Replay, Timetable, Wait
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable
 from tests.plan.strategies import drawn, plans_for, samples
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.expected import lets_go, schedule_of
@@ -35,7 +35,7 @@ JOBS = {name: tiny_job("llama", **layout) for name, layout in LAYOUTS.items()}
 SECONDS_OF_A_MESSAGE = 1e4
 """Far longer than any replay, so that all that a window hides fits into it."""
 
-Event = tuple[Replay | Linear, str]
+Event = tuple[Task, str]
 """What runs, and where."""
 
 
@@ -53,26 +53,29 @@ def passes(
             yield (
                 action,
                 after.micro_batch if serves else None,
-                [one for half in through.halves for one in run_in(*half.waits)],
+                [one for half in through.halves for one in run_in(through, half)],
                 [],
             )
             continue
-        ran = []
-        for half in timetable.backward(action.chunk, phase).halves:
-            ran += [(each, ON_DEMAND) for each in (*half.first, half.on_demand, *half.ahead) if each is not None]
-            ran += [*run_in(*half.waits[:1]), *((each, ON_DEMAND) for each in half.midway), *run_in(*half.waits[1:])]
+        through, ran = timetable.backward(action.chunk, phase), []
+        for half in through.halves:
+            entered = (*through.at("demand", half.half), *through.at("enter", half.half))
+            first, *others = [list(run_in(through, half._replace(waits=(wait,)))) for wait in half.waits] or [[]]
+            core = [(task, ON_DEMAND) for task in through.at("core", half.half)]
+            ran += [*((task, ON_DEMAND) for task in entered), *first, *core, *(one for each in others for one in each)]
         last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
-        yield action, action.micro_batch, ran, [] if last else list(run_in(timetable.receive(action.chunk, phase)))
+        received = timetable.receive(action.chunk, phase).at("in", RECV_BACKWARD)
+        yield action, action.micro_batch, ran, [] if last else [(task, RECV_BACKWARD) for task in received]
 
 
-def run_in(*waits: Wait) -> Iterator[Event]:
-    for wait in waits:
-        yield from ((each, str(wait.window)) for each in (*wait.replays, *wait.weight_gradients))
-        yield from ((each, ON_DEMAND) for each in wait.ahead)
+def run_in(through: Pass, half: HalfPass) -> Iterator[Event]:
+    for wait in half.waits:
+        yield from ((task, str(wait.window)) for task in through.at("in", wait.window))
+        yield from ((task, ON_DEMAND) for task in through.at("after", wait.window) if task.do != "gather")
 
 
-def replays_of(events: list[Event]) -> Iterator[tuple[Replay, str]]:
-    return ((each, window) for each, window in events if isinstance(each, Replay))
+def replays_of(events: list[Event]) -> Iterator[Event]:
+    return ((each, window) for each, window in events if each.do != "weight_gradient")
 
 
 @pytest.mark.parametrize("layout", JOBS)
@@ -104,7 +107,8 @@ def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) ->
 
 
 def linears_in(events: list[Event]) -> set[tuple[int, str, str]]:
-    return {(each.layer, each.half, window) for each, window in events if isinstance(each, Linear)}
+    linears: list[tuple[Linear, str]] = [(each.linear, window) for each, window in events if each.do == "weight_gradient"]
+    return {(linear.layer, linear.half, window) for linear, window in linears}
 
 
 @pytest.mark.parametrize("layout", JOBS)

@@ -12,8 +12,7 @@ from megatron_lynx.kinds.captured import in_graph
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.sections import filling
 from megatron_lynx.plan.stage import Offload
-from megatron_lynx.timetable import Layout, Linear, Place, PlannedHalf, Replay, Timetable
-from megatron_lynx.timetable.events import Pass
+from megatron_lynx.timetable import Layout, Moment, Pass, Place, PlannedHalf, Task, Timetable
 
 
 def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowAddress:
@@ -26,30 +25,27 @@ def mlp(layer: int, *windows: tuple[Window, str | None], gather: Window | None =
     return PlannedHalf(layer, MLP, MLP.replayable if windows else (), place, place, deferred)
 
 
+def replay(layer: int, until: str | None = None, since: str | None = None, gathered: Window | None = None) -> Task:
+    return Task("recompute", (layer, "mlp"), until, since, gathered)
+
+
 def test_a_replay_over_a_forward_and_a_backward() -> None:
     """Behind a forward that hides nothing, the part in the backward is the first one. What no window does is on demand."""
     begun, then = at("fwd", 1), at("bwd", 2)
     stage = Timetable([[mlp(1, (begun, "linear_fc1"), (then, "activation")), mlp(2)]])
-    (first,), (second,) = (wait.replays for wait in (stage.forward(0, 0).busy[begun], stage.backward(0, "steady").busy[then]))
-    assert (first, second) == (
-        Replay((1, "mlp"), None, "linear_fc1"),
-        Replay((1, "mlp"), "linear_fc1", "activation"),
-    )
-    left = {phase: stage.backward(0, phase).halves[-1].on_demand for phase in ("warmup", "steady")}  # type: ignore[arg-type]
-    assert left == dict.fromkeys(("warmup", "steady"), Replay((1, "mlp"), "activation"))
-    assert stage.backward(0, "warmup").busy[then].replays == (Replay((1, "mlp"), None, "activation"),)
-    assert not stage.forward(0).busy
+    assert stage.forward(0, 0).tasks == {("in", begun): (replay(1, "linear_fc1"),)}
+    left = {Moment("demand", (1, "mlp")): (replay(1, since="activation"),)}
+    assert stage.backward(0, "steady").tasks == {**left, ("in", then): (replay(1, "activation", "linear_fc1"),)}
+    assert stage.backward(0, "warmup").tasks == {**left, ("in", then): (replay(1, "activation"),)}
+    assert not stage.forward(0).tasks
 
 
 def test_only_the_first_part_of_a_replay_is_the_one_whose_input_is_gathered() -> None:
     gather, first, second = at("fwd", 2), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
     halves = [mlp(1, (first, "activation"), (second, None), gather=gather), mlp(2), mlp(3)]
     stage = Timetable([halves], Layout(sequence_parallel=True))
-    found = [stage.backward(0, "steady").busy[window].replays for window in (first, second)]
-    assert found == [
-        (Replay((1, "mlp"), None, "activation", gathered=gather),),
-        (Replay((1, "mlp"), "activation", None),),
-    ]
+    found = [stage.backward(0, "steady").at("in", window) for window in (first, second)]
+    assert found == [(replay(1, "activation", gathered=gather),), (replay(1, since="activation"),)]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +70,12 @@ def test_an_input_that_is_gathered() -> None:
     so is its replay, because no window may communicate (rule R2)."""
     gather, window = at("fwd", 2), at("bwd", 2, ordinal=2)
     stage = Timetable([[mlp(1, (window, None), gather=gather), mlp(2)]], Layout(sequence_parallel=True))
-    assert stage.forward(0, 0).busy[gather].gathers == ((1, "mlp"),)
-    assert stage.backward(0, "steady").busy[window].replays == (Replay((1, "mlp"), gathered=gather),)
-    upper, lower = stage.backward(0, "steady").halves
-    assert [[wait.over for wait in half.waits] for half in (upper, lower)] == [[False] * 3, [False, True, False]]
-    assert (upper.gathered, lower.gathered) == (None, gather)
-    late = stage.backward(0, "warmup").halves[-1]
-    assert (late.on_demand, late.gathered) == (Replay((1, "mlp"), gathered=ON_DEMAND), None)
-    assert not stage.backward(0, "warmup").busy
+    assert stage.forward(0, 0).tasks == {("after", gather): (Task("gather", (1, "mlp")),)}
+    assert stage.backward(0, "steady").tasks == {("in", window): (replay(1, gathered=gather),)}
+    for phase, place in (("steady", gather), ("warmup", ON_DEMAND)):
+        upper, lower = stage.backward(0, phase).halves  # type: ignore[arg-type]
+        assert [[wait.gathered for wait in half.waits] for half in (upper, lower)] == [[None] * 3, [None, place, None]]
+    assert stage.backward(0, "warmup").tasks == {("demand", (1, "mlp")): (replay(1, gathered=ON_DEMAND),)}
 
 
 GATED, CAPTURED = OPAQUE["gated_attention"], in_graph(ATTENTION, ["attn"])
@@ -100,13 +94,12 @@ def below(above: Section, *, gathers: bool, sequence_parallel: bool) -> Pass:
 def test_nothing_begins_ahead_at_a_half_that_is_kept_whole(gathers: bool, sequence_parallel: bool) -> None:
     """No hook is on it: what was planned to begin there began nowhere, and the simulated step was too short."""
     begun = below(ATTENTION, gathers=gathers, sequence_parallel=sequence_parallel)
-    assert begun.ahead or any(wait.ahead for wait in begun.busy.values())
-    assert bool(begun.midway) == gathers
+    assert sum(task.do == "begin" for tasks in begun.tasks.values() for task in tasks) == 1 + gathers
+    assert bool(begun.core_halves) == gathers
     for above in (CAPTURED, GATED):
         late = below(above, gathers=gathers, sequence_parallel=sequence_parallel)
-        assert not any(wait.ahead for wait in late.busy.values())
-        assert (late.ahead, late.midway) == ({}, {})
-        assert late.halves[2].first == (Replay((1, "attention"), whole=True, communicates=True),)
+        again = (Task("recompute", (1, "attention")), replay(1))
+        assert late.tasks == {("enter", (1, "mlp")): again}
 
 
 def test_whatever_a_gather_ahead_is_midway_of_has_a_core() -> None:
@@ -130,12 +123,11 @@ def test_a_forward_of_another_chunk_serves_the_same_place() -> None:
     """Layer 2 of the first chunk hides what is named in layer 5 of the second; a chunk of one layer has no such wait."""
     first, second, third = [mlp(1), mlp(2)], [mlp(4), mlp(5), mlp(6, (at("fwd", 5), None))], [mlp(9)]
     stage = Timetable([first, second, third, []])
-    replay = Replay((6, "mlp"))
-    assert stage.forward(0, 1).busy[at("fwd", 2)].replays == (replay,)
-    assert stage.forward(1, 1).busy[at("fwd", 5)].replays == (replay,)
-    assert [stage.forward(chunk, 1).busy for chunk in (2, 3)] == [{}, {}]
-    assert [stage.forward(chunk, 0).busy for chunk in range(4)] == [{}] * 4
-    assert [stage.forward(chunk, 3).busy for chunk in range(4)] == [{}] * 4, "a chunk without layers needs nothing"
+    assert stage.forward(0, 1).tasks == {("in", at("fwd", 2)): (replay(6),)}
+    assert stage.forward(1, 1).tasks == {("in", at("fwd", 5)): (replay(6),)}
+    assert [stage.forward(chunk, 1).tasks for chunk in (2, 3)] == [{}, {}]
+    assert [stage.forward(chunk, 0).tasks for chunk in range(4)] == [{}] * 4
+    assert [stage.forward(chunk, 3).tasks for chunk in range(4)] == [{}] * 4, "a chunk without layers needs nothing"
     assert stage.in_forwards
 
 
@@ -153,17 +145,18 @@ def test_weight_gradients_run_in_forwards_of_any_chunk() -> None:
     fourth, own = at("fwd", 4), at("bwd", 3)
     chunks = [[mlp(3, linear_fc1=(fourth, own, RECV_BACKWARD)), mlp(4)], [mlp(7, linear_fc2=(at("fwd", 7),))], [mlp(8), mlp(9)]]
     stage = Timetable(chunks)
-    of_fc1, of_fc2 = (Linear(3, "mlp", "linear_fc1"),), (Linear(7, "mlp", "linear_fc2"),)
-    found = [{at: wait.weight_gradients for at, wait in stage.forward(chunk).busy.items()} for chunk in range(3)]
+    of_fc1 = (Task("weight_gradient", (3, "mlp"), "linear_fc1"),)
+    of_fc2 = (Task("weight_gradient", (7, "mlp"), "linear_fc2"),)
+    found = [{moment.place: tasks for moment, tasks in stage.forward(chunk).tasks.items()} for chunk in range(3)]
     assert found == [{at("fwd", 3): of_fc2, fourth: of_fc1}, {at("fwd", 7): of_fc2}, {at("fwd", 8): of_fc2, at("fwd", 9): of_fc1}]
-    assert stage.backward(0, "cooldown").busy[own].weight_gradients == of_fc1
-    assert [stage.receive(chunk, "steady").weight_gradients for chunk in range(3)] == [of_fc1, (), ()]
+    assert stage.backward(0, "cooldown").at("in", own) == of_fc1
+    assert [stage.receive(chunk, "steady").at("in", RECV_BACKWARD) for chunk in range(3)] == [of_fc1, (), ()]
 
 
 def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
     window = at("fwd", 1)
     stage = Timetable([[mlp(1), mlp(2, (window, None))]]).beside_kept(0)
-    assert stage.forward(1, 0).busy[window].replays == (Replay((2, "mlp")),)
-    assert all(half.on_demand is None for half in stage.backward(1, "steady").halves)
+    assert stage.forward(1, 0).at("in", window) == (replay(2),)
+    assert not stage.backward(1, "steady").tasks
     second = Timetable([[mlp(1)], [mlp(5), mlp(6)]]).beside_kept(1)
     assert [half.layer for half in second.chunks[-1]] == [5, 6], "its layers are that chunk's"

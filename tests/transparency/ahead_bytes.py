@@ -50,22 +50,25 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     batches = synthetic_batches(job)
     with install(training.chunks, plan) as installation:
         training.step(batches)
-        waits = installation.engine._waits
-        waits._begin = _measuring(waits._begin, added, total)  # type: ignore[method-assign]
+        tasks = installation.engine._tasks
+        tasks.reach = _measuring(tasks.reach, added, total)  # type: ignore[method-assign]
         training.step(batches)
     return added
 
 
-def _measuring(begin: Callable[..., Any], added: list[int], total: Any) -> Callable[..., Any]:
+def _measuring(reach: Callable[..., Any], added: list[int], total: Any) -> Callable[..., Any]:
     from megatron_lynx.measure.memory import wait_for_other_threads
 
-    def measured(micro_batch: Any, ahead: Any) -> None:
-        if ahead:
-            wait_for_other_threads()
-            before = total.bytes
-            begin(micro_batch, ahead)
-            wait_for_other_threads()
-            added.append(total.bytes - before)
+    def measured(through: Any, reached: Any) -> None:
+        tasks = through.at(reached.at, reached.place)
+        if not any(task.do == "begin" and task.half != reached.place for task in tasks):
+            reach(through, reached)
+            return
+        wait_for_other_threads()
+        before = total.bytes
+        reach(through, reached)
+        wait_for_other_threads()
+        added.append(total.bytes - before)
 
     return measured
 
@@ -73,8 +76,7 @@ def _measuring(begin: Callable[..., Any], added: list[int], total: Any) -> Calla
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
     from megatron_lynx.runtime.replay import Replays
-    from megatron_lynx.runtime.waits import Opening
-    from megatron_lynx.timetable import Replay
+    from megatron_lynx.runtime.tasks import Tasks
 
     before: dict[int, tuple[Any, set[int]]] = {}
 
@@ -85,17 +87,15 @@ def _counting(held: list[Held]) -> Iterator[None]:
         held.append((*half, stopped, sum(size for at, size in _storages(frame).items() if at not in was_there(frame))))
 
     def counting(run: Callable[..., Any]) -> Callable[..., Any]:
-        def task(self: Any, planned: Any) -> Any:
-            half, until = (planned.half, planned.until or "") if isinstance(planned, Replay) else (planned, "gather")
-            frame = self.frame_of(half)
+        def counted(self: Any, task: Any, reached: Any) -> None:
+            frame = None if reached.at == "enter" else self._frame_of(task, reached)
             if frame is not None:
                 was_there(frame)
-            done = run(self, planned)
+            run(self, task, reached)
             if frame is not None:
-                note(frame, half, until)
-            return done
+                note(frame, task.half, "gather" if task.do == "gather" else task.item or "")
 
-        return task
+        return counted
 
     begin = Replays.begin
 
@@ -104,8 +104,9 @@ def _counting(held: list[Held]) -> Iterator[None]:
         begin(self, frame, item)
         note(frame, frame.key, item)
 
-    replay, gather = (mock.patch.object(Opening, name, counting(getattr(Opening, name))) for name in ("replay", "gather"))
-    with replay, gather, mock.patch.object(Replays, "begin", begun):
+    names = "_recompute", "_gather"
+    recompute, gather = (mock.patch.object(Tasks, name, counting(getattr(Tasks, name))) for name in names)
+    with recompute, gather, mock.patch.object(Replays, "begin", begun):
         yield
     before.clear()
 

@@ -49,22 +49,25 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
         entry = plan.chunks_of(stage)[action.chunk]
         if action.kind == "F" or (entry.whole is not None and action.micro_batch in entry.whole):
             continue
-        for half in timetable.backward(action.chunk, phase).halves:
+        backward = timetable.backward(action.chunk, phase)
+        for half in backward.halves:
             layer, name = half.half
-            result.replayed += len(half.first) + sum(replay.whole for replay in half.ahead)
+            entered, demanded = backward.at("enter", half.half), backward.at("demand", half.half)
+            result.replayed += sum(task.do == "recompute" and task.half != half.half for task in entered)
             if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
-                goes_on = any(replay.half == half.half and replay.started for wait in half.waits for replay in wait.replays)
-                result.replayed += half.on_demand is not None or goes_on
+                in_waits = [task for wait in half.waits for task in backward.at("in", wait.window)]
+                goes_on = any(task.half == half.half and task.since for task in in_waits)
+                result.replayed += any(task.half == half.half for task in entered) or goes_on
                 result.hidden += goes_on and not (job.model.hidden_dropout and layer in job.model.expert_layers)
                 continue
             if not lets_go(job, entry, layer, name):
                 continue
             result.replayed += 1
-            result.hidden += half.on_demand is None
+            result.hidden += not demanded
             rule = entry.rule_for(layer)
             section = rule.filling(name)
             gathered = plan.parallel.sequence_parallel and section.gathered in rule.replay
             behind = lets_go(job, entry, layer, name, (section.norm, section.gathered))
-            result.nothing_behind_gather += gathered and half.on_demand is not None and not behind
+            result.nothing_behind_gather += gathered and bool(demanded) and not behind
             result.gathered += gathered
     return result

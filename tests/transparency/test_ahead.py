@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timetable import Task
 from tests.long import long
 from tests.transparency import test_flex
 from tests.transparency.checkpoints import ahead, checkpointed
@@ -82,9 +84,9 @@ def lowest_begun(job: Job, how: Any) -> Plan:
 def begun_in(plan: Plan, stage: int) -> int:
     """How often something begins ahead for one micro-batch."""
     timetable = timetable_of(plan, stage)
-    halves = [half for chunk in range(len(timetable.chunks)) for half in timetable.backward(chunk, "steady").halves]
-    begun = (one for half in halves for one in (*half.ahead, *half.midway, *(each for wait in half.waits for each in wait.ahead)))
-    return sum(one.starts is not None for one in begun)
+    passes = (timetable.backward(chunk, "steady") for chunk in range(len(timetable.chunks)))
+    moments = ((moment, task) for each in passes for moment, tasks in each.tasks.items() for task in tasks)
+    return sum(task.do == "begin" and task.half != moment.place for moment, task in moments)
 
 
 @pytest.mark.parametrize("layout", ["EP2", *long("TP2+SP, EP2, every second layer", "PP2xVPP2, EP2")])
@@ -142,32 +144,24 @@ def held_up(timeline: Any, name: str) -> int:
     return sum(any(one.what != "waited" for one in events[place + 1 : waited[work]]) for work, place in issued.items())
 
 
+GATHER = WindowAddress("bwd", 4, "attention", 0)
+"""The gather of the gradient of the layer above."""
+
+
 def test_where_it_begins_is_one_place_for_all_ranks() -> None:
     """With sequence parallelism a reduction begins behind the gather of the gradient, which it would hold up; tokens and all
     other reductions where backward enters the half above."""
-    for layout, place in (("TP2", None), ("TP2+SP", "bwd.attention.0@4")):
+    attention, mlp = (3, "attention"), (3, "mlp")
+    for layout, place in (("TP2", ("enter", (4, "attention"))), ("TP2+SP", ("after", GATHER))):
         timetable = timetable_of(begun(tiny_job("gpt", **LAYOUTS[layout])), 0)
         for phase in ("warmup", "steady", "cooldown"):
-            above = timetable.backward(0, phase).halves[1]
-            waits = [wait for wait in above.waits if wait.ahead]
-            [replay] = waits[0].ahead if waits else above.ahead
-            assert [str(wait.window) for wait in waits] == ([place] if place else [])
-            assert (replay.half, replay.starts, replay.whole) == ((3, "attention"), "linear_proj", False)
-            mlp = timetable.backward(0, phase).halves[2]
-            assert [(one.half, one.started, one.whole) for one in mlp.first] == [((3, "attention"), "linear_proj", True)]
-    job = tiny_job("gpt", **LAYOUTS["TP2+SP"])
-    mlp, above, below, *_ = timetable_of(begun(job, how="gather"), 0).backward(0, "steady").halves
-    [gather], [reduction], [rest] = above.waits[0].ahead, above.midway, below.first
-    assert [(one.half, one.started, one.starts, one.whole) for one in (gather, reduction, rest)] == [
-        ((3, "attention"), None, "linear_qkv", False),
-        ((3, "attention"), "linear_qkv", "linear_proj", False),
-        ((3, "attention"), "linear_proj", None, True),
-    ]
-    assert not mlp.midway
-    timetable = timetable_of(begun(job_of("EP2")), 0)
-    above, mlp = timetable.backward(0, "steady").halves[1:3]
-    assert [(one.half, one.whole, one.starts) for one in above.ahead] == [
-        ((3, "attention"), True, None),
-        ((3, "mlp"), False, "dispatch"),
-    ]
-    assert (mlp.first, mlp.on_demand and mlp.on_demand.started) == ((), "dispatch")
+            tasks = timetable.backward(0, phase).tasks
+            assert tasks[place] == (Task("begin", attention, "linear_proj"),)
+            assert tasks["enter", mlp] == (Task("recompute", attention, since="linear_proj"), Task("recompute", mlp))
+    tasks = timetable_of(begun(tiny_job("gpt", **LAYOUTS["TP2+SP"]), how="gather"), 0).backward(0, "steady").tasks
+    assert tasks["after", GATHER] == (Task("begin", attention, "linear_qkv"),)
+    assert tasks["core", (4, "attention")] == (Task("begin", attention, "linear_proj", "linear_qkv"),)
+    assert tasks["enter", mlp] == (Task("recompute", attention, since="linear_proj"), Task("recompute", mlp))
+    tasks = timetable_of(begun(job_of("EP2")), 0).backward(0, "steady").tasks
+    assert tasks["enter", (4, "attention")] == (Task("recompute", attention), Task("begin", mlp, "dispatch"))
+    assert tasks["enter", mlp] == (Task("recompute", mlp, since="dispatch"),)

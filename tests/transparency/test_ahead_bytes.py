@@ -128,11 +128,12 @@ def said_of(plan: Plan, profile: Profile) -> list[int]:
     """What the simulator takes for what begins ahead, in the order of a backward of the first stage."""
     timetable, prices = timetable_of(plan, 0), Prices(profile)
     halves = {half.key: half for half in treated_halves(plan.stages[0], timetable.chunks[0], prices)}
-    found = []
-    for half in timetable.backward(0, "steady").halves:
-        first, *others = (wait.ahead for wait in half.waits) if half.waits else ((),)
-        begun = (replays for replays in (half.ahead, first, half.midway, *others) if replays)
-        found += [sum(halves[one.half].part(one).taken_bytes for one in replays) for replays in begun]
+    found, backward = [], timetable.backward(0, "steady")
+    for half in backward.halves:
+        first, *others = [backward.at("after", wait.window) for wait in half.waits] or [()]
+        for tasks in (backward.at("enter", half.half), first, backward.at("core", half.half), *others):
+            if any(task.do == "begin" for task in tasks):
+                found.append(sum(halves[task.half].part(task).taken_bytes for task in tasks))
     return found
 
 

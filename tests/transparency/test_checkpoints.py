@@ -99,12 +99,11 @@ def test_a_replay_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools)
         for event in outcome.planned.events
         if event["kind"] == "replay" and event["micro_batch"] == 2
     ]
-    backward = timetable_of(plan, 0).backward(0, "steady").halves
-    events = [one for half in backward for one in (*half.first, *filter(None, [half.on_demand]))]
-    assert seen == [event.half for event in events]
+    backward = timetable_of(plan, 0).backward(0, "steady")
+    tasks = [task for half in backward.halves for task in backward.at("enter", half.half)]
+    assert seen == [task.half for task in tasks]
     assert seen == [(at, half) for group in ((3, 4), (1, 2)) for at in group for half in ("attention", "mlp")]
-    assert [event.whole for event in events] == [True, True, True, False] * 2
-    assert all(event.communicates for event in events)
+    assert all(moment.at == "enter" for moment in backward.tasks), "no window communicates"
 
 
 def test_a_checkpoint_runs_again_where_backward_enters_it(pool_of: Pools) -> None:

@@ -17,6 +17,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timetable import Task
 from tests.apply.on_ranks import refused
 from tests.long import long
 from tests.transparency import test_flex
@@ -108,12 +109,14 @@ def test_where_it_goes_on_is_its_own_first_wait() -> None:
         (going_on(begun_late(experts)), "dispatch", True),
         (going_on(begun(experts)), "dispatch", False),
     ):
-        mlp = timetable_of(plan, 0).backward(0, "steady").halves[2]
-        [replay] = mlp.waits[0].replays
-        assert (replay.half, replay.started, replay.communicates) == (mlp.half, behind, False)
-        assert (mlp.on_demand and mlp.on_demand.starts) == (behind if on_entry else None)
-    waits = [half.waits[0] for half in timetable_of(going_on(late(dense, {"layers": 2})), 0).backward(0, "steady").halves]
-    assert [bool(wait.replays) for wait in waits] == [True, False, False, False] * 2
+        backward = timetable_of(plan, 0).backward(0, "steady")
+        mlp = backward.halves[2]
+        assert backward.at("in", mlp.waits[0].window) == (Task("recompute", mlp.half, since=behind),)
+        *_, last = backward.at("enter", mlp.half) or (None,)
+        assert last == (Task("begin", mlp.half, behind) if on_entry else None)
+    backward = timetable_of(going_on(late(dense, {"layers": 2})), 0).backward(0, "steady")
+    in_first = [backward.at("in", half.waits[0].window) for half in backward.halves]
+    assert [bool(tasks) for tasks in in_first] == [True, False, False, False] * 2
 
 
 def test_what_cannot_go_on_is_refused_by_name() -> None:

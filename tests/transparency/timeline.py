@@ -125,7 +125,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     from megatron_lynx.runtime.replay import Replayer, Replays
-    from megatron_lynx.runtime.waits import Opening, Waits
+    from megatron_lynx.runtime.tasks import Tasks
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
     notes = _Notes(timeline)
@@ -134,8 +134,8 @@ def noted(timeline: Timeline) -> Iterator[None]:
         for owner, name, note in (
             (Replays, "replay", notes.replay),
             (Replays, "gather", notes.gather),
-            (Opening, "gather", notes.gather_task),
-            (Waits, "begin_midway", notes.midway),
+            (Tasks, "_gather", notes.gather_task),
+            (Tasks, "reach", notes.reached),
             (Replayer, "site", notes.site),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
@@ -178,11 +178,13 @@ class _Notes(WorkListener):
         self._gathers_for = ON_DEMAND
         self._events.append(Event("replay", f"{frame.policy.half}({frame.policy.layer})", window))
 
-    def gather_task(self, opening: Any, half: Any) -> None:
-        self._gathers_for = opening.window
+    def gather_task(self, tasks: Any, task: Any, reached: Any) -> None:
+        self._gathers_for = str(reached.place)
 
-    def midway(self, waits: Any, entered: Any) -> None:
-        self._events.append(Event("midway", f"{entered.policy.half}({entered.policy.layer})"))
+    def reached(self, tasks: Any, through: Any, reached: Any) -> None:
+        if reached.at == "core":
+            layer, half = reached.place
+            self._events.append(Event("midway", f"{half}({layer})"))
 
     def site(self, replayer: Any, call: Any) -> None:
         if replayer.frame.gathered_gradient is not None:
