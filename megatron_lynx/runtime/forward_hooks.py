@@ -1,29 +1,26 @@
 """Forward hooks of modules see each forward once, and what they are shown is what forward computed.
 
     forward    [1] the half's code calls its modules, and torch their hooks, as without a plan
-    replay     [2] the same code calls the same modules again, some of them on memos that hold no values: no hook is called,
-                   but those that change what is computed
+    replay     [2] the same code calls the same modules again, some of them on memos that hold no values: no hook is called
 
-Who records activations, or counts tokens, would otherwise count twice, and record memory that nobody has written. But a hook that
-puts something else in place of what its module is given, or returns, belongs to what is computed: without it [2] would make
-tensors of another forward. So [1] looks at what each hook does, and [2] calls those that did so. A hook that overwrites tensors
-in place is refused in a half that is replayed: what was there before may have been saved.
+A hook that records activations, or counts tokens, would otherwise count twice, and record memory that was never written. A hook
+that changes its module's arguments or results, in place or by what it returns, is refused by name in a half that is replayed:
+without it [2] would make tensors of another forward.
 
 Hooks of whole layers and of the model are outside of halves, and hear what they always heard. Hooks on gradients are not touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as everywhere
 
-from megatron_lynx.runtime.refusals import hook_overwrites
+from megatron_lynx.runtime.refusals import hook_changes
 from megatron_lynx.runtime.saved import tensors_in
 
 Hook = Callable[..., Any]
@@ -48,17 +45,14 @@ class ForwardHooks:
         self._is_harmless = harmless
         self._harmless: set[int] = set()
         """Numbers of such hooks. torch gives each hook one of its own."""
-        self._changing: set[int] = set()
-        """Numbers of hooks that have put something else in place of what is given or returned."""
 
     def watched(self, half: str) -> AbstractContextManager[None]:
-        """Inside, it is seen which hooks change what is computed; one that does so in place is refused. `half`: its name, for the
-        error."""
+        """Inside, a hook that changes what is computed is refused. `half`: its name, for the error."""
         return self._watching(half) if any(self._tables) and self._unknown() else nullcontext()
 
     def silent(self) -> AbstractContextManager[None]:
-        """Inside, none is called but those that change what is computed."""
-        return _emptied(self._tables, self._changing) if any(self._tables) else nullcontext()
+        """Inside, none is called."""
+        return _emptied(self._tables) if any(self._tables) else nullcontext()
 
     def _unknown(self) -> bool:
         """Whether there are hooks that are not known to be harmless."""
@@ -69,7 +63,7 @@ class ForwardHooks:
     @contextmanager
     def _watching(self, half: str) -> Iterator[None]:
         watched = [
-            (table, number, hook, _WatchedHook(hook, half, partial(self._changing.add, number), behind=behind))
+            (table, number, hook, _WatchedHook(hook, half, behind=behind))
             for tables, behind in ((self._before, False), (self._behind, True))
             for table in tables
             for number, hook in table.items()
@@ -86,22 +80,20 @@ class ForwardHooks:
 
 
 class _WatchedHook:
-    """A hook, and whether it changes anything, told to `changes`. `behind`: it is called with what a module returned."""
+    """A hook that may change nothing. `behind`: it is called with what a module returned."""
 
-    def __init__(self, hook: Hook, half: str, changes: Callable[[], None], *, behind: bool) -> None:
+    def __init__(self, hook: Hook, half: str, *, behind: bool) -> None:
         self._hook = hook
         self._half = half
-        self._changes = changes
         self._behind = behind
 
     def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
         tensors = tensors_in(given)
         versions = [tensor._version for tensor in tensors]
         answer = self._hook(module, *given)
-        if versions != [tensor._version for tensor in tensors]:
-            raise hook_overwrites(self._half, type(module).__name__, getattr(self._hook, "__qualname__", repr(self._hook)))
-        if answer is not None and not _same(tensors_in(answer), tensors_in(given[-1] if self._behind else given)):
-            self._changes()
+        replaces = answer is not None and not _same(tensors_in(answer), tensors_in(given[-1] if self._behind else given))
+        if replaces or versions != [tensor._version for tensor in tensors]:
+            raise hook_changes(self._half, type(module).__name__, getattr(self._hook, "__qualname__", repr(self._hook)))
         return answer
 
 
@@ -110,12 +102,11 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _emptied(tables: Iterable[Table], but: Container[int]) -> Iterator[None]:
-    """Inside, the tables are empty, and still the same objects: handles of hooks know them. `but`: numbers of hooks that stay."""
+def _emptied(tables: Iterable[Table]) -> Iterator[None]:
+    """Inside, the tables are empty, and still the same objects: handles of hooks know them."""
     full = [(table, dict(table)) for table in tables if table]
-    for table, hooks in full:
+    for table, _ in full:
         table.clear()
-        table.update((number, hook) for number, hook in hooks.items() if number in but)
     try:
         yield
     finally:

@@ -52,13 +52,13 @@ def collective_in_replay(half: str) -> ReplayError:
     )
 
 
-def hook_overwrites(half: str, module: str, hook: str) -> ReplayError:
+def hook_changes(half: str, module: str, hook: str) -> ReplayError:
     return _refusal(
-        "a forward hook overwrites what a replay makes again",
+        "a forward hook changes what a replay makes again",
         where=f"forward of {half}: {hook}, a hook of {module}",
-        found="other values in the tensors that it was shown",
-        needed="a hook that looks, or returns other tensors: what it overwrites may have been saved before",
-        todo="return new tensors, put the change into the module's forward, or keep every item of this half in the plan",
+        found="other tensors, or other values in them, than it was called with",
+        needed="a hook that only reads: replays call no hooks",
+        todo="put the change into the module's forward, or keep every item of this half in the plan",
     )
 
 

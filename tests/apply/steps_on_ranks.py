@@ -107,15 +107,12 @@ def only_evaluates(training: Any) -> Seen:
 
 
 def with_user_hooks(training: Any) -> Seen:
-    """Forward hooks, forward pre-hooks and backward hooks of the user's on everything, some of which change what passes."""
+    """Forward hooks, forward pre-hooks and backward hooks of the user's on everything."""
     layer = training.chunks[0].decoder.layers[1]
     with ExitStack() as undo:
         for module in layer.modules():
             undo.callback(module.register_forward_pre_hook(lambda *_: None).remove)
             undo.callback(module.register_forward_hook(lambda *_: None).remove)
-        for module in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            undo.callback(module.register_forward_hook(lambda _, args, output: (output[0] * 1.5, output[1])).remove)
-            undo.callback(module.register_forward_pre_hook(lambda _, args: (torch.tanh(args[0]),)).remove)
         undo.callback(layer.mlp.register_full_backward_hook(lambda *_: None).remove)
         return step_seen(training)
 
