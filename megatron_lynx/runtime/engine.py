@@ -37,10 +37,11 @@ from megatron_lynx.runtime.loads import too_many
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.record import FallBack, Passage, Recorder
+from megatron_lynx.runtime.record import FallBack
 from megatron_lynx.runtime.recorded_graph import RecordedGraph, RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
+from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
@@ -191,13 +192,13 @@ class Engine:
         whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
         group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self._ledger)
-        frame = Frame(policy, micro_batch, code)
+        frame = Frame(policy, micro_batch, code, self._replays.on_demand)
         self._ledger.keep(frame)
         begin = self.trace.now()
         if policy.may_replay or group is not None:
             outputs = self._record(frame, group, args, kwargs)
         else:
-            outputs = self._progress.run(Passage(frame), args, kwargs)
+            outputs = self._progress.run(Run(frame), args, kwargs)
         self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
@@ -221,7 +222,7 @@ class Engine:
 
         fall_back = None if policy.beyond is None else FallBack(partial(self._too_many, frame), known)
         others = (group, known(policy.replay), fall_back)
-        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, *others)
+        recorder = recorder_for(self.observer, frame, self._random, *others)
         with policy.hooks.watched(policy.name):
             outputs = self._progress.run(recorder, args, kwargs)
         replayed = frame.policy.replay
@@ -318,18 +319,18 @@ class Engine:
         """Experts of this rank are about to run on so many rows. `balanced`: what they would get if all were asked as often."""
         if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, rows / balanced)
-        if isinstance(scope, Recorder):
+        if scope is not None:
             scope.experts_got(rows, balanced)
 
     def gathered(self, whole: Any) -> None:
         """A half has gathered the input of its present site."""
-        if isinstance(self._progress.scope, Recorder):
-            self._progress.scope.gathered(whole)
+        if self._progress.scope is not None:
+            self._progress.scope.keep_gathered(whole)
 
     @property
     def owns_gathered(self) -> bool:
         """Whether what the present site gathers must not lie in a buffer that others use, because it is kept for a replay."""
-        return isinstance(self._progress.scope, Recorder) and self._progress.scope.owns_gathered
+        return self._progress.scope is not None and self._progress.scope.owns_gathered
 
     def gathered_input(self) -> Any:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""

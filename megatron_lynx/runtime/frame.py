@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
+from megatron_lynx.runtime.refusals import asked_twice, second_order
 from megatron_lynx.runtime.saved import detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
@@ -180,6 +181,10 @@ class GatheredGradient:
         return same and source._version == self.version
 
 
+def _never(frame: Frame) -> None:
+    raise AssertionError(f"{frame.policy.name} has no way to run again")
+
+
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
@@ -188,6 +193,8 @@ class Frame:
     micro_batch: MicroBatch
     code: Callable[..., Any]
     """The half's own code, without hooks."""
+    on_demand: Callable[[Frame], None] = _never
+    """Computes again all that was let go and is not there yet."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     draws: bool = False
     """Whether it may have drawn random numbers."""
@@ -302,3 +309,23 @@ class Handle:
     def __init__(self, frame: Frame, key: Key) -> None:
         self.frame = frame
         self.key = key
+
+    def tensor(self) -> Tensor:
+        """The tensor, which is replayed now if no window did that. It is handed over for good.
+
+        Raises `ReplayError` when it is asked for again.
+        """
+        frame = self.frame
+        if torch.is_grad_enabled():
+            raise second_order(frame.policy.name)
+        if self.key not in frame.found and frame.lets_go:
+            frame.on_demand(frame)
+        found = frame.found.pop(self.key, None)
+        if found is None:
+            raise asked_twice(frame.policy.name)
+        return found
+
+
+def tensor_of(held: Any) -> Tensor:
+    """The tensor in whose place autograd holds this: a `Handle`, an `OffloadedTensor`, or the tensor itself."""
+    return held if isinstance(held, Tensor) else held.tensor()

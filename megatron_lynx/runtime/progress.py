@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.figures import Figures
@@ -25,7 +25,7 @@ from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.pending import Pending
-from megatron_lynx.runtime.site import Site, SiteCall
+from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.trace import Clock, Trace
 from megatron_lynx.timeline import SpanKind
 
@@ -59,24 +59,6 @@ def whereabouts_of(error: BaseException) -> Whereabouts | None:
     return found if isinstance(found, Whereabouts) else None
 
 
-class HalfCall(Protocol):
-    """One call of a half that runs now: recorded, replayed, or one in which nothing is let go."""
-
-    frame: Frame
-    replays: bool
-    collectives: int
-    """How many it has issued that are windows."""
-
-    def run(self, *given: Any) -> Any:
-        """Run the half's code."""
-
-    def passes(self, site: Site) -> bool:
-        """Whether a site is called as without a plan."""
-
-    def site(self, call: SiteCall) -> Any:
-        """The half's code calls a site, which is not passed."""
-
-
 class Progress:
     """The state that the parts of one engine share."""
 
@@ -87,7 +69,7 @@ class Progress:
         self.counts = Figures()
         self.clock = clock
         self.pending = Pending()
-        self.scope: HalfCall | None = None
+        self.scope: Run | None = None
 
     @property
     def in_half(self) -> bool:
@@ -135,7 +117,7 @@ class Progress:
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts
 
-    def run(self, scope: HalfCall, *given: Any) -> Any:
+    def run(self, scope: Run, *given: Any) -> Any:
         """Run this call. Sites and collectives that are met inside belong to it."""
         outer, self.scope = self.scope, scope
         try:

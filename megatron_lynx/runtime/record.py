@@ -28,9 +28,10 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent
-from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
+from megatron_lynx.runtime.frame import Frame, Memo, absent, tensor_of
+from megatron_lynx.runtime.offload import OffloadGroup
 from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, RecordedGraph, Replaced, View
+from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
@@ -49,30 +50,21 @@ class FallBack:
     """Of calls that fell back before, by what they replayed; None before the first."""
 
 
-class Recorder:
-    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `graph` it is the first call.
-    `fall_back`: given where the half may."""
-
-    replays = False
+class Recorder(Run):
+    """Records one call of one half. Without a `graph` it is the first call. `fall_back`: given where the half may."""
 
     def __init__(
         self,
         frame: Frame,
         random: RandomSource,
-        take: Callable[[Handle], Tensor],
         group: OffloadGroup | None = None,
         graph: RecordedGraph | None = None,
         fall_back: FallBack | None = None,
     ) -> None:
-        self.frame = frame
-        self.collectives = 0
+        super().__init__(frame)
         self._group = group
         self._replay = frame.policy.replay
         self._random = random
-        self._take = take
-        self._item: str | None = None
-        self._segment = 0
-        self._ordinal = 0
         self._packing: Packing
         """There while the half runs."""
         self._first: FirstCall | None = None
@@ -94,8 +86,9 @@ class Recorder:
         """What later calls may follow; None where this call did not go as the graph says."""
         return self._graph if self._fits else None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._packing = Packing(self._pack, self._unpack)
+    def run(self, *given: Any) -> Any:
+        args, kwargs = given
+        self._packing = Packing(self._pack, tensor_of)
         try:
             self._packing.turn(self._group is not None)
             if self._first is not None or self._graph.shortcut:
@@ -119,15 +112,13 @@ class Recorder:
             self._push_what_replay_needs(self._group)
         return outputs
 
-    def gathered(self, whole: Any) -> None:
-        """The present site has gathered its input (a tensor, or what stands for one in FP8). Where that is small and the site is
-        replayed, it is kept for that. [9]"""
+    def keep_gathered(self, whole: Any) -> None:
+        """Where it is small and the site is replayed, it is kept for that. [9]"""
         if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
     @property
-    def owns_gathered(self) -> bool:
-        """Whether what the present site gathers is kept, and so must lie in a buffer of its own."""
+    def owns_gathered(self) -> bool:  # type: ignore[override]
         return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
 
     def passes(self, site: Site) -> bool:
@@ -206,10 +197,10 @@ class Recorder:
     def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if one.key is None:
             assert self._group is not None, "a graph for a half that is offloaded"
-            return self._group.push, _on_device  # [7]
+            return self._group.push, tensor_of  # [7]
         if one.argument is not None:
-            return partial(self._pack_view, one), self._unpack
-        return partial(self.frame.want, one.key), self._take
+            return partial(self._pack_view, one), tensor_of
+        return partial(self.frame.want, one.key), tensor_of
 
     def _pack_view(self, one: Replaced, tensor: Tensor) -> Any:
         assert one.key is not None
@@ -238,9 +229,6 @@ class Recorder:
             return True
         self._fits = False
         return False
-
-    def _unpack(self, packed: Any) -> Tensor:
-        return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Experts are called with so many rows: the half follows its rule from here on, or falls back. [11]"""
@@ -293,32 +281,3 @@ class Recorder:
         self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
             self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
-
-    def _enter(self, item: str) -> None:
-        self._segment += 1
-        self._ordinal = 0
-        self._item = item
-
-
-class Passage:
-    """One call of a half that lets nothing go: nothing happens at its sites. Only its collectives are counted, where they are
-    windows."""
-
-    replays = False
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self.collectives = 0
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.frame.code(*args, **kwargs)
-
-    def passes(self, site: Site) -> bool:
-        return True
-
-    def site(self, call: SiteCall) -> Any:
-        return call()
-
-
-def _on_device(packed: Any) -> Tensor:
-    return packed.tensor() if type(packed) is OffloadedTensor else packed

@@ -23,7 +23,7 @@
 
 A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
 
-    take(handle) ─── nothing there yet: replay(frame, "on_demand") ───> the tensor, dropped here
+    a handle     ─── nothing there yet: replay(frame, "on_demand") ───> the tensor, dropped here
     a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
     behind one   ─── gather(frame): up to the site whose input is gathered; the next replay runs it with what arrived
 
@@ -61,11 +61,12 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.frame import Absent, Fed, Frame, Handle, Memo, UnderWay, absent
+from megatron_lynx.runtime.frame import Absent, Fed, Frame, Memo, UnderWay, absent
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recorded_graph import NOTHING
-from megatron_lynx.runtime.refusals import asked_twice, other_nodes, second_order
+from megatron_lynx.runtime.refusals import collective_in_replay, other_nodes
+from megatron_lynx.runtime.run import DONE, Done, Run
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
@@ -75,18 +76,16 @@ class _Enough(Exception):
     """Nothing more is needed from this half."""
 
 
-class Replayer:
+class Replayer(Run):
     """One replay of one frame: of all that is wanted, or up to the item `until`."""
 
     replays = True
-    collectives = 0
-    """None: a replay that came to one would be refused."""
 
     def __init__(
         self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False, starts: str | None = None
     ) -> None:
         """`whole`: it goes on to the half's end, whatever is wanted. `starts`: it stops behind this site's communication."""
-        self.frame = frame
+        super().__init__(frame)
         self._random = random
         self._until = until
         self._whole = whole
@@ -98,8 +97,6 @@ class Replayer:
         """What the half returned again, if it was run whole."""
         self.left: Any = None
         """The random state behind that, if the half may draw."""
-        self._segment = 0
-        self._ordinal = 0
         self._site: str | None = None
         """The site that runs now."""
         self._rows: list[weakref.ref[Tensor]] = []
@@ -112,11 +109,21 @@ class Replayer:
         """Whether the site runs whose input is gathered: the hook on that gather finds what was gathered."""
         return self._site is not None and self._site == self.frame.policy.gather_site
 
-    def leaves_under_way(self, work: Any) -> NotWaitedFor:
+    def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
+        """A replay must not communicate (rule R2), but that of a checkpoint, which never runs in a window, and may leave what it
+        communicates under way."""
+        policy = self.frame.policy
+        if not policy.checkpoint:
+            raise collective_in_replay(policy.name)
+        if self.in_gather_site and self.frame.gradient is not None:
+            return self.gathers_gradient
+        return self.leaves_under_way if self.starting and exchange == policy.section.exchanges else None
+
+    def leaves_under_way(self, work: Any) -> Done:
         """A communication was issued, for which the next replay of this frame waits; who issued it does not."""
         assert self.frame.under_way is not None
         self.frame.under_way.works.append(work)
-        return NotWaitedFor()
+        return DONE
 
     def gathers_gradient(self, work: Any) -> Any:
         """The input of the site that runs is being gathered; the gradient of what the half returned is next."""
@@ -129,12 +136,15 @@ class Replayer:
         return self._site is not None and self._site == self._starts
 
     @property
-    def gathered(self) -> Any:
-        """What the site that runs gathered in the record, where that was kept."""
-        return None if self._site is None else self.frame.gathered.get(self._segment)
+    def gathering(self) -> tuple[Any, Any] | None:  # type: ignore[override]
+        """Of the site that runs: what it gathered in the record, where that was kept, or what is gathered for it."""
+        kept = None if self._site is None else self.frame.gathered.get(self._segment)
+        if kept is not None:
+            return kept, DONE
+        return self.frame.gathering if self.in_gather_site else None
 
-    def run(self) -> None:
-        """Run the half's code, as far as needed."""
+    def run(self, *given: Any) -> None:
+        """Runs the half's code from the frame's inputs, as far as needed."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = () if self._whole or self._starts else self.frame.shortcut
@@ -295,17 +305,6 @@ class Replayer:
         """Whether it runs whatever is wanted."""
         return self._whole or self._starts is not None
 
-    def _enter(self) -> None:
-        self._segment += 1
-        self._ordinal = 0
-
-
-class NotWaitedFor:
-    """Stands for the `Work` of a communication that a replay leaves under way, to its issuer."""
-
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
 
 def _never_unpacked(_: Any) -> Tensor:
     raise AssertionError("a replay's own graph is never run backward")
@@ -327,21 +326,6 @@ class Replays:
         self._guard = guard
         self._as_recorded = as_recorded
         self._surroundings = surroundings
-
-    def take(self, handle: Handle) -> Tensor:
-        """The tensor that backward asks for, which is replayed now if no window did that. It is handed over for good.
-
-        Raises `ReplayError` when it is asked for again.
-        """
-        frame = handle.frame
-        if torch.is_grad_enabled():
-            raise second_order(frame.policy.name)
-        if handle.key not in frame.found and frame.lets_go:
-            self.on_demand(frame)
-        found = frame.found.pop(handle.key, None)
-        if found is None:
-            raise asked_twice(frame.policy.name)
-        return found
 
     def on_demand(self, frame: Frame) -> None:
         """Make again all that was let go and is not there yet: backward waits for it."""

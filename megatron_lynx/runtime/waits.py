@@ -19,9 +19,8 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.progress import HalfCall, Progress
-from megatron_lynx.runtime.refusals import collective_in_replay
-from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.tasks import Reached, Tasks
 from megatron_lynx.timeline import SpanKind
@@ -45,16 +44,6 @@ class WindowedWork:
         return getattr(self._work, name)
 
 
-class _Done:
-    """The `Work` of a gather that was over long ago."""
-
-    def wait(self) -> bool:
-        return True
-
-
-DONE = _Done()
-
-
 class Waits:
     """All windows of one engine."""
 
@@ -68,16 +57,11 @@ class Waits:
         its `Work`.
 
         None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
-        window: then it may be issued as it comes. A replay must not communicate (rule R2), but that of a checkpoint, which never
-        runs in a window, and may leave what it communicates under way.
+        window: then it may be issued as it comes.
         """
         scope = self._progress.scope
-        if isinstance(scope, Replayer):
-            if scope.frame.policy.checkpoint:
-                if scope.in_gather_site and scope.frame.gradient is not None:
-                    return scope.gathers_gradient
-                return scope.leaves_under_way if scope.starting and exchange == scope.frame.policy.section.exchanges else None
-            raise collective_in_replay(scope.frame.policy.name)
+        if scope is not None and scope.replays:
+            return scope.window(exchange=exchange)
         frame = scope.frame if scope is not None else self._ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
             return None
@@ -137,16 +121,12 @@ class Waits:
     @property
     def _gathering(self) -> tuple[Any, Any] | None:
         """The gathered input of the half whose backward runs; in a replay only while it is at the site that reads it."""
-        scope = self._progress.scope
-        if scope is None:
-            frame = self._ledger.entered
-        elif isinstance(scope, Replayer) and scope.gathered is not None:
-            return scope.gathered, DONE
-        else:
-            frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
+        if (scope := self._progress.scope) is not None:
+            return scope.gathering
+        frame = self._ledger.entered
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: HalfCall) -> tuple[WindowAddress, MicroBatch | None, Pass]:
+    def _in_forward(self, scope: Run) -> tuple[WindowAddress, MicroBatch | None, Pass]:
         """Address of the collective that a forward issues now, for which micro-batch its window runs replays, and its pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1

@@ -25,8 +25,6 @@ from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.recorded_graph import Replaced
 from megatron_lynx.runtime.surroundings import RandomSource
 
-Take = Callable[[Handle], Tensor]
-"""How backward gets a tensor back."""
 Returned = Callable[[Tensor], None]
 """Called with what backward gets instead of a saved tensor, each time it asks."""
 
@@ -57,14 +55,14 @@ class Observer(Protocol):
         """A tensor was saved, or gathered, that will not stay as it is."""
 
 
-def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, take: Take, *others: Any) -> Recorder:
+def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, *others: Any) -> Recorder:
     """The recorder of one call: a plain one, or one that tells the observer.
 
     `others`: what else a recorder is given, the group first.
     """
     if observer is not None and observer.wants(frame, others[0] is not None):
-        return WatchedRecorder(observer, frame, random, take, *others)
-    return Recorder(frame, random, take, *others)
+        return WatchedRecorder(observer, frame, random, *others)
+    return Recorder(frame, random, *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +71,11 @@ class _Observed:
 
     packed: Handle | OffloadedTensor
     returned: Returned
+
+    def tensor(self) -> Tensor:
+        tensor = self.packed.tensor()
+        self.returned(tensor)  # [2]
+        return tensor
 
 
 class WatchedRecorder(Recorder):
@@ -84,27 +87,21 @@ class WatchedRecorder(Recorder):
         self._items: dict[int, str] = {}
         self._hosted = 0
 
-    def gathered(self, whole: Tensor) -> None:
+    def keep_gathered(self, whole: Tensor) -> None:
         if self._item == self.frame.policy.gather_site and self._item is not None:
             self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)  # [3] [4]
 
     def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        pack, _ = super()._hooks_for(one)
-        return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
+        pack, unpack = super()._hooks_for(one)
+        return lambda tensor: self._observed(pack(tensor), tensor), unpack
 
     def _pack(self, tensor: Tensor) -> Any:
         return self._observed(super()._pack(tensor), tensor)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Observed):
-            return super()._unpack(packed)
-        tensor = super()._unpack(packed.packed)
-        packed.returned(tensor)  # [2]
-        return tensor
-
-    def _enter(self, item: str) -> None:
+    def _enter(self, item: str | None = None) -> None:
         super()._enter(item)
-        self._items[self._segment] = item
+        if item is not None:
+            self._items[self._segment] = item
 
     def _observed(self, packed: Any, tensor: Tensor) -> Any:
         if isinstance(packed, Handle):

@@ -111,14 +111,13 @@ def policy(replay: Iterable[str] = (), **more: Any) -> HalfPolicy:
 def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Frame, Tensor]:
     """The frame of one call, and what the call returned. Backward replays on demand."""
     inputs: Any = ((detached(hidden),), {})
-    frame = Frame(policy(replay), MicroBatch(0), half.forward, inputs=inputs, draws=True, random=TorchRandom().capture())
 
-    def take(handle: Any) -> Tensor:
-        if frame.wanted:
-            replayed(half, frame)
-        return frame.found.pop(handle.key)  # type: ignore[no-any-return]
+    def on_demand(frame: Frame) -> None:
+        replayed(half, frame)
 
-    recorder = Recorder(frame, TorchRandom(), take)
+    random = TorchRandom().capture()
+    frame = Frame(policy(replay), MicroBatch(0), half.forward, on_demand, inputs=inputs, draws=True, random=random)
+    recorder = Recorder(frame, TorchRandom())
     half.report = recorder.site
     output = recorder.run((hidden,), {})
     half.ran.clear()
