@@ -15,9 +15,9 @@ from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.site import marked_in, may_draw_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
+from megatron_lynx.runtime.order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, DeferralPolicy, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
-from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
 from megatron_lynx.schedule.one_stage import passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
@@ -132,7 +132,6 @@ def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int 
     @lru_cache(maxsize=8)
     def order(microbatches: int) -> StageOrder:
         passes = passes_of(pipeline, stage, microbatches, chunks, group_size, more)
-        own = [ScheduledPass(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes]  # type: ignore[arg-type]
-        return StageOrder(own, in_turns=more > 0 and chunks == 1)
+        return StageOrder(list(passes), in_turns=more > 0 and chunks == 1)
 
     return order

@@ -48,7 +48,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.ledger import Overlapping
+from megatron_lynx.runtime.order import Overlapping
 from megatron_lynx.runtime.surroundings import Autocast
 from megatron_lynx.timetable import Timetable
 

@@ -17,10 +17,9 @@ from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
+from megatron_lynx.runtime.order import OrderOfStep
 from megatron_lynx.runtime.saved import memory_of
-from megatron_lynx.runtime.stage_order import OrderOfStep
 from megatron_lynx.schedule.one_stage import most_in_flight, most_on_host
-from megatron_lynx.schedule.schedule import Action
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
@@ -30,17 +29,16 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
     Raises `OffloadError` with both numbers where the host has too little memory.
     """
     step = order(plan.batch.microbatches)
-    passes = [(Action(one.micro_batch, one.kind, one.chunk), one.phase) for one in step.all]
     policies = {}
     for entry in plan.chunks_of(run.stage):
         if entry.offload is None:
             continue
         every = entry.offload.half_by_half == "all"
-        within = {every or step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk}
-        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk] if False in within else 0
+        within = {every or step.at_once(one.virtual) for one, _ in step.all if one.chunk == entry.chunk}
+        sets = most_on_host(step.all, entry.offload.prefetch)[entry.chunk] if False in within else 0
         pace_bytes = entry.offload.pace_bytes if True in within else None
         if pace_bytes is not None:
-            sets += most_in_flight(passes)[entry.chunk] if every else 1 + step.in_turns
+            sets += most_in_flight(step.all)[entry.chunk] if every else 1 + step.in_turns
         if not sets:
             continue
         policies[entry.chunk] = OffloadPolicy(

@@ -25,8 +25,7 @@ from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
 from megatron_lynx.errors import HookRefused, Problem
-from megatron_lynx.runtime.ledger import BatchListener
-from megatron_lynx.runtime.stage_order import StageOrder
+from megatron_lynx.runtime.order import BatchListener, StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
 from megatron_lynx.schedule.schedule import Action
@@ -157,7 +156,7 @@ class DoubleBuffered:
             problem = Problem("pipeline", found, "an empty one", "let the batch before it drain")
             raise HookRefused(f"{what} while micro-batches are in flight", [problem])
 
-    # --- under a plan (`runtime.ledger`) --------------------------------------------------------------------------
+    # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
 
     def few_batches(self, microbatches: int) -> StageOrder:
         """What this stage does from filling to draining."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder, VirtualMicroBatch
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.double_buffered import batch_order, order
-from megatron_lynx.schedule.schedule import Action
+from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
 
 FEW_BATCHES = 3
 """Enough batches for everything that can happen: filling, steady running, draining."""
@@ -33,7 +33,7 @@ def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[Vir
     own last one."""
     own = [step for step in run if step.kind == "B"]
     last = (batch + 1) * microbatches - 1
-    return {(step.micro_batch, step.chunk) for step in own if step is own[-1] or step.micro_batch == last}
+    return {step.virtual for step in own if step is own[-1] or step.micro_batch == last}
 
 
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
@@ -42,12 +42,12 @@ def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageO
     return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
-def _phased(actions: Sequence[Action], ahead: int) -> Iterator[ScheduledPass]:
+def _phased(actions: Sequence[Action], ahead: int) -> Iterator[tuple[Action, Phase]]:
     """Actions with their phases, as in `schedule.Schedule.phases`: a backward behind another one is in cool-down."""
-    phase = "cooldown"
+    phase: Phase = "cooldown"
     for action in actions:
         if action.kind == "F":
             phase = "steady" if 0 < ahead <= action.micro_batch else "warmup"
-        yield ScheduledPass(action.kind, action.micro_batch, action.chunk, phase)  # type: ignore[arg-type]
+        yield action, phase
         if action.kind == "B":
             phase = "cooldown"

@@ -1,6 +1,6 @@
 """What runs inside a training job: it drops what a plan recomputes, and computes it again in waits. Knows torch, never Megatron.
 
-engine                   what hooks talk to; `progress` is the state that its parts share, `ledger` the passes in flight
+engine                   what hooks talk to; `progress` is the state that its parts share, `order` the passes in flight
   run                    one call of a half, to which its sites and collectives report
   record                 a half runs, and what it saves for backward becomes handles of its `frame`
     recorded_graph         which of the saved tensors of autograd's nodes (`saved`) those are; `site` is one submodule's call

@@ -32,9 +32,9 @@ from megatron_lynx.figures import Figures, InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
-from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.loads import too_many
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
+from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import FallBack
@@ -44,7 +44,6 @@ from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
 from megatron_lynx.runtime.tasks import Reached, Tasks
 from megatron_lynx.runtime.trace import Clock
@@ -131,7 +130,7 @@ class Engine:
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """A batch of a schedule whose batches overlap begins (`runtime.ledger`)."""
+        """A batch of a schedule whose batches overlap begins (`runtime.order`)."""
         self._ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:

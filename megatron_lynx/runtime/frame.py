@@ -30,8 +30,7 @@ from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
 from megatron_lynx.runtime.refusals import asked_twice, second_order
 from megatron_lynx.runtime.saved import detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
-from megatron_lynx.runtime.stage_order import VirtualMicroBatch
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 
 RowsOf = tuple[frozenset[str], bool]
 """Halves whose rows leave the same: by what their rule replays, and whether the plan keeps everything of the micro-batch."""

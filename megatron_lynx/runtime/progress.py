@@ -22,8 +22,8 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.device import Event
 from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.trace import Clock, Trace

@@ -312,7 +312,7 @@ def _never_unpacked(_: Any) -> Tensor:
 
 Guard = Callable[[], AbstractContextManager[Any]]
 AsRecorded = Callable[[int], AbstractContextManager[None]]
-"""From a micro-batch's index to where its weights are in place (`runtime.ledger`)."""
+"""From a micro-batch's index to where its weights are in place (`runtime.order`)."""
 
 
 class Replays:

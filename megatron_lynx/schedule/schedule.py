@@ -25,6 +25,9 @@ from typing import Literal, NamedTuple
 
 ActionKind = Literal["F", "R", "B"]
 
+VirtualMicroBatch = tuple[int, int]
+"""As in Megatron: (micro-batch of the step, chunk of the stage)."""
+
 
 class Action(NamedTuple):
     """One forward, replay or backward."""
@@ -32,6 +35,11 @@ class Action(NamedTuple):
     micro_batch: int
     kind: ActionKind
     chunk: int = 0
+
+    @property
+    def virtual(self) -> VirtualMicroBatch:
+        """The virtual micro-batch that it is a pass of."""
+        return self.micro_batch, self.chunk
 
     def __str__(self) -> str:
         return f"{self.micro_batch}{self.kind}{self.chunk}"

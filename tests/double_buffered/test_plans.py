@@ -110,10 +110,9 @@ def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, 
     for batch in range(3):
         turns = order_of_batch(pipeline, stage, microbatches, batch, deferral=deferral_, drains=batch == 2).all
         ends = (batch + 1) * microbatches + (0 if batch == 2 else deferral_)
-        own = next(i + 1 for i, turn in enumerate(turns) if (turn.kind, turn.micro_batch) == ("B", ends - 1))
-        found += [(turn.kind, turn.micro_batch, turn.phase) for turn in turns[:own]]
+        own = next(i + 1 for i, (turn, _) in enumerate(turns) if (turn.kind, turn.micro_batch) == ("B", ends - 1))
+        found += [(turn.kind, turn.micro_batch, phase) for turn, phase in turns[:own]]
         length += own
     assert found == expected
-    assert [
-        (turn.kind, turn.micro_batch, turn.phase) for turn in order_of_few_batches(pipeline, stage, microbatches).all
-    ] == expected
+    few = order_of_few_batches(pipeline, stage, microbatches).all
+    assert [(turn.kind, turn.micro_batch, phase) for turn, phase in few] == expected

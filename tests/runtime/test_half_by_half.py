@@ -16,8 +16,9 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU, delay, on_every_device
 from tests.runtime.devices import device as device
 
@@ -27,7 +28,7 @@ BLOCK = 256
 SAVED = 3 * BLOCK
 """What each half saves: its input, which is what tanh saved in the half before, and two more."""
 KEPT = [HalfPolicy(layer, DENSE[half], replay=frozenset()) for layer in range(1, LAYERS + 1) for half in HALVES]
-ORDER = StageOrder([ScheduledPass(kind, number, 0, "steady") for number in range(2) for kind in ("F", "B")])  # type: ignore[arg-type]
+ORDER = StageOrder([(Action(number, kind, 0), "steady") for number in range(2) for kind in ("F", "B")])  # type: ignore[arg-type]
 
 
 def code(hidden: Tensor) -> Tensor:

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.order import Ledger, StageOrder
+from megatron_lynx.schedule.schedule import Action
 from tests.runtime.tiny_half import policy
 
 ONE_AHEAD = StageOrder(
     [
-        ScheduledPass("F", 0, 0, "warmup"),
-        ScheduledPass("F", 1, 0, "steady"),
-        ScheduledPass("B", 0, 0, "steady"),
-        ScheduledPass("B", 1, 0, "cooldown"),
+        (Action(0, "F", 0), "warmup"),
+        (Action(1, "F", 0), "steady"),
+        (Action(0, "B", 0), "steady"),
+        (Action(1, "B", 0), "cooldown"),
     ]
 )
 
@@ -108,7 +108,7 @@ def test_overlapping_batches() -> None:
     seen.begin_batch(ONE_AHEAD, fills=True)
     passes = [forward(seen, 0), forward(seen, 1)]
     seen.end_backward(seen.begin_backward(passes[0][1]))
-    behind = StageOrder([ScheduledPass("F", 2, 0, "steady"), ScheduledPass("B", 1, 0, "steady")])
+    behind = StageOrder([(Action(2, "F", 0), "steady"), (Action(1, "B", 0), "steady")])
     seen.begin_batch(behind, fills=False)
     seen.begin_forward(0, 0, 2)
     assert seen.hidden_by_forward() is passes[1][0]

@@ -15,15 +15,16 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU
 
 KEEPS_ALL = HalfPolicy(layer=1, section=MLP, replay=frozenset())
 TWO_IN_FLIGHT = StageOrder(
     [
-        *(ScheduledPass("F", number, 0, "warmup") for number in range(2)),
-        *(ScheduledPass("B", number, 0, "cooldown") for number in range(2)),
+        *((Action(number, "F", 0), "warmup") for number in range(2)),
+        *((Action(number, "B", 0), "cooldown") for number in range(2)),
     ]
 )
 
@@ -138,8 +139,8 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
 
 INTERLEAVED = StageOrder(
     [
-        *(ScheduledPass("F", number, chunk, "warmup") for chunk in range(2) for number in range(2)),
-        *(ScheduledPass("B", number, chunk, "cooldown") for chunk in (1, 0) for number in range(2)),
+        *((Action(number, "F", chunk), "warmup") for chunk in range(2) for number in range(2)),
+        *((Action(number, "B", chunk), "cooldown") for chunk in (1, 0) for number in range(2)),
     ]
 )
 """Two chunks of one stage, two micro-batches."""
@@ -148,7 +149,7 @@ INTERLEAVED = StageOrder(
 def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = None) -> list[Tensor]:
     """The gradients of what goes into each forward. `fails_at`: the pass that raises before it ends."""
     given, outputs = {}, {}
-    for one in INTERLEAVED.all:
+    for one, _ in INTERLEAVED.all:
         fails = (one.kind, *one.virtual) == fails_at
         if one.kind == "F":
             given[one.virtual] = torch.full((64,), 0.1 * (one.micro_batch + 2 * one.chunk + 1), requires_grad=True)
@@ -210,7 +211,7 @@ def test_each_chunk_comes_back_as_far_ahead_as_its_own_plan_says() -> None:
     offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
     engine = Engine(chunks=[ChunkPolicy(), ChunkPolicy()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
     outputs = {}
-    for one in INTERLEAVED.all[:4]:
+    for one, _ in INTERLEAVED.all[:4]:
         policy = replace(KEEPS_ALL, layer=one.chunk + 1, chunk=one.chunk)
         with engine.forward_pass(*one.virtual, 2) as ended_with:
             outputs[one.virtual] = engine.half(policy, code, (torch.ones(64, requires_grad=True) * 1,), {})
@@ -245,7 +246,7 @@ def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
 def test_what_comes_back_at_once_does_not_leave() -> None:
     """As on the last stage, or with one micro-batch."""
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=CPU, limit=HostLimit(10**7))
-    at_once = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
+    at_once = StageOrder([(Action(0, "F", 0), "steady"), (Action(0, "B", 0), "steady")])
     engine = Engine(order=lambda microbatches: at_once, offloader=offloader)
     _, output = forward(engine, 0)
     backward(engine, output)

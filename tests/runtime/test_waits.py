@@ -21,13 +21,14 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.errors import ReplayError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION])
-AT_ONCE = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
+AT_ONCE = StageOrder([(Action(0, "F", 0), "steady"), (Action(0, "B", 0), "steady")])
 
 
 def backward_of(layer: int) -> WindowAddress:
@@ -140,7 +141,7 @@ class Stage:
     def run(self) -> list[tuple[Any, ...]]:
         """One step in the stage's order: (micro-batch, layer, window) of every replay."""
         self.engine.trace.start()
-        for one in self.order.all:
+        for one, _ in self.order.all:
             (self.forward if one.kind == "F" else self.backward)(one.micro_batch, one.chunk)
         events = self.engine.trace.stop()
         return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "replay"]
@@ -218,10 +219,10 @@ def test_ahead_depth(depth: int) -> None:
 
 PHASES = StageOrder(
     [
-        ScheduledPass("F", 0, 0, "warmup"),
-        ScheduledPass("F", 1, 0, "steady"),
-        ScheduledPass("B", 0, 0, "steady"),
-        ScheduledPass("B", 1, 0, "cooldown"),
+        (Action(0, "F", 0), "warmup"),
+        (Action(1, "F", 0), "steady"),
+        (Action(0, "B", 0), "steady"),
+        (Action(1, "B", 0), "cooldown"),
     ]
 )
 
@@ -271,12 +272,12 @@ def test_a_forward_of_another_chunk() -> None:
     """It is known by where its layer stands in its chunk: layer 2 of chunk 0 serves what layer 5 of chunk 1 is named in."""
     order = StageOrder(
         [
-            ScheduledPass("F", 0, 0, "warmup"),
-            ScheduledPass("F", 0, 1, "warmup"),
-            ScheduledPass("F", 1, 0, "steady"),
-            ScheduledPass("B", 0, 1, "steady"),
-            ScheduledPass("B", 0, 0, "cooldown"),
-            ScheduledPass("B", 1, 0, "cooldown"),
+            (Action(0, "F", 0), "warmup"),
+            (Action(0, "F", 1), "warmup"),
+            (Action(1, "F", 0), "steady"),
+            (Action(0, "B", 1), "steady"),
+            (Action(0, "B", 0), "cooldown"),
+            (Action(1, "B", 0), "cooldown"),
         ]
     )
     stage = Stage({6: within(forward_of(5))}, ahead_depth=1, order=order, chunks=(range(1, 4), range(4, 7)))

@@ -13,12 +13,13 @@ import torch
 
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.policy import DeferralPolicy
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+from megatron_lynx.schedule.schedule import Action
 from tests.runtime.tiny_half import policy
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
@@ -95,7 +96,7 @@ def test_a_wait_takes_those_of_one_micro_batch() -> None:
 def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     """Deferring two linears of layer 3, while the backward of a half of this layer runs; and the progress."""
     frame = Frame(policy(layer=layer), MicroBatch(0), lambda hidden: hidden)
-    running = ScheduledPass("B", 0, 0, "steady")
+    running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
     progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Figures())
     policies = [DeferralPolicy(frozenset({FC1, QKV}), most_bytes)]
@@ -125,7 +126,7 @@ def test_gradients_are_whole_behind_a_chunks_last_backward(
 ) -> None:
     """Or where a schedule says so that goes on with the next batch."""
     order = [(0, 1), (1, 1), (0, 0), (1, 0)]
-    passes = StageOrder([ScheduledPass("B", micro_batch, chunk, "cooldown") for micro_batch, chunk in order], completing)
+    passes = StageOrder([(Action(micro_batch, "B", chunk), "cooldown") for micro_batch, chunk in order], completing)
     assert sorted(virtual for virtual in order if passes.completes_gradients(virtual)) == ends
 
 

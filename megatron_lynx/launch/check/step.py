@@ -94,7 +94,7 @@ class Step:
 
 def _most_in_flight(run: LiveRun, microbatches: int) -> int:
     count = most = 0
-    for turn in order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)(microbatches).all:
+    for turn, _ in order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)(microbatches).all:
         count += 1 if turn.kind == "F" else -1
         most = max(most, count)
     return most

@@ -27,10 +27,10 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.frame import MicroBatch
-from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload.copier import Owner, copiers_for
 from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import Block, HostLimit, HostMemory, bytes_ahead, too_little
+from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import Trace
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megatron_lynx.apply.assignment import order_of
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.order import StageOrder
+from megatron_lynx.schedule.schedule import Action
 
 
 def written(order: StageOrder) -> str:
     """`chunk F micro-batch`, pass by pass."""
-    return " ".join(f"{one.chunk}{one.kind}{one.micro_batch}" for one in order.all)
+    return " ".join(f"{one.chunk}{one.kind}{one.micro_batch}" for one, _ in order.all)
 
 
 def test_1f1b() -> None:
@@ -17,7 +18,7 @@ def test_1f1b() -> None:
     assert written(order) == "0F0 0F1 0B0 0F2 0B1 0B2"
     assert [order.hidden_by((index, 0)) for index in range(3)] == [None, (0, 0), (1, 0)]
     assert not any(order.at_once((index, 0)) for index in range(3))
-    phases = [one.phase for index in range(3) if (one := order.backward(index)) is not None]
+    phases = [one[1] for index in range(3) if (one := order.backward(index)) is not None]
     assert phases == ["steady", "steady", "cooldown"]
     assert order.backward(3) is None
 
@@ -38,12 +39,12 @@ def test_interleaved() -> None:
     assert order.hidden_by((2, 1)) == (0, 0)
     first = order.backward(0)
     assert first is not None
-    assert first.virtual == (0, 1)
+    assert first[0].virtual == (0, 1)
 
 
 def test_a_warm_up_forward_serves_nobody() -> None:
     """Even where a backward comes right behind it: the phase says that what it would serve is not fixed."""
-    order = StageOrder([ScheduledPass("F", 1, 0, "warmup"), ScheduledPass("B", 0, 0, "steady")])
+    order = StageOrder([(Action(1, "F", 0), "warmup"), (Action(0, "B", 0), "steady")])
     assert order.hidden_by((1, 0)) is None
 
 

@@ -1,11 +1,18 @@
 """Which passes are in flight on this stage, which one's backward runs, and which comes next.
 
 Whoever replays ahead of time must know for whom: the ledger follows the passes that Megatron runs, by the order that the schedule
-has for this stage (`stage_order`).
+has for this stage. Megatron's schedule functions tell a backward neither its micro-batch nor its phase, and wait for a gradient
+before they say what it is for; whoever installs the hooks knows the schedule, and hands its order in.
 
     forward_step(i, chunk)   ──>  a micro-batch begins; its recorded halves enter their frames
     a gradient is received   ──>  the next backward by the order of the stage: its frames may be replayed now
     backward_step(output)    ──>  the micro-batch whose forward gave that output, recognised by the tensor's identity
+
+    1F1B, stage s of p (w = p-1-s)    F0 .. F(w-1) | F(w) B0   F(w+1) B1  ...            | B .. B
+    interleaved, stage 0 of 2         0F0 1F0 0F1 1F1 | 2F0 0B1   3F0 1B1   2F1 0B0  ... | 2B1 3B1 2B0 3B0
+                                       warm-up          steady: the collectives of a       cool-down: only the
+                                                        forward hide replays of the        receive hides replays
+                                                        backward right behind it
 
 Where batches overlap, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) runs the
 batches instead of Megatron's functions, so it tells where one begins, and under which weights a replay has to run:
@@ -17,7 +24,9 @@ batches instead of Megatron's functions, so it tells where one begins, and under
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,7 +34,54 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import first_in
 from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder, VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
+
+
+class StageOrder:
+    """All passes that a stage runs in one step, in order."""
+
+    def __init__(
+        self,
+        passes: Sequence[tuple[Action, Phase]],
+        completing: Container[VirtualMicroBatch] | None = None,
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        """`completing`: backwards right behind which gradients may be read; by default the last one of each chunk. `in_turns`:
+        of one chunk, whose backwards run beside the next micro-batch's forward, layer by layer: each begins when its own forward
+        is over."""
+        self.all, self.in_turns = tuple(passes), in_turns
+        self._backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
+        self._completing = {one.chunk: one.virtual for one, _ in self._backwards}.values() if completing is None else completing
+        pairs = ((one, phase, after) for (one, phase), (after, _) in pairwise(passes))
+        forward_first = [(one, phase, after) for one, phase, after in pairs if (one.kind, after.kind) == ("F", "B")]
+        at_once = {one.virtual for one, _, after in forward_first if one.virtual == after.virtual}
+        self._at_once = {one.virtual for one, _ in passes} if in_turns else at_once
+        self._behind = {
+            one.virtual: after.virtual
+            for one, phase, after in forward_first
+            if phase == "steady" and one.virtual != after.virtual
+        }
+
+    def hidden_by(self, forward: VirtualMicroBatch) -> VirtualMicroBatch | None:
+        """The micro-batch whose replays a forward's collectives hide. None where its own backward is next, or no backward is."""
+        return self._behind.get(forward)
+
+    def at_once(self, micro_batch: VirtualMicroBatch) -> bool:
+        """Whether a forward's own backward begins when that is over."""
+        return micro_batch in self._at_once
+
+    def completes_gradients(self, micro_batch: VirtualMicroBatch) -> bool:
+        """Whether gradients may be read right behind a backward: it is the last one that adds to them."""
+        return micro_batch in self._completing
+
+    def backward(self, count: int) -> tuple[Action, Phase] | None:
+        """The backward that runs when `count` of them have begun."""
+        return self._backwards[count] if count < len(self._backwards) else None
+
+
+OrderOfStep = Callable[[int], StageOrder]
+"""From the number of micro-batches of a step to the order in which this stage runs their passes."""
 
 
 class Ledger:
@@ -36,7 +92,7 @@ class Ledger:
         self._order = StageOrder(())
         self._begun = 0
         """Backwards of this step that have begun."""
-        self.running: ScheduledPass | None = None
+        self.running: Action | None = None
         """The backward that runs, where the order of the step knows it."""
         self._overlapping = False
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
@@ -106,7 +162,8 @@ class Ledger:
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that `output` came from, or None when it was not recorded."""
         self.hidden_by_receive()
-        self.running = self._order.backward(self._begun)
+        backward = self._order.backward(self._begun)
+        self.running = None if backward is None else backward[0]
         self._begun += 1
         self.leave()
         return self._of(output)
@@ -167,7 +224,7 @@ class Ledger:
         """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next, told its phase."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
-            micro_batch.phase = backward.phase
+            _, micro_batch.phase = backward
         return micro_batch
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
@@ -187,7 +244,7 @@ class Ledger:
     def coming(self, ahead: int) -> MicroBatch | None:
         """The micro-batch whose backward begins after `ahead` others."""
         backward = self._order.backward(self._begun + ahead)
-        return self._living(backward.virtual) if backward is not None else None
+        return self._living(backward[0].virtual) if backward is not None else None
 
     @property
     def in_forward(self) -> bool:
