@@ -13,7 +13,7 @@ Passes through when   nothing runs in the window, the group is another one, or t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -31,11 +31,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is not group or not engine.in_half or _takes_largest(*args, **kwargs):
                 return original(*args, **kwargs)
-            window = engine.window()
-            if window is None:
-                return original(*args, **kwargs)
-            work = window(original(*args, **{**kwargs, "async_op": True}))
-            return work if kwargs.get("async_op") else _waited(work)
+            return issued(engine.window(), original, *args, **kwargs)
 
         return collective
 
@@ -50,7 +46,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
                 if waited_for is None:
                     engine.gathered(output)
                 return waited_for
-            return work if kwargs.get("async_op") else _waited(work)
+            return waited(work, kwargs.get("async_op"))
 
         return gather
 
@@ -78,5 +74,16 @@ def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bo
     return isinstance(op, type(torch.distributed.ReduceOp.MAX)) and op == torch.distributed.ReduceOp.MAX
 
 
-def _waited(work: Any) -> None:
+def issued(window: Callable[[Any], Any] | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Issues a collective; its `Work` becomes the window, if there is one, and is waited for here if the caller wanted that."""
+    if window is None:
+        return collective(*args, **kwargs)
+    return waited(window(collective(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
+
+
+def waited(work: Any, async_op: bool | None) -> Any:
+    """What a caller gets that asked for a `Work`, or to wait."""
+    if async_op:
+        return work
     work.wait()
+    return None

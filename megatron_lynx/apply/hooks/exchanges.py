@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hooks.collectives import issued
 from megatron_lynx.runtime.engine import Engine
 
 
@@ -25,13 +26,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         @wraps(original)
         def exchange(*args: Any, **kwargs: Any) -> Any:
             window = engine.window(exchange=True) if kwargs.get("group") is group and engine.in_half else None
-            if window is None:
-                return original(*args, **kwargs)
-            work = window(original(*args, **{**kwargs, "async_op": True}))
-            if kwargs.get("async_op"):
-                return work
-            work.wait()
-            return None
+            return issued(window, original, *args, **kwargs)
 
         return exchange
 

@@ -23,8 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hooks.collectives import waited
 from megatron_lynx.apply.transformer_engine.fp8 import as_alias, in_fp8_itself, with_bytes
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.run import DONE
 
 
 def claims(engine: Engine, group: Any) -> Iterator[Claim]:
@@ -39,7 +41,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             if window is None:
                 return original(tensor, tp_group, async_op, **kwargs)
             output, work = original(tensor, tp_group, True, **kwargs)
-            return _answered(output, window(work or _Waited()), async_op)
+            return output, waited(window(work or DONE), async_op)  # waited for there: FP8's bytes that are wanted by columns
 
         return collective
 
@@ -54,7 +56,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
                 if process_group is group and work is None and engine.owns_gathered:
                     engine.gathered(as_alias(whole) if in_fp8_itself(whole) else whole)
                 return whole, work
-            return _answered(_of_kind(tensor, gathered), engine.served(gathered), async_op)
+            return _of_kind(tensor, gathered), waited(engine.served(gathered), async_op)
 
         return gather
 
@@ -65,7 +67,9 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
             of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
             begun = engine.gathered_gradient(tensor) if of_half else None
-            return windowed(tensor, process_group, async_op, **kwargs) if begun is None else _answered(*begun, async_op)
+            if begun is None:
+                return windowed(tensor, process_group, async_op, **kwargs)
+            return begun[0], waited(begun[1], async_op)
 
         return gather
 
@@ -76,22 +80,8 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         yield Claim(module, "gather_along_first_dim", served_or_in_window, "gathers a linear's input")
 
 
-class _Waited:
-    """The `Work` of a gather that was waited for where it was issued: bytes of FP8 that are wanted by columns, too."""
-
-    def wait(self) -> bool:
-        return True
-
-
 def _of_kind(tensor: Any, gathered: Any) -> Any:
     """An alias of what was gathered: of `tensor`, which is the rank's part, or of its bytes in FP8."""
     if in_fp8_itself(gathered):
         return as_alias(gathered)
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
-
-
-def _answered(output: Any, work: Any, async_op: bool) -> tuple[Any, Any]:
-    if async_op:
-        return output, work
-    work.wait()
-    return output, None
