@@ -38,7 +38,7 @@ def test_evaluation_records_nothing(pool_of, layout):
     job = tiny_job(**layout)
     for seen in stock_and_planned(pool_of, job, steps_on_ranks.only_evaluates):
         assert (seen["differing"], seen["busy"], seen["frames"]) == ([], False, 0)
-        assert set(vars(seen["counts"]).values()) == {0}
+        assert {each for each in vars(seen["counts"]).values() if each is not None} == {0}
     for seen in stock_and_planned(pool_of, job, steps_on_ranks.evaluates):
         assert (seen["differing"], seen["busy"], seen["frames"]) == ([], False, 0)
         # The one step's frames: forward only with gradients on records too, as stock saves then, and lets it all go.
