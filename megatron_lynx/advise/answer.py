@@ -165,10 +165,12 @@ def answered(
     refused: Sequence[Problem] = (),
     near: bool = True,
     copies: bool = False,
+    release: str | None = None,
 ) -> Answer:
     """`refused`: why no plan can be made of the launch. `near`: whether neighbours are looked for; for that the cluster has to be
-    described. `copies`: whether the plan may send activations to the host although `job.offload_ratio` is 0."""
-    launch, release = launch_today(job, costs, reading), None if reading is None else reading.given.release
+    described. `copies`: whether the plan may send activations to the host although `job.offload_ratio` is 0.
+    `release`: of megatron-core, whose flags the plan may change; the launch's own where there is a launch."""
+    launch, release = launch_today(job, costs, reading), release if reading is None else reading.given.release
     stock = stocks_best(job, costs, release, launch, reading)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
