@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config import load_job
+from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan.stage import Offload, Stage
+from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.yaml_file import read_yaml
 from scripts import make_pages, make_site
+from scripts.make_plans import launch_words
 from tests.long import long
 
 ROOT = Path(__file__).parents[1]
@@ -185,3 +189,14 @@ def test_yaml_that_pages_show_is_read(tmp_path: Path) -> None:
                 load_job(path)
                 seen.add("job")
     assert seen == {"stage", "offload", "job"}
+
+
+@pytest.mark.slow
+def test_the_stage_that_is_solved_by_hand_is_the_plans() -> None:
+    """docs/planner.md: eleven of stage 0's lower layers recompute linear_fc1 as well, the lowest ones."""
+    words = [*launch_words("llama3_70b", "h800-80g", "none"), "--tensor-model-parallel-size", "8", "--micro-batch-size", "2"]
+    job = job_of(read_launch(words), "h800-80g", {"budget.memory_gib": 40})
+    stage = make_plan(job, analytic_profile(job)).stages[0]
+    again = {layer for rule in stage.rules if "linear_fc1" in rule.replay for layer in rule.layers}
+    assert again == set(range(1, 12))
+    assert "**eleven layers at B, eight at A**" in (ROOT / "docs/planner.md").read_text()
