@@ -75,9 +75,6 @@ class Clock:
         self._device = device
         self._timed: deque[tuple[str, Event, Event]] = deque()
 
-    def __len__(self) -> int:
-        return len(self._timed)
-
     def begin(self) -> Event | None:
         """The first event of a pair (None while the clock does not run)."""
         return self._device.current.record(timed=True) if self.runs else None

@@ -38,9 +38,6 @@ Pair = tuple[Tensor, Tensor]
 Move = Callable[[Tensor, Tensor], object]
 """Copies the second tensor's bytes into the first."""
 
-MOST_WAITS = 256
-"""Waits of one direction that are timed and not added up yet."""
-
 
 class Owner(NamedTuple):
     """Whose bytes a copy moves, for errors and traces."""
@@ -85,7 +82,6 @@ class Copier:
         self._trace = trace
         self._stream = device.stream(direction)
         self._bytes = 0
-        self._newest: Copy | None = None
         self._holding: deque[Copy] = deque()
         """Copies that may hold tensors, oldest first."""
         self._waits = Clock(device, runs=True)
@@ -105,10 +101,9 @@ class Copier:
             with naming(self.direction, owner, size_bytes):
                 self._stream.run(partial(self._move_all, pairs, owner.micro_batch))
         finally:
-            self._newest = Copy(owner, pairs, self._stream.record())
-            self._holding.append(self._newest)
+            self._holding.append(Copy(owner, pairs, self._stream.record()))
         self._bytes += size_bytes
-        return self._newest
+        return self._holding[-1]
 
     def _move_all(self, pairs: Sequence[Pair], micro_batch: int) -> None:
         with self._trace.span(self.direction, micro_batch=micro_batch):
@@ -117,9 +112,8 @@ class Copier:
 
     def give_way(self) -> None:
         """Work issued from now on, a message for instance, waits for all copies issued so far."""  # [5]
-        if self._newest is not None:
-            self.wait(self._newest)
-            self._newest = None
+        if self._holding:
+            self.wait(self._holding[-1])
 
     def wait(self, copy: Copy) -> None:
         """Compute issued from now on waits for this copy."""
@@ -129,13 +123,12 @@ class Copier:
                 self._device.current.wait(copy.event)  # [4]
             self._waits.end("copy", begin)
             copy.release()
-            if len(self._waits) >= MOST_WAITS:
-                self._add_up(exact=False)
 
     def settle(self) -> None:
-        """Drop the tensors of copies that are over."""
+        """Drop the tensors of copies that are over, and add up the waits that are."""
         while self._holding and self._holding[0].done:
             self._holding.popleft()
+        self._add_up(exact=False)
 
     def drain(self) -> None:
         """Wait on the host for all copies issued so far."""
