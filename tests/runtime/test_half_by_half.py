@@ -134,7 +134,9 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
                 engine.offloader.out.drain()
                 engine.offloader.settle()
             storages = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "OffloadedStorage"}
-            gone = {storage.half for storage in storages.values() if storage._out is not None and not storage.here}
+            (group,) = engine.offloader._groups.values()
+            sent = dict(enumerate(group._away, start=1))
+            gone = {half for half, one in sent.items() if not any(storage.here for storage in one.alive())}
             assert gone == away, pace_bytes
             output = engine.half(KEPT[-1], code, (output,), {})
             assert not any(storage.here for storage in storages.values() if storage._out is not None), (

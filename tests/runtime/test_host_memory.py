@@ -71,7 +71,7 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
     made.lock_ahead()
     assert locked == [2 * (6144 + 512)], "of experts it is not known before how much"
     assert made.locked.bytes == limit.held_bytes == sum(locked)
-    lent = [made._lend(0, 0, [4000, 2000]) for _ in range(2)]
+    lent = [made._memory.lend(0, [4000, 2000]) for _ in range(2)]
     assert len(locked) == 1
     lent.clear()
     made.close()
@@ -122,7 +122,7 @@ def test_blocks_have_the_sizes_asked_for_and_do_not_overlap() -> None:
 def test_best_fit() -> None:
     lender = memory()
     lender.lend(0, [4096, 1024, 2048])
-    assert sizes_of(lender.lend(0, [900, 2000])) == [1024, 2048]
+    assert sizes_of(lender.lend(0, [2000, 900])) == [2048, 1024]
 
 
 def test_best_fit_where_a_size_is_asked_for_more_often_than_there_are_blocks_of_it() -> None:

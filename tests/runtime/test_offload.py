@@ -43,7 +43,7 @@ def is_leaving(storage: OffloadedStorage) -> bool:
 
 def storages_of(group: OffloadGroup) -> list[OffloadedStorage]:
     """Those that live, of a micro-batch that has left."""
-    return [storage for sent in group._leaving or group._away for storage in sent.alive()]
+    return [storage for leaving in group._away for storage in leaving.alive()]
 
 
 def there_and_back(made: Offloader, group: OffloadGroup) -> None:

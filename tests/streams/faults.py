@@ -51,8 +51,8 @@ def an_original_released_early() -> Iterator[None]:
     def sending(group: Any) -> None:
         before = len(group._leaving)
         send(group)
-        for sent in list(group._leaving)[before:]:
-            for storage in sent.alive():
+        for leaving, _ in list(group._leaving)[before:]:
+            for storage in leaving.alive():
                 storage._let_go()
 
     with ExitStack() as undo:

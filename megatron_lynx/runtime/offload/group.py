@@ -18,7 +18,7 @@ Half by half, the copies lie within the micro-batch's own forward and backward:
 
 As a whole, all leaves after the forward, and `Offloader` says when it is away and when it comes back.
 
-Storages of one half are one copy with one wait. A tensor stays where it is if its storage lasts (parameters, buffers), or if
+What leaves after one half is one copy with one wait. A tensor stays where it is if its storage lasts (parameters, buffers), or if
 something else holds it anyway: masks and rotary tables, which come into a half as arguments, the stage's input and its output.
 
 Reloads go into fresh tensors of exactly the original's size: each is freed as soon as backward has passed its node. Two buffers
@@ -29,9 +29,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
-from megatron_lynx.runtime.offload.host_memory import Block
+from megatron_lynx.runtime.offload.host_memory import Block, HostMemory
 from megatron_lynx.runtime.saved import storage_of, tensors_in
 
 
@@ -80,13 +79,11 @@ class OffloadedStorage:
     If the tensor it was made for is all of it, as most are, it is copied, and one like it comes back; otherwise its bytes.
     """
 
-    def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier, half: int) -> None:
+    def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier) -> None:
         """`saved`: a tensor in this storage, the first one that was pushed."""
         self.size_bytes = storage.nbytes()
         self.whole = saved.nbytes == self.size_bytes and saved.is_contiguous()
         """Whether that tensor is all of it."""
-        self.half = half
-        """Index, from 1, of the half that allocated it."""
         self.device = storage.device
         self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
         self._dtype, self._shape = self._original.dtype, self._original.shape
@@ -197,26 +194,25 @@ def on_device(value: Any) -> Any:
 _Known = weakref.ref[OffloadedStorage]
 
 
-class _Sent(NamedTuple):
-    """One copy to the host. The graph may drop its storages before it is over."""
+class _Leaving(NamedTuple):
+    """Storages that leave after one half, with bytes of each. The graph may drop them at any time."""
 
+    half: int
     turns: Turns
-    copy: Copy
-    storages: list[_Known]
+    storages: list[tuple[_Known, int]]
 
-    def alive(self) -> list[OffloadedStorage]:
-        return [storage for known in self.storages if (storage := known()) is not None]
+    def alive(self) -> dict[OffloadedStorage, int]:
+        return {storage: size for known, size in self.storages if (storage := known()) is not None}
 
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """The storages of one forward of one chunk, in the order in which they were made, and their copies. `lend`: of (index of a
-    half, or 0 as a whole; sizes)."""
+    """The storages of one forward of one chunk, in the order in which they were made, and their copies."""
 
     owner: Owner
     policy: OffloadPolicy
     pace: Pace
-    lend: Callable[[int, Sequence[int]], Sequence[Block]]
+    memory: HostMemory
     device: torch.device
     out: Copier
     back: Copier
@@ -229,12 +225,12 @@ class OffloadGroup:
     _at: dict[int, _Known] = field(default_factory=dict)
     """The newest one at each address: one that was freed leaves it to another."""
     _chosen_bytes: int = 0
-    _chosen: list[tuple[Turns, _Known, int]] = field(default_factory=list)
-    """Storages that leave with the next copies, with bytes of each."""
-    _leaving: deque[_Sent] = field(default_factory=deque)
-    """Copies whose originals may still be here."""
-    _away: list[_Sent] = field(default_factory=list)
-    """Copies that were not fetched."""
+    _chosen: list[_Leaving] = field(default_factory=list)
+    """Those that leave next."""
+    _leaving: deque[tuple[_Leaving, Copy]] = field(default_factory=deque)
+    """Those whose originals may still be here, and their copies."""
+    _away: list[_Leaving] = field(default_factory=list)
+    """Those that were not fetched."""
 
     # --- recording -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +258,7 @@ class OffloadGroup:
         known = self._at.get(address)
         offloaded = known() if known is not None else None
         if offloaded is None or not offloaded.here:
-            offloaded = OffloadedStorage(tensor, storage, self.owner, self.back, self.half)
+            offloaded = OffloadedStorage(tensor, storage, self.owner, self.back)
             self._at[address] = weakref.ref(offloaded)
             self._storages.append((address, self._at[address]))
         return OffloadedTensor(tensor, offloaded)
@@ -304,6 +300,7 @@ class OffloadGroup:
         """The forward is over, and with it what others hold until then."""
         self._staying.clear()
         if self.pace.whole:
+            self.half += 1  # the last half's outputs, if code after it has others
             self._choose(output)
         else:
             self.release(self.pace.halves)
@@ -311,22 +308,27 @@ class OffloadGroup:
     def send(self) -> None:
         """Copy the storages that were chosen to the host, those of one half at once. Raises `OffloadError`."""
         chosen, self._chosen = self._chosen, []
-        leaving = [(turns, storage, size) for turns, known, size in chosen if (storage := known()) is not None]
-        sizes = [size for *_, size in leaving]
-        with naming("offload", self.owner, sum(sizes)):
-            blocks = self.lend(0 if self.pace.whole else self.half, sizes) if sizes else ()
-        for _, of_half in groupby(zip(leaving, blocks, strict=True), key=lambda one: one[0][1].half):
-            self._send([(*one, block) for one, block in of_half])
+        for each in chosen:
+            if storages := each.alive():
+                sizes = [*storages.values()]
+                with naming("offload", self.owner, sum(sizes)):
+                    blocks = self.memory.lend((self.owner.where, each.half), sizes, changing=self.policy.ragged)
+                    pairs = [storage._going(block, size) for (storage, size), block in zip(storages.items(), blocks, strict=True)]
+                copy = self.out.start(pairs, self.owner, [block.last for block in blocks])
+                for storage, block in zip(storages, blocks, strict=True):
+                    storage._out = block.last = copy
+                self._leaving.append((each, copy))
+                self._away.append(each)
 
     def settle(self) -> None:
         """Free originals whose copies are over."""
-        while self._leaving and self._leaving[0].copy.done:
-            self._release(self._leaving.popleft())
+        while self._leaving and self._leaving[0][1].done:
+            self._release(*self._leaving.popleft())
 
     def release(self, place: int = AFTERWARDS) -> None:
         """Free originals that are away when the half at `place` is over, after their copies."""
-        while self._leaving and self._leaving[0].turns.away <= place:
-            self._release(self._leaving.popleft())  # [2]
+        while self._leaving and self._leaving[0][0].turns.away <= place:
+            self._release(*self._leaving.popleft())  # [2]
 
     def fetch(self, place: int = 1) -> None:
         """Copy back the storages whose turn it is when backward reaches the half at `place`, the last one first."""
@@ -347,37 +349,26 @@ class OffloadGroup:
         call."""
         kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
         made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
-        chosen, left_bytes = [], self.policy.bytes - self._chosen_bytes
+        before_bytes, chosen = self._chosen_bytes, list[tuple[_Known, int]]()
         for address, known in made:
             storage = None if address in kept_outputs else known()
+            left_bytes = self.policy.bytes - self._chosen_bytes
             if storage is not None and left_bytes > 0 and storage.size_bytes:
                 chosen.append((known, min(left_bytes, storage.size_bytes)))
-                left_bytes -= chosen[-1][1]
-        size_bytes = sum(size for _, size in chosen)
+                self._chosen_bytes += chosen[-1][1]
         if chosen:
-            self._chosen_bytes += size_bytes
-            turns = self.pace.leaves(self.half, size_bytes, ahead)
-            self._chosen += [(turns, *one) for one in chosen]
+            turns = self.pace.leaves(self.half, self._chosen_bytes - before_bytes, ahead)
+            self._chosen.append(_Leaving(self.half, turns, chosen))
 
-    def _send(self, departing: Sequence[tuple[Turns, OffloadedStorage, int, Block]]) -> None:
-        with naming("offload", self.owner, sum(size for *_, size, _ in departing)):
-            pairs = [storage._going(block, size) for _, storage, size, block in departing]
-        copy = self.out.start(pairs, self.owner, [block.last for *_, block in departing])
-        for _, storage, _, block in departing:
-            storage._out = block.last = copy
-        sent = _Sent(departing[0][0], copy, [weakref.ref(storage) for _, storage, _, _ in departing])
-        self._leaving.append(sent)
-        self._away.append(sent)
-
-    def _release(self, sent: _Sent) -> None:
-        if storages := sent.alive():
-            self.out.wait(sent.copy)
+    def _release(self, leaving: _Leaving, copy: Copy) -> None:
+        if storages := leaving.alive():
+            self.out.wait(copy)
             for storage in storages:
                 storage._let_go()
 
 
 def fetch(storages: Iterable[OffloadedStorage]) -> None:
-    """Start one copy back of those storages of a half that are on the host, the last one first."""
+    """Start one copy back of those storages that are on the host, the last one first."""
     coming = [storage for storage in reversed(list(storages)) if storage._block is not None]
     if not coming:
         return

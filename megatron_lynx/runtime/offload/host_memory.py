@@ -13,8 +13,8 @@
     larger sizes       the shelf is replaced; its slab goes with the last of its blocks. From then on, and for experts from the
                        first change, blocks are an eighth larger than asked, so that they soon fit whatever comes
 
-A shelf is for one half of a chunk, or for whole micro-batches of a chunk, whose sizes repeat. Page-locking takes the host seconds
-for tens of GB, and longer where all ranks of a host do it at once. PyTorch's page-locked allocator rounds up to powers of two; a
+A shelf is for one half of a chunk, whose sizes repeat. Page-locking takes the host seconds for tens of GB, and longer where all
+ranks of a host do it at once. PyTorch's page-locked allocator rounds up to powers of two; a
 slab is as large as asked, up to pages, and is not counted as activations.
 """
 

@@ -2,8 +2,8 @@
 
     half of k         [1] saved tensors are pushed to the micro-batch's group (`group`), which holds each storage once. Half by
                           half they leave and come back within its own passes; the rest is about whole micro-batches
-    end of forward    [2] storages in the order in which they were made, up to the plan's bytes, are copied out, those of one half
-                          at once. Originals are freed when they are copied: at the end of the next such forward at the latest
+    end of forward    [2] storages in the order in which they were made, up to the plan's bytes, are copied out, half by half.
+                          Originals are freed when they are copied: at the end of the next such forward at the latest
     backward of k-d   [3] begins (d: the prefetch distance), or the gradient for it is awaited, or the forward right before it
                           begins: storages of k are copied back, last one first
     backward of k     [4] a node asks for its tensor and waits for its storage
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +28,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.offload.copier import Owner, copiers_for
 from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
-from megatron_lynx.runtime.offload.host_memory import Block, HostLimit, HostMemory, bytes_ahead, too_little
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory, bytes_ahead, too_little
 from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import Trace
@@ -159,16 +158,8 @@ class Offloader:
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         policy = self._policies[chunk]
-        return OffloadGroup(
-            Owner(self._where[chunk], micro_batch),
-            policy,
-            policy.pace(whole=whole),
-            partial(self._lend, chunk),
-            self._device.where,
-            self.out,
-            self.back,
-            self._lasting_of[chunk],
-        )
+        owner, pace, where = Owner(self._where[chunk], micro_batch), policy.pace(whole=whole), self._device.where
+        return OffloadGroup(owner, policy, pace, self._memory, where, self.out, self.back, self._lasting_of[chunk])
 
     def leave(self, group: OffloadGroup, output: Any) -> None:
         """Its forward is over. As a whole it leaves now, and the one before is freed, so that at most two are here."""
@@ -201,9 +192,6 @@ class Offloader:
         """Start bringing back what the next backwards need, as far ahead as the plan says."""
         for ahead in range(self._furthest):
             self._fetch(ledger.coming(ahead), ahead)
-
-    def _lend(self, chunk: int, half: int, sizes: Sequence[int]) -> list[Block]:
-        return self._memory.lend((chunk, half), sizes, changing=self._policies[chunk].ragged)
 
     # --- what it did, and its end --------------------------------------------------------------------------------------
 
