@@ -24,7 +24,6 @@ from benchmarks.results_folder import results_folder
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, REPLAYABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import this_machine
-from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
@@ -160,7 +159,7 @@ def bytes_per_layer(mode: str) -> dict[str, float]:
         job = job_of(layers, sequence_parallel, None)
         candidates: list[Candidate] = [NONE, FULL, ours(plan_of(job, gather))[-1]]
         with hosts_for(job) as hosts:
-            held[layers] = hosts.run(count, job, candidates, env=ENVIRONMENT)[0]
+            held[layers] = hosts.run(count, job, candidates)[0]
     return {name: (held[8][name] - held[4][name]) / 4 for name in held[4]}
 
 

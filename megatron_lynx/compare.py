@@ -177,21 +177,8 @@ def notes(measurement: Measurement) -> Iterator[str]:
                 f"{format_bytes(figures.host_bytes)} of host memory; compute waited {format_seconds(figures.exposed_copy_s)} for "
                 "copies; the rank that needs most of each."
             )
-    if measurement.counter_check is not None:
-        yield _checked(measurement)
     for skipped in measurement.skipped:
         yield f"Not run: {skipped.name}: {skipped.reason}."
-
-
-def _checked(measurement: Measurement) -> str:
-    check = measurement.counter_check
-    assert check is not None
-    counted = f"{format_bytes(check.counted_bytes)} counted in one step"
-    if check.process_bytes is None:
-        return f"The counter ({counted}) was not checked against the process's memory: {check.why_not}."
-    off = check.process_bytes / check.counted_bytes - 1
-    rose = f"the process's peak memory rose by {format_bytes(check.process_bytes)} ({off:+.1%})"
-    return f"The counter was checked: {counted}, {rose}."
 
 
 def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[str, ...]:

@@ -109,7 +109,6 @@ def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
     few = partial(comparison.compare, module_sets=False)  # they are counted in tests/testbed/test_comparison.py
     monkeypatch.setattr(comparison, "compare", few)
-    monkeypatch.setattr(comparison, "ENVIRONMENT", {})  # with it ranks are not forked, but import torch
     job = job_file(tmp_path, deferring_job(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout

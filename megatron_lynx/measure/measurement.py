@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -230,16 +230,6 @@ class Skipped(Part):
     reason: str
 
 
-class CounterCheck(Part):
-    """The activation counter against the process's real peak memory, in one step; see `measure.memory.ProcessPeak`."""
-
-    counted_bytes: int
-    """Both are above the level at the step's start."""
-    process_bytes: int | None = None
-    why_not: str | None = None
-    """The reason for which the process's peak could not be read."""
-
-
 class Measurement(Part):
     """Everything of one comparison. The first setting is the one that ratios refer to: stock none."""
 
@@ -253,7 +243,8 @@ class Measurement(Part):
     """Steps of each setting that were not timed."""
     settings: tuple[Setting, ...] = Field(min_length=1)
     skipped: tuple[Skipped, ...] = ()
-    counter_check: CounterCheck | None = None
+    counter_check: Any = Field(default=None, exclude=True)
+    """In older files; ignored."""
 
     @property
     def reference(self) -> Setting:

@@ -1,4 +1,4 @@
-"""Activation bytes of a step, counted the same way for every setting, and the process's own peak.
+"""Activation bytes of a step, counted the same way for every setting.
 
     with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
         forward();  meter.mark("after forward")   what is live now, above the level at entry
@@ -12,7 +12,6 @@ that allocates its own would seem to hold more from its second micro-batch on.
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
 a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
          the allocator's total at any moment, without a profiler (`CpuTotal`)
-process  the kernel's high-water mark, to hold the counter against (`ProcessPeak`)
 
 On a CPU c10's flag "report CPU memory usage" goes on before the first count, and stays on. Without it the allocator knows only
 blocks allocated by a profiled thread, keeps a wrong total when another thread frees one, and takes a later block at the same
@@ -41,9 +40,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.measure.measurement import CounterCheck
 from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
-from megatron_lynx.units import KIB
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -346,66 +343,3 @@ def _hidden(found: str) -> LynxError:
     needed, todo = f"a C10 library that gives away {_REPORTER}", "use a release wheel of PyTorch"
     problem = Problem(f"torch {torch.__version__}", found, needed, todo)
     return LynxError("Allocated bytes cannot be asked for on the CPU", [problem])
-
-
-_PROCESS = Path("/proc/self")
-
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * KIB), "MALLOC_TRIM_THRESHOLD_": str(64 * KIB)}
-"""Variables that glibc reads when a process starts; with these every tensor has pages of its own."""
-
-
-def why_unavailable() -> str | None:
-    """Why the peak cannot be read on this machine, in words; None if it can."""
-    try:
-        (_PROCESS / "clear_refs").write_text("5")
-        _status("VmHWM")
-    except (OSError, KeyError) as error:
-        return f"the kernel's high-water mark cannot be reset: {error}"
-    return None
-
-
-class ProcessPeak:
-    """Bytes by which a `with` block raises the process's peak. Raises OSError where `why_unavailable` gives a reason.
-
-        malloc_trim(0)             pages that earlier steps freed go back, or a step would reuse them without a trace
-        clear_refs <- 5            the kernel's high-water mark (VmHWM) falls to what is resident now (VmRSS)
-        step
-        VmHWM - VmRSS at entry     what the step adds
-
-    Run it in a process of its own, started with `ENVIRONMENT`. Otherwise it measures glibc's heap instead: a freed aligned block
-    is not reused for one of the same size, and a step of 1 MiB tensors took twice what it ever had live (33 MiB counted, 66 MiB
-    resident; 34 MiB with the environment). `mallopt` later does not help, since the heap has holes by then.
-
-    Coarse where the counter is exact: page rounding, kernel workspaces and Python objects count, memory that was allocated and
-    never touched does not. It is right to the nearest few MiB.
-    """
-
-    bytes: int
-
-    def __enter__(self) -> ProcessPeak:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc
-            libc.malloc_trim(0)
-        (_PROCESS / "clear_refs").write_text("5")
-        self._level = _status("VmRSS")
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.bytes = _status("VmHWM") - self._level
-
-
-def check_counter(step: Callable[[], object]) -> CounterCheck:
-    """Runs a CPU step twice: first with the counter, which also warms it up, then without a profiler and with `ProcessPeak`."""
-    with activation_meter("cpu") as meter:
-        step()
-    with ProcessPeak() as peak:
-        step()
-    return CounterCheck(counted_bytes=meter.use.peak_bytes, process_bytes=peak.bytes)
-
-
-def _status(key: str) -> int:
-    """Bytes of one line of /proc/self/status."""
-    for line in (_PROCESS / "status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine
-from megatron_lynx.measure.memory import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
@@ -56,7 +55,7 @@ def compare(
     if any(entry.defers for entry in plan.stages):
         job = deferring_job(job)  # stock's weight gradients, too, are then added up in place
     with announce("counting what every setting holds, comparing gradients"):
-        censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
+        censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True)
     field = field_of(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
@@ -68,7 +67,6 @@ def compare(
         warmups=warmups,
         settings=settings,
         skipped=(*left_out_of(censuses[0], field), *censuses[0].skipped),
-        counter_check=censuses[0].check,
     )
     return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
 

@@ -20,8 +20,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.figures import Figures
-from megatron_lynx.measure.measurement import CounterCheck, Skipped, time_alternating
-from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, check_counter, count_step, marked, why_unavailable
+from megatron_lynx.measure.measurement import Skipped, time_alternating
+from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import (
     FULL,
@@ -224,7 +224,6 @@ class Census:
 
     counted: list[Counted] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    check: CounterCheck | None = None
 
     def of(self, name: str) -> Counted:
         return next(each for each in self.counted if each.candidate.name == name)
@@ -254,7 +253,6 @@ def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Cens
         _count_module_sets(census, job, none, reference)
         _count_offload_sets(census, job, none, reference)
     _count_blocks(census, job, none, reference)
-    census.check = _check_of(none)
     return census
 
 
@@ -321,12 +319,3 @@ def _alone(job: Job) -> Job:
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
     model = job.model.model_copy(update=size)
     return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch, "overlap": Overlap()})
-
-
-def _check_of(subject: Subject) -> CounterCheck | None:
-    """The counter against the process's real peak, in a step of a setting that holds much."""
-    if subject.device.type != "cpu":
-        return None
-    if why_not := why_unavailable():
-        return CounterCheck(counted_bytes=subject.counted_step().peak_bytes, why_not=why_not)
-    return check_counter(subject.uncleared_step)

@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from megatron_lynx.compare import markdown, notes, print_report, write_report
-from megatron_lynx.measure.measurement import CounterCheck, load_measurement
+from megatron_lynx.measure.measurement import load_measurement
 from tests.measure.samples import MIB, measurement, setting
 
 GOLDEN = """\
@@ -41,7 +41,6 @@ the most at any moment; the rank that needs most.
 * Exposed: step - step(stock none), medians; replays: of all ranks in one step.
 * ours on demand: 250 ms of one step's trace are replays on demand.
 * ours in windows: 20 ms of one step's trace are replays on demand.
-* The counter was checked: 100.00 MiB counted in one step, the process's peak memory rose by 102.00 MiB (+2.0%).
 * Not run: stock mlp: recurses without end in this release.
 """
 
@@ -89,8 +88,3 @@ def test_files_of_a_report(tmp_path):
     assert document.read_text() == markdown(whole)
     assert [row["setting"] for row in json.loads(table.read_text())["rows"]] == [setting.name for setting in whole.settings]
     assert load_measurement(source) == whole
-
-
-def test_a_counter_that_was_not_checked_says_why():
-    unchecked = CounterCheck(counted_bytes=MIB, why_not="the kernel's high-water mark cannot be reset")
-    assert any("was not checked" in note and "cannot be reset" in note for note in notes(measurement(counter_check=unchecked)))

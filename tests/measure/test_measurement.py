@@ -19,7 +19,7 @@ def test_round_trip(tmp_path):
 
 def test_keys_of_older_files_are_read(tmp_path):
     older = {"in_windows": "hidden_replays", "on_demand": "on_demand_replays", "filled": "filled_weight_gradients"}
-    data = json.loads(measurement().model_dump_json())
+    data = json.loads(measurement().model_dump_json()) | {"counter_check": {"counted_bytes": 5, "process_bytes": 6}}
     for rank in data["settings"][-1]["ranks"]:
         rank |= {"filled": 3}
         rank |= {name: rank.pop(now) for now, name in older.items()}

@@ -10,8 +10,9 @@ import threading
 import pytest
 import torch
 
-from megatron_lynx.measure.memory import ENVIRONMENT, CpuTotal, MemoryUse, activation_meter, remember_blocks, why_unavailable
+from megatron_lynx.measure.memory import CpuTotal, MemoryUse, activation_meter, remember_blocks
 from megatron_lynx.units import MIB
+from tests.instruments.process_peak import ENVIRONMENT, why_unavailable
 
 KIB4 = 4096
 FLOATS = KIB4 // 4
@@ -182,7 +183,7 @@ needs_high_water_mark = pytest.mark.skipif(why_unavailable() is not None, reason
 
 STEPS = """
 import torch
-from megatron_lynx.measure.memory import check_counter
+from tests.instruments.process_peak import counted_and_grown
 
 for rows, width, depth in ((16 * 1024, 1024, 3), (1024, 256, 40)):
     weight = torch.randn(width, width, requires_grad=True)
@@ -194,8 +195,8 @@ for rows, width, depth in ((16 * 1024, 1024, 3), (1024, 256, 40)):
         hidden.sum().backward()
         weight.grad = None
 
-    check = check_counter(step)
-    print(check.counted_bytes > depth * rows * width * 4, check.counted_bytes, check.process_bytes)
+    counted_bytes, grown_bytes = counted_and_grown(step)
+    print(counted_bytes > depth * rows * width * 4, counted_bytes, grown_bytes)
 """
 
 
