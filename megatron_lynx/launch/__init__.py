@@ -2,14 +2,10 @@
 
 torchrun ... -m megatron_lynx.launch pretrain_gpt.py --lynx-plan plan.yaml <Megatron arguments>
 
-command    our flags and the script, read before anything heavy is imported
-script     runs the script as `python SCRIPT` would, with the hooks of its host in place (`hosts`); of Megatron-LM:
-  hooks/arguments       Megatron's parser knows our flags: --help, logged, recorded with its arguments
-  hooks/initialisation  once all ranks can talk: what the flags say is read and checked, and all ranks agree on it
-  hooks/loop            around Megatron's training loop: install(model, plan), and remove
-ending     which rank ended badly, how far it was, and why
-message    prints a line with one write
-agreement  one rank's mistake stops all of them, with one message
+script     our flags and the script, read before anything heavy is imported; runs it as `python SCRIPT` would
+hosts      hooks on the framework that trains: our flags, all ranks can talk, the training loop, a step
+launch     what a launch does there: the plan is read, checked and agreed on, installed, and removed
+schedule   the training loop without flushes
+ending     one message when a run ends badly: which rank, how far it was, and why
 check      runs the first steps once more as stock, and compares bit for bit
-trace_file one step's timeline of all ranks, in one file
 """

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_lynx.apply import install
 from megatron_lynx.apply.all_ranks import of_all_ranks
@@ -20,10 +23,9 @@ from megatron_lynx.apply.live_run import live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.figures import Figures
-from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.check.frames import FrameCheck
-from megatron_lynx.launch.ending import concluded
+from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.fit import against_two_versions, arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.hosts.host import Host
@@ -31,9 +33,10 @@ from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
 from megatron_lynx.launch.outcome.measuring import DevicePeak
 from megatron_lynx.launch.outcome.reporter import Reporter, path_of
-from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.timeline import Span, timeline_of, write_trace
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 from megatron_lynx.whole_file import against_file
@@ -101,7 +104,7 @@ class Launch:
             with self._planned(model):
                 yield
             return
-        from megatron_lynx.launch.without_flushes.loop import without_flushes  # it imports Megatron
+        from megatron_lynx.launch.schedule import without_flushes  # it imports Megatron
 
         with without_flushes(model, optimizer, self._plan) as pipeline, self._planned(model, pipeline):
             yield
@@ -236,3 +239,40 @@ class Launch:
         if counts.deferred:
             done += f"; deferred {counts.deferred} weight gradients: {counts.filled} ran in waits, {counts.flushed} were flushed"
         on_rank_0(f"megatron-lynx: rank 0 {done}")
+
+
+class TraceFile:
+    """Counts steps until the one that is traced, and writes its trace. Without a path it does nothing."""
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._path = path
+        self._step = step
+        self._steps = 0
+
+    @property
+    def comes(self) -> bool:
+        """Whether the next step is the one to be traced."""
+        return self._path is not None and self._steps + 1 == self._step
+
+    @contextmanager
+    def around(self, trace: Trace) -> Iterator[None]:
+        """Runs one step, and records it if it is the one to be traced."""
+        self._steps += 1
+        if self._path is None or self._steps != self._step:
+            yield
+            return
+        if dist.is_initialized():
+            dist.barrier()  # the ranks' clocks begin together
+        trace.start()
+        yield
+        self._write(self._path, gathered_on_rank_0(trace.stop()))
+
+    def _write(self, path: Path, events: list[list[Span]]) -> None:
+        if not events:
+            return
+        try:
+            write_trace(timeline_of(dict(enumerate(events))), path)
+        except ConfigError as error:  # the disk is full, say; a trace is no reason to stop training
+            on_rank_0(f"megatron-lynx: no trace: {error}")
+        else:
+            on_rank_0(f"megatron-lynx: step {self._step} of this run is traced in {path}")

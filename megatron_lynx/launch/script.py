@@ -1,6 +1,9 @@
-"""Runs the training script as `python SCRIPT ARGUMENTS` would, with the launch's hooks in place.
+"""The launcher's command line, `SCRIPT [--lynx-...] <the script's own arguments>`, and the script that runs inside.
 
-its folder first on the import path ─> hold ─> its text as `__main__` ─> give back
+main ─> read ─> run_script   its folder first on the import path ─> hooks in place ─> its text as `__main__` ─> hooks given back
+         └─ LynxError ─> stderr, once per node    exit 1: the answer is no, 2: the request is wrong
+
+Flags are read before torch and Megatron are imported.
 """
 
 from __future__ import annotations
@@ -11,17 +14,68 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_lynx.apply import hook as holding
-from megatron_lynx.errors import HookRefused, LynxError
-from megatron_lynx.launch.command import Command
-from megatron_lynx.launch.ending import named_ending
-from megatron_lynx.launch.flags import read_flags
-from megatron_lynx.launch.hooks import arguments
-from megatron_lynx.launch.hosts import host_named
-from megatron_lynx.launch.hosts.host import Host
-from megatron_lynx.launch.launch import Launch
-from megatron_lynx.launch.message import say
+from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
+from megatron_lynx.launch.flags import Flags, read_flags
+from megatron_lynx.launch.message import say, stop
+
+if TYPE_CHECKING:
+    from megatron_lynx.apply import hook as holding
+    from megatron_lynx.launch.hosts.host import Host
+    from megatron_lynx.launch.launch import Launch
+
+USAGE = """\
+usage: torchrun ... -m {module} SCRIPT [--lynx-host HOST] [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
+                    [--lynx-outcome PATH] [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
+                    [--lynx-schedule flush | double-buffered] [--lynx-log LEVEL] <arguments of SCRIPT>
+
+Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN, or without flushes.
+HOST is megatron-lm, or bridge for a script of Megatron-Bridge. `SCRIPT --help` shows these flags among Megatron-LM's, with what
+each does."""
+
+HOST = "--lynx-host"
+
+
+@dataclass(frozen=True)
+class Command:
+    script: Path
+    arguments: tuple[str, ...]
+    """The script's arguments, with our flags among them: Megatron's parser shows and records them."""
+    flags: Flags
+
+
+def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
+    """Run a command line and return its exit status."""
+    if list(arguments[:1]) in (["-h"], ["--help"]):
+        print(USAGE.format(module=module))
+        return 0
+    try:
+        command = read(arguments)
+
+        run_script(command)
+    except LynxError as error:
+        stop(error)
+        return error.exit_status
+    return 0
+
+
+def read(arguments: Sequence[str]) -> Command:
+    """Raises `ConfigError` where there is no such script, and for flags of ours that do not read."""
+    words, host = list(arguments), list[str]()
+    while words and words[0].partition("=")[0] == HOST:
+        taken = 1 if "=" in words[0] else 2
+        host, words = [*host, *words[:taken]], words[taken:]
+    if not words or words[0].startswith("-"):
+        found = "no arguments" if not words else f"{words[0]} first"
+        raise ConfigError("the launch cannot be read", [Problem("command line", found, "the training script first, then flags")])
+    script = Path(words[0])
+    if not script.is_file():
+        raise ConfigError("the launch cannot be read", [Problem(str(script), "no such file", "a training script")])
+    behind = [*words[1:], *host]
+    return Command(script, tuple(behind), read_flags(behind))
 
 
 def run_script(command: Command) -> None:
@@ -31,6 +85,11 @@ def run_script(command: Command) -> None:
         ConfigError: the host's training cannot be imported from where the script would import it.
         HookRefused: it has not the functions that a launch goes through.
     """
+    from megatron_lynx.apply import hook as holding
+    from megatron_lynx.launch.ending import named_ending
+    from megatron_lynx.launch.hosts import host_named
+    from megatron_lynx.launch.launch import Launch
+
     logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
     host = host_named(command.flags.lynx_host)
     with _as_its_own_process(command, host):
@@ -50,7 +109,13 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
     `script_arguments`: by default those of this process. Ends the process, and says why, for flags of ours that do not read.
     Does nothing where the launcher started the script: it holds them already.
     """
-    if any(getattr(getattr(claim.owner, claim.name), holding.MARK, False) for claim in arguments.claims()):
+    from megatron.training import arguments
+
+    from megatron_lynx.apply import hook as holding
+    from megatron_lynx.launch.hosts import host_named
+    from megatron_lynx.launch.launch import Launch
+
+    if getattr(arguments.add_megatron_arguments, holding.MARK, False):
         return
     try:
         flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
@@ -64,6 +129,8 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
 
 def held(launch: Launch) -> list[holding.Hook]:
     """The hooks of a launch on its host, in place. Raises `HookRefused` where it has not the functions for them."""
+    from megatron_lynx.apply import hook as holding
+
     claims = [*launch.host.claims(launch)]
     if refused := holding.verify(claims):
         raise HookRefused(f"this {launch.host.name} cannot be launched under a plan", refused)

@@ -16,8 +16,7 @@ from megatron.bridge.training.initialize import destroy_global_state
 from megatron.training.global_vars import destroy_global_vars
 
 from megatron_lynx.apply.hook import MARK
-from megatron_lynx.launch.command import read
-from megatron_lynx.launch.script import run_script
+from megatron_lynx.launch.script import read, run_script
 
 HERE = Path(__file__).parent
 OURS = ("Frame", "Launch", "Installation", "Engine")

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 AHEAD = (
     "megatron.bridge.training.pretrain",
     "megatron.bridge.training.gpt_step",
-    "megatron_lynx.launch.command",
+    "megatron_lynx.launch.script",
     "megatron_lynx.apply",
 )
 TO_SAY_WHY_S = 5.0

@@ -57,6 +57,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
     import gc
 
     from megatron_lynx.apply import install
+    from megatron_lynx.errors import LynxError
     from megatron_lynx.launch.check.frames import FrameCheck
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
@@ -74,6 +75,9 @@ def _checked(job: Job, trial: Trial) -> Checked:
                     _step(job, training, trial, step, check, installation)
         except SystemExit as end:
             checked.status = int(end.code or 0)
+        except LynxError as error:  # of this rank alone, in the middle of a step: a launch says it, and ends the process
+            checked.status = error.exit_status
+            said.write(str(error))
         checked.observer = installation.engine.observer
         checked.draws.append(check._draw.kinds)
         checked.gradients = {} if trial.restless else training.gradients()

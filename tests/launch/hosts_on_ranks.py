@@ -37,8 +37,7 @@ NAMES = {
 def one_after_the_other(rank: int, job: Job, plans: list[str], folder: str) -> list[dict[str, Any]]:
     """Of each launch: whether it trained as stock did, what of this process it left changed, and what it said."""
     from megatron_lynx.bridge import training_under
-    from megatron_lynx.launch.command import read
-    from megatron_lynx.launch.script import run_script
+    from megatron_lynx.launch.script import read, run_script
 
     settings = {name: _within(job, place) for name, place in NAMES.items()}
     with _frameworks(settings, rank) as (megatron_lm, bridge):

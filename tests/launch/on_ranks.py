@@ -16,7 +16,7 @@ from megatron_lynx.errors import ConfigError, HookRefused, Problem
 
 def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | None, str]:
     """The exit status that a rank would end with, and what it said. Ranks in `wrong` have an error."""
-    from megatron_lynx.launch.agreement import agree
+    from megatron_lynx.launch.ending import agree
 
     error = ConfigError("no plan", [Problem("plan.yaml", "no such file", "a plan")]) if rank in wrong else None
     return _ended(partial(agree, error, same=contents[rank], what="--lynx-plan plan.yaml"))
@@ -24,7 +24,7 @@ def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | No
 
 def agreeing_in_different_errors(rank: int) -> int | None:
     """The exit status where rank 0 refuses a run (1) and rank 1 was given a wrong plan (2)."""
-    from megatron_lynx.launch.agreement import agree
+    from megatron_lynx.launch.ending import agree
 
     error = (HookRefused, ConfigError)[rank]("no plan", [Problem("plan.yaml", "another", "this one")])
     return _ended(partial(agree, error))[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch.command import main, read
 from megatron_lynx.launch.flags import Flags, add_flags, read_flags
+from megatron_lynx.launch.script import main, read
 
 
 def test_our_flags_among_those_of_the_script():
@@ -63,7 +63,7 @@ def test_megatrons_parser_reads_the_same():
 
 def test_help_of_a_text_that_argparse_cannot_format():
     """0.18 and 0.19 have one: their own `--help` ends in a traceback."""
-    from megatron_lynx.launch.hooks.arguments import printable
+    from megatron_lynx.launch.hosts.megatron_lm import printable
 
     parser = argparse.ArgumentParser(prog="script", allow_abbrev=False)
     parser.add_argument("--share", default=1, help="in % of the batch, by default %(default)s")

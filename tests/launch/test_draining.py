@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.launch.without_flushes.draining import Draining, reasons
+from megatron_lynx.launch.schedule import Draining, reasons
 
 NOTHING = {
     "train_iters": 10,

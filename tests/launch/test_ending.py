@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch.agreement import Ended
-from megatron_lynx.launch.ending import concluded, named_ending
+from megatron_lynx.launch.ending import Ended, concluded, named_ending
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.launch.check.draw import Draw
-from megatron_lynx.launch.check.original import Original
+from megatron_lynx.launch.check.frames import Draw, Original
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool

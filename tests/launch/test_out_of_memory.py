@@ -10,9 +10,7 @@ import torch
 
 from megatron_lynx.figures import Figures
 from megatron_lynx.launch.out_of_memory import watch
-from megatron_lynx.launch.out_of_memory.allocator import Allocator
-from megatron_lynx.launch.out_of_memory.explanation import budget_bytes, command, explained, rounded_down
-from megatron_lynx.launch.out_of_memory.held import states_held
+from megatron_lynx.launch.out_of_memory.explanation import Allocator, budget_bytes, command, explained, rounded_down, states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan

@@ -136,7 +136,7 @@ class Loop:
         from megatron.core.utils import get_model_config
 
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-        from megatron_lynx.launch.trace_file import TraceFile
+        from megatron_lynx.launch.launch import TraceFile
         from megatron_lynx.testbed.tiny_models import build_model
         from megatron_lynx.testbed.training import Training, synthetic_batches
 

@@ -6,16 +6,10 @@
                 │ losses, gradients to host │ gradients zeroed │          │ all ranks   │  gradients, as it would have without
                                                                                       └─ not: stock once more; all ranks stop,
                                                                                          and what differs is named
-check           the count of checked steps, and which stock each is compared with
-step            one checked step: passes over it, each from the same state
-batches         what a step reads is read once and given to every pass
-training_state  everything else that a pass changes: random numbers, buffers, FP8 scales, logged losses
+check           the count of checked steps, which stock each is compared with, its passes, and the errors where one differs
+training_state  what a pass reads and changes: batches, random numbers, buffers, FP8 scales, logged losses
 outcome         losses and gradients of one pass, and the first difference between two
-reference       which stock: without recomputation, or with full recomputation where the former does not fit in memory
-verdict         the errors where something differs
 
-`--lynx-check frames` compares what replays and reloads made with what forward had saved, whatever backward does with it:
-frames          the steps in which frames are checked
-draw            which frames: a few in each step, of all kinds
-original        one saved tensor, and whether backward got the same bits
+`--lynx-check frames` compares what recomputations and reloads made with what forward had saved, whatever backward does with it:
+frames          the steps in which frames are checked, which frames, and each of their saved tensors
 """

@@ -8,28 +8,31 @@ Megatron's `train_step` is given another function in the place of its schedule. 
     [4] the plan; Megatron's step goes on from what it leaves behind
     [5] all ranks compare; where one differs, stock runs again, and it is said what differs: stock from itself, or the plan
 
-Where a rank runs out of memory in [2] to [5], others wait for it in a collective: it says so, and ends all (`alarm`).
+A rank that runs out of memory in [2] to [5] says so and exits, and torchrun ends the others.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module, Parameter
 
 from megatron_lynx.apply import Installation
 from megatron_lynx.apply.all_ranks import of_all_ranks
-from megatron_lynx.launch.agreement import agree, on_rank_0
-from megatron_lynx.launch.alarm import ending_together
-from megatron_lynx.launch.check.outcome import Difference, Outcome
-from megatron_lynx.launch.check.reference import IN_WORDS, Need, ReferenceSetting, room_bytes
-from megatron_lynx.launch.check.step import Schedule, Step
-from megatron_lynx.launch.check.tolerance import head_tolerances
-from megatron_lynx.launch.check.verdict import OutOfMemory, enough_memory, not_repeatable, plan_differs
+from megatron_lynx.apply.assignment import order_of
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.launch.check.outcome import Difference, Outcome, differences, gradient_of, named_parameters
+from megatron_lynx.launch.check.training_state import DataIterators, TrainingState
+from megatron_lynx.launch.ending import agree, on_rank_0
 from megatron_lynx.units import format_bytes
 
 
@@ -76,13 +79,11 @@ class Check:
         return forward_backward
 
     def _run(self, step: Step) -> Any:
-        with ending_together():
-            setting = self._setting(step)
-            setting, reference = self._reference(step, setting)
-            with enough_memory(self.steps + 1, "the plan"):
-                losses = step.planned()
-            self._settle(step, setting, reference, Outcome.of(losses, step.run.chunks))
-            return losses
+        setting, reference = self._reference(step, self._setting(step))
+        with enough_memory(self.steps + 1, "the plan"):
+            losses = step.planned()
+        self._settle(step, setting, reference, Outcome.of(losses, step.run.chunks))
+        return losses
 
     def _setting(self, step: Step) -> ReferenceSetting:
         """Which stock setting this step is compared with; the same on all ranks."""
@@ -166,3 +167,238 @@ def _say_full(why: str) -> None:
 
 def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+ReferenceSetting = Literal["none", "full"]
+
+IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
+
+USABLE = 0.95
+"""Share of the free memory that is counted on: the allocator's blocks do not always fit, so not all of it can be used."""
+
+
+@contextmanager
+def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]:
+    """Megatron's own settings are in force inside: its layers read them at each call. Its timers do not count what runs here."""
+    settings: dict[str, Any] = {"timers": None}
+    if setting == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "distribute_saved_activations": False,
+        }
+    configs = {id(module.config): module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")}
+    before = [
+        (config, {name: getattr(config, name) for name in settings if hasattr(config, name)}) for config in configs.values()
+    ]
+    try:
+        for config, present in before:
+            for name in present:
+                setattr(config, name, settings[name])
+        yield
+    finally:
+        for config, present in before:
+            for name, value in present.items():
+                setattr(config, name, value)
+
+
+def room_bytes(device: torch.device) -> int | None:
+    """Memory that is not in use of the device that a model is on; None for a CPU, where nobody counts it."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Device memory of a pass on one rank, beside what is there before and after it."""
+
+    planned_bytes: int
+    let_go_bytes: int
+    """What the plan does not hold, of all passes that are in flight at the fullest."""
+
+    @property
+    def of_none_bytes(self) -> int:
+        return self.planned_bytes + self.let_go_bytes
+
+    def lacking(self, room: int) -> str | None:
+        """How much is missing, in words and with both numbers; None where it fits."""
+        if self.of_none_bytes <= USABLE * room:
+            return None
+        return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"
+
+
+Schedule = Callable[..., Any]
+"""Megatron's `forward_backward_func`, called with keywords."""
+
+
+class Step:
+    """A step that runs several times where Megatron would have run it once. The pass that training goes on from runs last."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: Any,
+        data_iterator: Any,
+        others: dict[str, Any],
+        optimizer: Any,
+        installation: Installation,
+    ) -> None:
+        run = live_run(model)
+        assert isinstance(run, LiveRun)  # the plan is installed for it
+        self.run = run
+        self._schedule = schedule
+        self._model = model
+        self._optimizer = optimizer
+        self._installation = installation
+        self._iterators = DataIterators(data_iterator)
+        self._others = others
+        self._state = TrainingState(run.chunks)  # [1]
+        self._fresh = True
+
+    def planned(self) -> Any:
+        """The losses of a pass under the plan. [4]"""
+        trace = self._installation.engine.trace
+        with self._once_more():
+            if trace.enabled:
+                trace.start()  # without what ran before
+            return self._pass()
+
+    def stock(self, setting: ReferenceSetting) -> Outcome:
+        with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
+            return Outcome.of(self._pass(), self.run.chunks).on_host()
+
+    def measured(self) -> Need:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with self._once_more():
+            self._pass()
+        counts = self._installation.engine.take_counts()
+        run, microbatches = self.run, self._others["num_microbatches"]
+        passes = microbatches * len(run.chunks)
+        let_go = (counts.let_go_bytes + counts.offloaded_bytes) // passes
+        return Need(torch.cuda.max_memory_allocated() - before, let_go * _most_in_flight(run, microbatches))
+
+    def differences(
+        self, one: Outcome, other: Outcome, names: tuple[str, str], tolerances: Mapping[str, float] = MappingProxyType({})
+    ) -> list[Difference]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return differences(one, other, rank=rank, stage=self.run.stage, names=names, tolerances=tolerances)
+
+    def _pass(self) -> Any:
+        return self._schedule(model=self._model, data_iterator=self._iterators.stand_in, **self._others)
+
+    @contextmanager
+    def _once_more(self) -> Iterator[None]:
+        """Restore the state in which Megatron called its schedule: gradients are zero, nothing was read."""
+        if not self._fresh:
+            self._state.restore()
+            self._iterators.again()
+            for chunk in self._model:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            torch.cuda.empty_cache()  # one pass's blocks would be the next one's fragments
+        self._fresh = False
+        yield
+
+
+def _most_in_flight(run: LiveRun, microbatches: int) -> int:
+    count = most = 0
+    for turn, _ in order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)(microbatches).all:
+        count += 1 if turn.kind == "F" else -1
+        most = max(most, count)
+    return most
+
+
+IN_FP32 = 2.0**-16
+"""Of sums in fp32 (24 bits), whose order differs."""
+IN_16_BITS = 2.0**-7
+"""Of sums that are rounded to 8 bits, once a micro-batch, in stock and under the plan."""
+ADDED_IN_16_BITS = 2.0**-4
+"""Where gradients are added up in 16 bits, each sum is rounded: of every micro-batch in stock, of every piece under the plan."""
+
+
+def head_tolerances(chunks: Sequence[Module]) -> dict[str, float]:
+    """Parameters of these chunks that are the head's weight, by their name in the whole model, and what they may differ by."""
+    weights = {id(weight) for chunk in chunks for weight in _head_weights(chunk)}
+    return {name: tolerance_of(chunks[0], parameter) for name, parameter in named_parameters(chunks) if id(parameter) in weights}
+
+
+def tolerance_of(chunk: Module, weight: Parameter) -> float:
+    """Of the largest value of a weight's gradient."""
+    gradient, fused = gradient_of(weight), chunk.config.gradient_accumulation_fusion  # type: ignore[union-attr]
+    if gradient is not None and gradient.element_size() < 4 and hasattr(weight, "main_grad"):
+        return ADDED_IN_16_BITS
+    return IN_FP32 if fused or weight.element_size() == 4 else IN_16_BITS
+
+
+def _head_weights(chunk: Module) -> Iterator[Parameter]:
+    tied = chunk.share_embeddings_and_output_weights
+    if getattr(chunk, "post_process", False):
+        yield chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight  # type: ignore[operator,union-attr,misc]
+    if tied and getattr(chunk, "pre_process", False):
+        yield chunk.embedding.word_embeddings.weight  # type: ignore[union-attr,misc]
+
+
+IN_PIECES = "its head is in pieces, whose GEMMs have fewer rows, and a device may compute these otherwise"
+"""Why a plan that is right may differ from stock on a GPU, where a kernel is chosen by the shape of a GEMM."""
+
+
+def plan_differs(
+    step: int, setting: ReferenceSetting, first: Difference, count: int, *, head_in_pieces: bool = False
+) -> LynxError:
+    places = "one place" if count == 1 else f"{count} places, the first of them here"
+    todo = "train without this plan, and report it with the plan and this launch's arguments"
+    if head_in_pieces:
+        todo = f"{IN_PIECES}: check --lynx-check frames, or a plan whose head is whole; else {todo}"
+    problem = Problem(first.place, first.found, "the same bits", todo)
+    return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[setting]} differ in {places}", [problem])
+
+
+def frames_differ(first: Difference, count: int, compared: int) -> LynxError:
+    """`count` of `compared` tensors of drawn frames are not what their forward had saved."""
+    todo = "train without this plan, and report it with the plan and this launch's arguments"
+    problem = Problem(first.place, first.found, "the same bits", todo)
+    headline = f"--lynx-check frames: {count} of {compared} tensors of backward are not what forward saved; the first of them"
+    return LynxError(headline, [problem])
+
+
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""What `--deterministic-mode` of Megatron 0.19 sets in the environment; before 0.19 it leaves that to the user."""
+
+
+def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> LynxError:
+    wanted = ", ".join(f"{name}={value} (here {os.environ.get(name, 'not set')})" for name, value in DETERMINISTIC.items())
+    todo = f"launch with --deterministic-mode, without flash attention and --cross-entropy-loss-fusion, and set {wanted}"
+    problem = Problem(first.place, first.found, "the same bits: nothing can be compared with what differs from itself", todo)
+    return LynxError(f"--lynx-check: in step {step} {IN_WORDS[setting]} differs from itself when it runs twice", [problem])
+
+
+class OutOfMemory(LynxError):
+    """A pass did not fit on this rank's device."""
+
+
+INSTEAD = {
+    IN_WORDS["none"]: "give --lynx-check-against full: its bits are the same",
+    IN_WORDS["full"]: "check with fewer layers or shorter sequences",
+}
+WITHOUT_CHECK = "launch without --lynx-check; where that runs out of memory, too, make a plan for less memory"
+
+
+@contextmanager
+def enough_memory(step: int, what: str) -> Iterator[None]:
+    """Raises `OutOfMemory` where what runs inside (`what` in words) meets the end of device memory."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        found = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
+        problem = Problem("--lynx-check", found, "", INSTEAD.get(what, WITHOUT_CHECK))
+        raise OutOfMemory("the plan cannot be checked like this", [problem]) from None
+
+
+def _how_much(error: BaseException) -> str:
+    """The allocator's own figures: what was asked for, what the device has, what is free."""
+    first = str(error).partition("\n")[0].partition(" Including ")[0]
+    return first.removeprefix("CUDA out of memory. ").rstrip(".") or "no figures"

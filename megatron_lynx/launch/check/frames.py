@@ -10,10 +10,13 @@ backward) change nothing. What it does not see is a fault in backward itself, or
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,13 +25,9 @@ from megatron_lynx.apply import Installation
 from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.agreement import agree
-from megatron_lynx.launch.alarm import ending_together
-from megatron_lynx.launch.check.draw import Draw
-from megatron_lynx.launch.check.original import Original
-from megatron_lynx.launch.check.outcome import Difference
-from megatron_lynx.launch.check.step import Schedule
-from megatron_lynx.launch.check.verdict import frames_differ
+from megatron_lynx.launch.check.check import Schedule, frames_differ
+from megatron_lynx.launch.check.outcome import Difference, bits, unlike
+from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.watched import Again, Place, Returned
@@ -96,15 +95,14 @@ class FrameCheck:
             if draws:
                 self._begin(model)
                 installation.engine.observer = self
-            with ending_together():
-                try:
-                    losses = schedule(model=model, **others)
-                except Exception as error:
-                    if (known := self._differs()) is not None:
-                        raise known from error  # a backward may well fail on what it should not have got
-                    raise
-                finally:
-                    installation.engine.observer = None
+            try:
+                losses = schedule(model=model, **others)
+            except Exception as error:
+                if (known := self._differs()) is not None:
+                    raise known from error  # a backward may well fail on what it should not have got
+                raise
+            finally:
+                installation.engine.observer = None
             self._settle()
             return losses
 
@@ -206,3 +204,104 @@ def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
         which = "its gathered input" if place.again == "gathered" else "an argument"
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     return f"layer {layer}, {half} half{item}, micro-batch {frame.micro_batch.index} ({which} of segment {place.segment}, {kind})"
+
+
+PER_STEP = 4
+"""Frames of one rank and step. Of one, the host keeps what one half of a layer saves for one micro-batch."""
+
+
+class Draw:
+    """The draws of one rank."""
+
+    def __init__(self, seed: int, per_step: int = PER_STEP) -> None:
+        self._random = random.Random(seed)  # its own: training's numbers are not touched
+        self._per_step = per_step
+        self._left = 0
+        self._seen = Counter[Hashable]()
+        self._chosen: set[tuple[Hashable, int]] = set()
+        self._drawn = Counter[Hashable]()
+
+    @property
+    def kinds(self) -> tuple[int, int]:
+        """How many kinds of frames were drawn, of how many that there were."""
+        return sum(count > 0 for count in self._drawn.values()), len(self._drawn)
+
+    def step_begins(self) -> None:
+        before, self._seen = self._seen, Counter()
+        self._left = self._per_step
+        self._chosen.clear()
+        planned, left = Counter(self._drawn), Counter(before)
+        for _ in range(self._per_step):
+            open_kinds = sorted((kind for kind in before if left[kind]), key=str)
+            if not open_kinds:
+                return
+            kind = min(open_kinds, key=lambda kind: (planned[kind], self._random.random()))
+            free = [number for number in range(before[kind]) if (kind, number) not in self._chosen]
+            self._chosen.add((kind, self._random.choice(free)))
+            planned[kind] += 1
+            left[kind] -= 1
+
+    def takes(self, kind: Hashable) -> bool:
+        """Whether this frame, the next one of its kind in this step, is drawn."""
+        number = self._seen[kind]
+        self._seen[kind] += 1
+        self._drawn.setdefault(kind, 0)
+        drawn = self._left > 0 and ((kind, number) in self._chosen or not self._drawn[kind])
+        self._drawn[kind] += drawn
+        self._left -= drawn
+        return drawn
+
+
+class _Compared(NamedTuple):
+    """On the device: how many elements differ, the first that does, and its bits in what backward got and in what was saved."""
+
+    differing: Tensor
+    first: Tensor
+    returned: Tensor
+    saved: Tensor
+
+
+class Original:
+    """One saved tensor of a drawn frame. `made_by` in words: `replayed`, `reloaded`, `gathered`."""
+
+    def __init__(self, tensor: Tensor, made_by: str) -> None:
+        self.made_by = made_by
+        self.size_bytes = tensor.nbytes
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._kept: Tensor | None = tensor.detach().to("cpu", copy=True)
+        self._compared: _Compared | None = None
+        self._unlike = ""
+
+    @torch.no_grad()
+    def compare(self, returned: Tensor) -> None:
+        """Backward gets this in the tensor's place. A second time is not looked at."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        self._unlike = unlike(returned, kept, (f"what was {self.made_by}", "what was saved"))
+        if self._unlike or kept.numel() == 0:
+            return
+        mine = bits(returned).clone().flatten()  # [1]
+        saved = bits(kept).to(mine.device).flatten()  # [2]
+        differ = mine != saved
+        first = differ.to(torch.uint8).argmax().view(1)
+        self._compared = _Compared(differ.sum(), first, mine.index_select(0, first), saved.index_select(0, first))
+
+    @property
+    def over(self) -> bool:
+        """Whether backward has asked for it."""
+        return self._kept is None
+
+    def found(self) -> str:
+        """What differs, in words; empty where all bits are equal. [3]"""
+        if self._unlike or self._compared is None:
+            return self._unlike
+        count = int(self._compared.differing)
+        if count == 0:
+            return ""
+        returned, saved = (float(side.cpu().view(self._dtype)) for side in (self._compared.returned, self._compared.saved))
+        at = [int(index) for index in torch.unravel_index(self._compared.first.cpu(), self._shape)]
+        return (
+            f"{count} of {self._shape.numel()} values that differ, the first at {at}: {returned:.9g} {self.made_by} and "
+            f"{saved:.9g} saved"
+        )

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
-from megatron_lynx.launch.agreement import Ended
+from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.flags import PREFIX
 from megatron_lynx.launch.hosts.host import Told, around_step
 from megatron_lynx.launch.message import stop

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.out_of_memory.allocator import Allocator
-from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
 from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
+from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.torch_release import ALLOCATOR, GROWING
-from megatron_lynx.units import GIB, format_bytes
+from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
 LARGEST = 5
 """Kinds of bytes that are named."""
@@ -175,3 +179,111 @@ def rounded_down(gib: float) -> str:
     places = max(0, DIGITS - 1 - math.floor(math.log10(gib)))
     text = f"{math.floor(gib * 10**places) / 10**places:.{places}f}"
     return text.rstrip("0").rstrip(".") if places else text
+
+
+_UNITS = {"B": 1, "bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_SIZE = r"([\d.]+) (B|bytes|KiB|MiB|GiB)"
+_CAPACITY = re.compile(rf"total capac\w+ of {_SIZE}")
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated")
+_UNUSED = re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated")
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """One device when it ran out of memory. Figures are as rounded as PyTorch prints them."""
+
+    asked_bytes: int
+    allocated_bytes: int
+    unused_bytes: int
+    """Reserved and not allocated."""
+    free_bytes: int
+    """Not even reserved."""
+    capacity_bytes: int | None = None
+    """Of the device; None where the message does not say."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """What PyTorch could use of the device."""
+        return self.allocated_bytes + self.unused_bytes + self.free_bytes
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """What others than PyTorch's allocator use: context, libraries, NCCL, other processes."""
+        return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.limit_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.allocated_bytes + self.asked_bytes
+
+    @property
+    def lacking_bytes(self) -> int:
+        """What is missing even if every byte that is not allocated could be used; 0 where fragmentation alone is to blame."""
+        return max(0, self.needed_bytes - self.limit_bytes)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Allocator | None:
+        """Its figures, or None where the message has none (a library's own memory, say)."""
+        text = str(error)
+        asked, allocated = _size_in(_ASKED, text), _size_in(_ALLOCATED, text)
+        if asked is None or allocated is None:
+            return None
+        return cls(asked, allocated, _size_in(_UNUSED, text) or 0, _size_in(_FREE, text) or 0, _size_in(_CAPACITY, text))
+
+
+def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else round(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
+    """Bytes by kind, without kinds of which there are none. Memory that several tensors share counts once, and what an optimizer
+    has on the host not at all."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    devices = {parameter.device.type for parameter in parameters}
+    gradients = [gradient for parameter in parameters for gradient in (getattr(parameter, "main_grad", None), parameter.grad)]
+    counted: set[int] = set()
+    kinds: dict[str, Iterable[Tensor]] = {
+        "parameters": parameters,
+        "gradients": [gradient for gradient in gradients if gradient is not None],
+        "optimizer": [tensor for tensor in _tensors_of(optimizer) if not devices or tensor.device.type in devices],
+    }
+    found = {kind: _memory(tensors, counted) for kind, tensors in kinds.items()}
+    return {kind: size for kind, size in found.items() if size}
+
+
+def has_state(optimizer: Any) -> bool:
+    """Whether an optimizer has made its state, in a step or from a checkpoint."""
+    return any(_states_of(each) for each in _inner(optimizer))
+
+
+def _memory(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    size = 0
+    for tensor in memory_of(tensors):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            size += storage.nbytes()
+    return size
+
+
+def _tensors_of(optimizer: Any) -> Iterator[Tensor]:
+    """Main parameters and states, of Megatron's optimizers and of torch's."""
+    for inner in _inner(optimizer):
+        parameters = (parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"])
+        states = (value for state in _states_of(inner).values() for value in state.values())
+        yield from (each for each in (*parameters, *states) if isinstance(each, Tensor))
+
+
+def _inner(optimizer: Any) -> Iterator[Any]:
+    """Those of torch's that do the work: Megatron's wrap them, or chain others."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for chained in optimizer.chained_optimizers:
+            yield from _inner(chained)
+    elif optimizer is not None:
+        yield getattr(optimizer, "optimizer", None) or optimizer
+
+
+def _states_of(inner: Any) -> Mapping[Any, Mapping[str, Any]]:
+    return getattr(inner, "state", None) or {}

@@ -1,4 +1,4 @@
-"""Watches for a rank that runs out of device memory: it says what happened, and all ranks end.
+"""Watches for a rank that fails by itself, above all for want of device memory: it says what happened, and all ranks end.
 
     before the model is built   the plan is known       what fails is told by how far the run was
     the training loop           so are the models       ... and by its moment
@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.alarm import LastWord
-from megatron_lynx.launch.out_of_memory.explanation import OutOfDeviceMemory, explained
-from megatron_lynx.launch.out_of_memory.held import has_state
+from megatron_lynx.launch.ending import LastWord
+from megatron_lynx.launch.message import stop
+from megatron_lynx.launch.out_of_memory.explanation import OutOfDeviceMemory, explained, has_state
 from megatron_lynx.launch.out_of_memory.moment import Rank
 from megatron_lynx.plan import Plan
 from megatron_lynx.torch_release import nccl_ub_stands_alone
@@ -54,24 +55,29 @@ class MemoryWatch:
         """An error inside that is one of memory becomes one of ours, with the original as its cause."""
         try:
             yield
-        except OutOfDeviceMemory:
-            raise
         except Exception as error:
-            if self._plan is None:
+            if self._plan is None or self._last_word is None or isinstance(error, OutOfDeviceMemory):
                 raise
             found = explained(error, self._rank(self._plan), self._how_far(), self._path)
             if found is not None:
-                speaks = self._last_word is None or self._last_word.is_first()
-                raise (found if speaks else found.too()) from error
-            if self._last_word is not None and not isinstance(error, LynxError):
+                raise (found if self._last_word.is_first() else found.too()) from error
+            if not isinstance(error, LynxError):
                 self._last_word.follow()
+            elif not self._last_word.is_first():
+                self._last_word.follow(error.exit_status)
             raise
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The same around one step of training, behind which the optimizer has its state."""
-        with self.watching():
-            yield
+        """The same around one step of training, after which the optimizer has its state. An error of ours ends this process here:
+        in Megatron's own clean-up it could wait for other ranks."""
+        try:
+            with self.watching():
+                yield
+        except LynxError as error:
+            if dist.is_initialized():
+                stop(error)
+            raise
         self._stepped = True
 
     def _rank(self, plan: Plan) -> Rank:

@@ -25,7 +25,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen, in_words, logged
-from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
+from megatron_lynx.launch.ending import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.outcome.measuring import DevicePeak, Peak, StepClock, StepSeconds
 from megatron_lynx.launch.outcome.rows import largest_input, parts_of, predicted_of, reserve_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (

@@ -1,0 +1,168 @@
+"""`--lynx-schedule double-buffered`: lets Megatron's training loop train with a pipeline that is not drained before each update.
+
+train begins                              here
+-----------------------------------------------------------------------------------------------------------------
+  forward_backward_func                   the pipeline's: all backwards of this batch, some forwards of the next
+  optimizer.step                          on the version that is retired; rate, norm and loss are this batch's
+  evaluate, save_checkpoint               only after a batch that drained
+  checkpoint_and_decide_exit              a signal, or the end of the given time: remembered, and the next batch drains
+train ends                                everything given back
+
+Whether batch j drains is known from Megatron's arguments when it begins: it is evaluated, saved, the last one, an exit, or
+skipped. Batches are counted as Megatron counts iterations: from 1, over all runs of a training.
+
+Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
+                      `train` and by `save_checkpoint_and_time`).
+Why                   a signal is only noticed when a batch is over, and then forwards of the next one have begun.
+Calls the original    once per call where the pipeline is empty, with the arguments as they came.
+Holds                 nothing; `Draining` remembers what was noticed.
+Passes through when   the pipeline is empty. Where it is not, nothing is due by Megatron's arguments; a save is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lynx.apply import hook as holding
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.double_buffered.hooks import claims as schedule_claims
+from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+from megatron_lynx.errors import HookRefused, LynxError
+from megatron_lynx.launch.ending import agree, on_rank_0
+from megatron_lynx.plan import Plan
+from megatron_lynx.units import format_bytes
+
+
+@contextmanager
+def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Iterator[DoubleBuffered]:
+    """Megatron's loop trains without flushes inside. All ranks enter, or none: a refusal of one ends all of them.
+
+    `plan` says whether updates are deferred; by default they are.
+    """
+    from megatron.training import training
+    from megatron.training.global_vars import get_args
+
+    args, error = get_args(), None
+    try:
+        pipeline = _pipeline(model, optimizer, args, plan)
+        draining = Draining(args, training)
+        claims = [*schedule_claims(training, pipeline, draining.now), *stopping_claims(training, pipeline, draining)]
+        if refused := holding.verify(claims):
+            raise HookRefused("this Megatron-LM cannot be trained without flushes", refused)
+    except LynxError as found:
+        error = found
+    agree(error)
+    hooks = holding.put_in_place(claims)
+    try:
+        _say_begun(pipeline)
+        yield pipeline
+    finally:
+        holding.give_back(hooks)
+
+
+def _pipeline(model: Any, optimizer: Any, args: Any, plan: Plan | None) -> DoubleBuffered:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return DoubleBuffered(
+        model,
+        optimizer,
+        microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        defer_updates=plan is None or plan.defer_updates,
+    )
+
+
+def _say_begun(pipeline: DoubleBuffered) -> None:
+    weights = format_bytes(pipeline.versions.buffers.extra_bytes)
+    gradients = pipeline.gradients.buffers.extra_bytes if pipeline.gradients is not None else 0
+    on_rank_0(
+        f"megatron-lynx: training without flushes, on gradients that are one update old; on rank 0 the second version of the "
+        f"weights takes {weights}, a second gradient {format_bytes(gradients)}"
+    )
+
+
+def reasons(args: Any, number: int) -> Iterator[str]:
+    """Why the pipeline must be empty behind batch `number`; nothing: it need not be.
+
+    `args`: Megatron's, as the training loop reads them.
+    """
+    if number >= args.train_iters:
+        yield "the last batch"
+    if args.do_valid and _is_due(args.eval_interval, number):
+        yield "an evaluation"
+    if args.save and (_is_due(args.save_interval, number) or _is_due(args.non_persistent_save_interval, number)):
+        yield "a checkpoint"
+    if _is_due(args.exit_interval, number) or number in (args.phase_transition_iterations or ()):
+        yield "an exit"
+    if {number, number + 1} & set(args.iterations_to_skip or ()):  # counted from 0 until 0.17
+        yield "the batch behind it is skipped"
+
+
+def _is_due(interval: int | None, number: int) -> bool:
+    return bool(interval) and number % interval == 0  # type: ignore[operator]
+
+
+class Draining:
+    """Says for each batch of a run whether the pipeline must be empty behind it. All ranks give the same answers.
+
+    Args:
+        args: Megatron's.
+        training: its module `megatron.training.training`.
+    """
+
+    def __init__(self, args: Any, training: Any) -> None:
+        self._args = args
+        self._training = training
+        self._wants_to_stop = False
+
+    def now(self) -> bool:
+        """Whether the pipeline must be empty behind the batch that begins now."""
+        return self._wants_to_stop or any(reasons(self._args, self._args.curr_iteration + 1))
+
+    def look(self) -> None:
+        """Ask, where Megatron would ask, whether to stop: then the next batch drains, and it stops there. On all ranks."""
+        self._wants_to_stop |= self._signalled() or self._out_of_time()
+
+    def _signalled(self) -> bool:
+        return bool(self._args.exit_signal_handler) and any(self._training.get_signal_handler().signals_received())
+
+    def _out_of_time(self) -> bool:
+        if not self._args.exit_duration_in_mins:
+            return False
+        minutes = (time.time() - self._training._TRAIN_START_TIME) / 60.0
+        over = torch.tensor([minutes > self._args.exit_duration_in_mins], dtype=torch.int, device="cuda")
+        dist.all_reduce(over, op=dist.ReduceOp.MAX)
+        return bool(over.item())
+
+
+def stopping_claims(training: Any, pipeline: DoubleBuffered, draining: Draining) -> Iterator[Claim]:
+    """`training`: the module of Megatron's loop."""
+
+    def stop(original: Any) -> Any:
+        @wraps(original)
+        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+            if pipeline.drained:
+                return original(*args, **kwargs)
+            draining.look()
+            return False
+
+        return checkpoint_and_decide_exit
+
+    def save(original: Any) -> Any:
+        @wraps(original)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            pipeline.check_drained("saving")
+            return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    yield Claim(training, "checkpoint_and_decide_exit", stop, "saves, and decides whether to stop, behind a batch")
+    yield Claim(training, "save_checkpoint", save, "saves weights")
