@@ -5,12 +5,12 @@
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       reported(): it passes, or site()           recorder, replayer
-        a collective is issued      window(): fwd.*                            waits; the timetable says what runs in it
+        a collective is issued      waits.window(): fwd.*                      waits; the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
-    receive of a gradient           receive(): a window, pipe.recv_backward    waits
+    receive of a gradient           waits.receive(): pipe.recv_backward        waits
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter(): a checkpoint runs again          ledger, offloader, tasks
-        a collective is issued      window(): bwd.*                            waits
+        a collective is issued      waits.window(): bwd.*                      waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
         a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
 
@@ -92,7 +92,8 @@ class Engine:
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]
         self._tasks = Tasks(self._progress, timetable, depths, self._replays, self.weight_gradients)
-        self._waits = Waits(self._progress, self._tasks)
+        self.waits = Waits(self._progress, self._tasks)
+        """What the hooks on communication talk to."""
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
@@ -298,21 +299,12 @@ class Engine:
             frame.gathering = None
             frame.take_gathered_gradient(None)
 
-    # --- windows -------------------------------------------------------------------------------------------------------
-
-    def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
-        """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it.
-        `exchange`: it brings tokens to experts, or back; else it is one of the tensor-parallel group."""
-        return self._waits.window(exchange=exchange)
+    # --- what the hooks on communication report beside waits ------------------------------------------------------------
 
     def exchange_begins(self) -> None:
         """Messages between stages are about to be issued."""
         with self._progress.aborting():
             self.offloader.exchange_begins()
-
-    def receive(self, works: list[Any]) -> list[Any]:
-        """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
-        return self._waits.receive(works)
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Experts of this rank are about to run on so many rows. `balanced`: what they would get if all were asked as often."""
@@ -330,15 +322,3 @@ class Engine:
     def owns_gathered(self) -> bool:
         """Whether what the present site gathers must not lie in a buffer that others use, because it is kept for a replay."""
         return self._progress.scope is not None and self._progress.scope.owns_gathered
-
-    def gathered_input(self) -> Any:
-        """The buffer that a gather of the present site's input would fill, if its gather was started already."""
-        return self._waits.gathered_input()
-
-    def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
-        """What is gathered of this gradient, `[s/t, ...] -> [s, ...]`, and its `Work`, if a frame has started that."""
-        return self._waits.gathered_gradient(gradient)
-
-    def served(self, output: Any) -> Any:
-        """The `Work` that gathers into `output`, if a frame has started it."""
-        return self._waits.served(output)

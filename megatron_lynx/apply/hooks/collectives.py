@@ -31,7 +31,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is not group or not engine.in_half or _takes_largest(*args, **kwargs):
                 return original(*args, **kwargs)
-            return issued(engine.window(), original, *args, **kwargs)
+            return issued(engine.waits.window(), original, *args, **kwargs)
 
         return collective
 
@@ -40,7 +40,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = engine.served(output) if engine.in_half else None
+            work = engine.waits.served(output) if engine.in_half else None
             if work is None:
                 waited_for = windowed(output, *args, **kwargs)
                 if waited_for is None:
@@ -53,7 +53,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def served_gradient(original: Any) -> Any:
         @wraps(original)
         def gather(tensor: torch.Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
-            begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
+            begun = engine.waits.gathered_gradient(tensor) if of_group is group and engine.in_half else None
             if begun is None:
                 return original(tensor, of_group, *args, **kwargs)
             whole, work = begun

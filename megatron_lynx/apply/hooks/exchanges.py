@@ -25,7 +25,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.window(exchange=True) if kwargs.get("group") is group and engine.in_half else None
+            window = engine.waits.window(exchange=True) if kwargs.get("group") is group and engine.in_half else None
             return issued(window, original, *args, **kwargs)
 
         return exchange

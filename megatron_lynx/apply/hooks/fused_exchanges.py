@@ -51,7 +51,7 @@ def claims(engine: Engine) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.window(exchange=True) if kwargs.get(ASYNC) and engine.in_half else None
+            window = engine.waits.window(exchange=True) if kwargs.get(ASYNC) and engine.in_half else None
             found = original(*args, **kwargs)
             return found if window is None else (*found[:-1], WindowedEvent(found[-1], window))
 

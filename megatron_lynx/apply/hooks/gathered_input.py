@@ -60,7 +60,7 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
     def hooked(original: Any) -> Any:
         @wraps(original)
         def get_global_memory_buffer() -> Any:
-            gathered = engine.gathered_input() if engine.in_half else None
+            gathered = engine.waits.gathered_input() if engine.in_half else None
             if gathered is not None:
                 return _OneTensor(gathered)
             return _NewTensor(original()) if puts_off() or engine.owns_gathered else original()

@@ -37,7 +37,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
             if tp_group is not group or not engine.in_half:
                 return original(tensor, tp_group, async_op, **kwargs)
-            window = engine.window()
+            window = engine.waits.window()
             if window is None:
                 return original(tensor, tp_group, async_op, **kwargs)
             output, work = original(tensor, tp_group, True, **kwargs)
@@ -50,13 +50,13 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            gathered = engine.gathered_input() if process_group is group and engine.in_half else None
+            gathered = engine.waits.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 whole, work = windowed(tensor, process_group, async_op, **kwargs)
                 if process_group is group and work is None and engine.owns_gathered:
                     engine.gathered(as_alias(whole) if in_fp8_itself(whole) else whole)
                 return whole, work
-            return _of_kind(tensor, gathered), waited(engine.served(gathered), async_op)
+            return _of_kind(tensor, gathered), waited(engine.waits.served(gathered), async_op)
 
         return gather
 
@@ -66,7 +66,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         @wraps(original)
         def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
             of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
-            begun = engine.gathered_gradient(tensor) if of_half else None
+            begun = engine.waits.gathered_gradient(tensor) if of_half else None
             if begun is None:
                 return windowed(tensor, process_group, async_op, **kwargs)
             return begun[0], waited(begun[1], async_op)
