@@ -384,6 +384,12 @@ def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
     assert {"moe", "transformer configuration"}.isdisjoint(json.loads(table.read_text(encoding="utf-8"))["groups"])
 
 
+def test_mamba_layers_without_their_own_kernel_are_refused() -> None:
+    """The flag switches something off that is on by default; what it sets was taken for a feature that is not switched on."""
+    found = problems(f"{SMALL} --disable-mamba-mem-eff-path")
+    assert "--disable-mamba-mem-eff-path: found given, needed a launch without it: what Mamba layers save" in found
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --num-layer 3 --mla-down-proj-fusion", gpus=None)
     for part in (
