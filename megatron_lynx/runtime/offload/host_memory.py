@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
-from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -140,13 +140,13 @@ class _Shelved(NamedTuple):
 class Block:
     """Host memory of one storage, until the block is dropped."""
 
-    def __init__(self, shelved: _Shelved, returned: list[_Shelved]) -> None:
+    def __init__(self, shelved: _Shelved, free: deque[_Shelved]) -> None:
         self.tensor = shelved.tensor
         self.last: Copy | None = shelved.reader
         """The last copy that uses it; the next one is ordered after it."""
         self._slab = shelved.slab
         self._shaped = shelved.shaped
-        self._returned = returned
+        self._free = free
 
     def like(self, tensor: Tensor) -> Tensor:
         """The beginning of the block, with the type and shape of this contiguous tensor."""
@@ -155,7 +155,7 @@ class Block:
         return self._shaped
 
     def __del__(self) -> None:
-        self._returned.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
+        self._free.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
 
 
 class _Shelf:
@@ -166,10 +166,8 @@ class _Shelf:
         self.set_bytes = sum(map(_aligned, sizes))
         self.bytes = 0
         """Bytes of all its blocks."""
-        self._free: list[_Shelved] = []
-        """By size."""
-        self._returned: list[_Shelved] = []
-        """Blocks that came back, at any time: a destructor must not sort."""
+        self._free: dict[int, deque[_Shelved]] = {size: deque() for size in reversed(sizes)}
+        """By size, smallest first. A block returns to its deque at any time."""
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether a set has a block for each size."""
@@ -180,20 +178,17 @@ class _Shelf:
         self.bytes += self.set_bytes
         for size in self.sizes:
             piece = slab.cut(size)
-            insort(self._free, _Shelved(piece, slab, None, piece), key=_size)
+            self._free[size].append(_Shelved(piece, slab, None, piece))
 
     def take(self, sizes: Sequence[int]) -> list[Block] | None:
         """The smallest block that fits each size; None, and nothing is taken, where one size finds none."""
-        while self._returned:
-            insort(self._free, self._returned.pop(), key=_size)
-        left, chosen = list(self._free), list[_Shelved]()
+        blocks = list[Block]()
         for size in sizes:
-            at = bisect_left(left, size, key=_size)
-            if at == len(left):
-                return None
-            chosen.append(left.pop(at))
-        self._free = left
-        return [Block(shelved, self._returned) for shelved in chosen]
+            free = self._free.get(size) or next((of for larger, of in self._free.items() if larger >= size and of), None)
+            if free is None:
+                return None  # those that were found return
+            blocks.append(Block(free.popleft(), free))
+        return blocks
 
 
 class HostMemory:
@@ -263,10 +258,6 @@ class HostMemory:
             return self._locked
         self._locked = None  # it goes with its blocks
         return Slab(self._where, set_bytes, self._device, self._limit)
-
-
-def _size(shelved: _Shelved) -> int:
-    return shelved.tensor.nbytes
 
 
 def _aligned(size_bytes: int) -> int:
