@@ -30,10 +30,8 @@ from megatron_lynx.errors import Infeasible, LynxError
 from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import ahead, offload, options, partition, stages
+from megatron_lynx.solver import ahead, chunks, offload, options, partition, stages
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.seats import Seats
-from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
@@ -92,16 +90,6 @@ MECHANISMS = (
         ((decision, "_placed", _placed_with_forwards(decision._placed)),),
     ),
     Mechanism(
-        "recomputation in windows of forwards",
-        (*_of_class(Seats, "forward", "_forward_waits", "in_forwards", "_alike"), *_of_class(StageSeats, "_forwards")),
-        ((StageSeats, "_forwards", False),),
-    ),
-    Mechanism(
-        "recomputation while tokens travel in forwards",
-        _of_class(Seats, "_alike"),
-        ((Seats, "_alike", False),),
-    ),
-    Mechanism(
         "checkpoints begin ahead",
         (ahead, *_of_class(StageProblems, "_begun", "_may_begin", "_late")),
         ((options, "begun_ahead", lambda prices, sections, layer, **how: layer),),
@@ -120,6 +108,11 @@ MECHANISMS = (
         "everything kept where recomputation or the host is late",
         (decision._kept_if_late, *_of_class(Stages, "keeping_all")),
         ((decision, "_kept_if_late", lambda answer, simulation, stages: (answer, answer)),),
+    ),
+    Mechanism(
+        "several halves share the receive of cool-down",
+        (chunks.with_shared_receive, chunks._in_turn, chunks._may_move, chunks._moved, chunks._peak_bytes, chunks._in_cooldown),
+        ((chunks, "with_shared_receive", lambda problem, answer: answer),),
     ),
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(

@@ -92,18 +92,6 @@ def exchange_in(plan: PlanContents, rule: Rule, name: str) -> bool:
     return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
 
 
-def replays_beside_forwards(plan: PlanContents) -> bool:
-    """Whether anything is replayed while tokens travel in a forward."""
-    steady = (
-        (rule, stretch.window)
-        for stage in plan.stages
-        for rule in stage.rules
-        for half in HALVES
-        for stretch in rule.windows.stretches(half, "steady")
-    )
-    return any(is_forward(name) and exchange_in(plan, rule, name) for rule, name in steady)
-
-
 def _places(rule: Rule) -> Iterator[str]:
     """Every window and gather that a rule names."""
     for half in HALVES:

@@ -10,7 +10,7 @@ portions is on demand: the replay runs when backward asks for its first tensor, 
 
 What a half holds, and when, follows from it (`held_in`):
 
-windows of       stage's forward, receive    ...  attention(3)        mlp(2): the half before    attention(2): the half itself
+windows of       stage's receive             ...  attention(3)        mlp(2): the half before    attention(2): the half itself
                                                   [A]       [B]       [A]       [B]              [A]
 what is made     early ............................................................. until the half's own backward is over
 in them is               ahead[3]            ahead[3]  ahead[2]  ahead[1]  ahead[0]            whole
@@ -25,7 +25,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
@@ -84,11 +84,6 @@ class Placement(tuple[Portion, ...]):
 NOWHERE = Placement()
 
 
-def is_early(window: str) -> bool:
-    """Whether a window comes before the stage's backward."""
-    return window == RECV_BACKWARD or is_forward(window)
-
-
 @dataclass(frozen=True)
 class Seat:
     """Where one half of a layer is replayed, in both phases of a step."""
@@ -108,8 +103,7 @@ class Seat:
     @property
     def begins_early(self) -> bool:
         """Whether anything of it comes before the stage's backward."""
-        windows = [portion.window for placement in (self.steady, self.cooldown) for portion in placement]
-        return any(map(is_early, windows if self.gather is None else (*windows, self.gather)))
+        return self.steady.in_receive or self.cooldown.in_receive
 
     def exposed_s(self, replay_s: float, interference: float) -> float:
         """Seconds of a replay that its windows do not hide, the mean over both phases."""
@@ -143,7 +137,7 @@ def held_in(
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
     early, there = 0, [0] * len(memory.ahead)
     for window, size in steps:
-        if is_early(window):
+        if window == RECV_BACKWARD:
             early = size
             continue
         ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)

@@ -10,16 +10,14 @@
     this one to the half itself in Megatron's own layers, and to the half behind it in Transformer Engine's, where it is seldom in
     time.
 [3] Where experts are shared out over ranks, the all-to-all that brings gradients to them is offered to their own half, which
-    needs what it makes again right behind it, and the one that takes gradients back to the attention half below. Of forwards the
-    first all-to-all is offered to the attention half, whose replay may go on in the backward, and the last one to the experts'.
-[4] With several chunks a forward may be another chunk's, and has exchanges at the same places only if all layers have experts,
-    and collectives only if there is nothing that nobody looks into.
+    needs what it makes again right behind it, and the one that takes gradients back to the attention half below.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
 FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). With userbuffers no
-collective is a window, nor beside overlapped exchanges of experts. Forwards and the receive of the gradient have windows, too:
-`solver.stage_seats`.
+collective is a window, nor beside overlapped exchanges of experts. The receive of the gradient is a window, too:
+`solver.stage_seats`. Windows of forwards are not offered: over 200 rows of `benchmarks.mechanisms` they made steps 0.003 %
+shorter in the mean and 0.27 % at most, as what they regenerate is held until its backward.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
+from itertools import product
 
-from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -118,15 +116,15 @@ class Seats:
     def _waits(self, kind: HalfKind, replay: Collection[str]) -> list[Wait]:
         """The windows that are offered to this half, in the order in which they come. [1] [2] [3]"""
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
-        before = self._windows[("bwd", *half_before(kind.half))] if kind.windows_before else []
+        before = self._windows[half_before(kind.half)] if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
-            before = self._exchanges["bwd"][1:]
+            before = self._exchanges[1:]
         own: list[Wait] = []
         if kind.section.exchanges:
-            own = self._exchanges["bwd"][: own_exchanges_in_time(kind.section, replay)]
+            own = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
         if sequence_parallel and not (te and self._reaches_back):
             in_time = own_windows_in_time(kind.section, replay, sequence_parallel=True, te=te) if kind.section.has_windows else 0
-            before, own = before[-1:], own + self._windows["bwd", kind.half, 0][:in_time]
+            before, own = before[-1:], own + self._windows[kind.half, 0][:in_time]
         return [wait for wait in before + own if wait[1] > 0]
 
     def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
@@ -141,44 +139,6 @@ class Seats:
         """Whether the stage has all its windows for the attention half of its last layer, before which one half runs backward."""
         return seat.gather != window_name("bwd", kind.half, 0, 1)
 
-    def forward(
-        self, kind: HalfKind, stops: Mapping[str, Stop], replay_s: float, backward: Sequence[Placement]
-    ) -> list[Placement]:
-        """In windows of forwards, if there are any: in the longest (of equals the last: until there nothing more is held), in
-        two, or begun there and gone on with in the backward."""
-        waits = [wait for wait in self._forward_waits(kind) if wait[1] > 0]
-        if not waits:
-            return []
-        longest = max(reversed(waits), key=lambda wait: wait[1])
-        late = next((placement[0] for placement in backward if len(placement) == 1), None)
-        found = [Placement.in_window(*longest)]
-        for name, stop in stops.items():
-            begun = [Portion(window, seconds, stop.seconds, name) for window, seconds in waits]
-            for first, then in combinations(range(len(waits)), 2):
-                found.append(Placement((begun[first], Portion(*waits[then], replay_s - stop.seconds))))
-            if late is not None:
-                found.append(Placement((begun[waits.index(longest)], late._replace(runs_s=replay_s - stop.seconds))))
-        return found
-
-    def _forward_waits(self, kind: HalfKind) -> list[Wait]:
-        """The windows of forwards that are offered to this half, in the order in which they come. [3] [4]"""
-        exchanges = self._exchanges["fwd"] if self._alike else []
-        if kind.section.exchanges:
-            return exchanges[-1:]
-        own = self._windows["fwd", kind.half, 0] if self.job.chunks == 1 or not self.job.model.opaque else []
-        return own + exchanges[:1] if kind.before is not None and kind.before.exchanges else own
-
-    @property
-    def _alike(self) -> bool:
-        """Whether layers at one place in all chunks of a stage have the same windows for sure. [4]"""
-        return self.job.chunks == 1 or len(self.job.model.expert_layers) == self.job.model.layers
-
-    @property
-    def in_forwards(self) -> bool:
-        """Whether anything may be replayed while a forward communicates."""
-        collectives = self.job.parallel.tensor > 1 and self._collectives_hide
-        return collectives or (self._alike and bool(self._exchanges["fwd"]))
-
     @property
     def _collectives_hide(self) -> bool:
         """Whether collectives of the tensor-parallel group are windows: not where userbuffers exchange inside GEMMs, nor beside
@@ -192,35 +152,32 @@ class Seats:
         return self.job.model.experts is None and not (self.job.model.opaque or self.job.model.captured)
 
     @cached_property
-    def _exchanges(self) -> dict[Pass, list[Wait]]:
-        """The all-to-alls of experts: in a forward those that bring rows to them, and the last one that takes them back; in a
-        backward the first brings gradients to them, the others take theirs back."""
-        experts, found = self.job.model.experts, dict[Pass, list[Wait]]()
-        for passing in PASSES:
-            found[passing] = []
-            if experts is not None and not self.job.model.experts_whole and not self.job.userbuffers:
-                section = self.job.model.kind_sections(experts=True)[1]
-                lengths_s, half = window_lengths_s(self.profile, passing, section, self.shape.gathered_bytes), section.half
-                found[passing] = [(window_name(passing, half, at), seconds) for at, seconds in enumerate(lengths_s)]
-        return found
+    def _exchanges(self) -> list[Wait]:
+        """The all-to-alls of experts in a backward: the first brings gradients to them, the others take theirs back."""
+        experts = self.job.model.experts
+        if experts is None or self.job.model.experts_whole or self.job.userbuffers:
+            return []
+        section = self.job.model.kind_sections(experts=True)[1]
+        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
+        return [(window_name("bwd", section.half, at), seconds) for at, seconds in enumerate(lengths_s)]
 
     @cached_property
-    def _windows(self) -> dict[tuple[Pass, Half, int], list[Wait]]:
-        """All windows of a half in one pass, by how many layers it is above the half that is replayed. Where an input is gathered
-        in a backward there is none for sure."""
+    def _windows(self) -> dict[tuple[Half, int], list[Wait]]:
+        """All windows of a half in a backward, by how many layers it is above the half that is replayed. Where an input is
+        gathered there is none for sure."""
         return {
-            (passing, half, above): [
-                (window_name(passing, half, ordinal, above), seconds)
+            (half, above): [
+                (window_name("bwd", half, ordinal, above), seconds)
                 for ordinal, (seconds, collective) in enumerate(
                     zip(
-                        window_lengths_s(self.profile, passing, self._halves[half], self.shape.gathered_bytes),
-                        self._halves[half].collectives(passing, self.job.parallel.sequence_parallel),
+                        window_lengths_s(self.profile, "bwd", self._halves[half], self.shape.gathered_bytes),
+                        self._halves[half].collectives("bwd", self.job.parallel.sequence_parallel),
                         strict=False,
                     )
                 )
-                if (passing, collective.carries) != ("bwd", "input") and self._collectives_hide and self._halves[half].has_windows
+                if collective.carries != "input" and self._collectives_hide and self._halves[half].has_windows
             ]
-            for passing, half, above in product(PASSES, HALVES, (0, 1))
+            for half, above in product(HALVES, (0, 1))
         }
 
     def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> tuple[float, float]:

@@ -1,18 +1,11 @@
-"""The windows that only some stages have: those of forwards, and the receive of the gradient.
+"""The window that only some stages have: the receive of the gradient.
 
-    forward of a later micro-batch     attention [fwd.attention.n]   mlp [fwd.mlp.n]          hides replays of the same halves [1]
-                                       experts: exchanges [fwd.mlp.n]                          of both halves of the layer
-    receive of the gradient            [pipe.recv_backward]           hides that of the stage's last half                     [2]
+    receive of the gradient            [pipe.recv_backward]           hides the replay of the stage's last half               [1]
     backward                           as in `solver.seats`
 
-[1] Only in the steady phase, and not in the model's last chunk, where the forward is the micro-batch's own; not without
-    flushes, where the forward may use another version of the weights. What is regenerated is held until its backward. In
-    cool-down the replay falls to the longest of the windows that are left.
-[2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
-An input that is gathered once for its replay is gathered in the backward, so [1] and [2] come too early for it. With several
-chunks on a stage:
-[3] That forward may be another chunk's, so a chunk with more layers than another one has no such windows.
-[4] Only the last chunk's backwards wait as long as in [2]. In the others all stages run backwards, and a message is all that is
+[1] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long. An input that
+    is gathered once for its replay is gathered in the backward, so it comes too early for that. With several chunks on a stage:
+[2] Only the last chunk's backwards wait as long as in [1]. In the others all stages run backwards, and a message is all that is
     waited for. In groups larger than the pipeline the message arrives in time, and on the last stage long before. Before
     cool-down messages are overlapped with passes, and only the first gradient is waited for.
 """
@@ -27,7 +20,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
 from megatron_lynx.schedule import interleaved
-from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
+from megatron_lynx.solver.placement import Placement, Seat
 from megatron_lynx.solver.seats import HalfKind, Seats
 
 
@@ -43,18 +36,14 @@ class StageSeats:
         """Those that not every stage has. `backward`: what `Seats.backward()` says of this half."""
         if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
             return
-        steady: list[Placement] = []
-        if self._forwards:
-            steady += self.seats.forward(kind, self.seats.stops(kind, replay, price), price.replay_s, backward)
-        late = [*backward[:1]]
-        if kind.last and self.received_s is not None:  # in cool-down the receive may hide more than a window of the backward
-            message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
-            steady += [*backward[:1], Placement.in_window(RECV_BACKWARD, message_s)]
-            late.append(Placement.in_window(RECV_BACKWARD, self.received_s))
+        if not kind.last or self.received_s is None:
+            return
+        message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
+        late = [*backward[:1], Placement.in_window(RECV_BACKWARD, self.received_s)]
         hidden = partial(Placement.hidden_s, replay_s=price.replay_s, interference=self.seats.profile.interference)
-        cooldown = max(late, key=hidden, default=NOWHERE)
-        for placement in steady:
-            yield Seat(placement, cooldown, self.phases.steady_share)
+        cooldown = max(late, key=hidden)  # the receive may hide more than a window of the backward
+        for steady in (*backward[:1], Placement.in_window(RECV_BACKWARD, message_s)):
+            yield Seat(steady, cooldown, self.phases.steady_share)
 
     def taken(self, seat: Seat, *, last: bool) -> Seat:
         """A seat that several chunks were offered, as it is in these: their own phases, their own wait in cool-down.
@@ -70,14 +59,6 @@ class StageSeats:
         return replace(seat, cooldown=cooldown, steady_share=self.phases.steady_share)
 
     @cached_property
-    def _forwards(self) -> bool:
-        """Whether forwards that come right before a backward have windows. [3]"""
-        job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
-        precedes = self.phases.steady > 0 and self.seats.in_forwards and not self._last and job.schedule == "flush"
-        everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
-        return precedes and everywhere
-
-    @cached_property
     def phases(self) -> Phases:
         job = self.seats.job
         if job.chunks == 1:
@@ -89,7 +70,7 @@ class StageSeats:
     @property
     def has_more(self) -> bool:
         """Whether there are any that not every stage has."""
-        return self.received_s is not None or self._forwards
+        return self.received_s is not None
 
     @property
     def _last(self) -> bool:
@@ -99,7 +80,7 @@ class StageSeats:
 
     @cached_property
     def received_s(self) -> float | None:
-        """How long the gradient is awaited in cool-down, if it is. [4]"""
+        """How long the gradient is awaited in cool-down, if it is. [2]"""
         seats, job = self.seats, self.seats.job
         lies_there = self.stage == job.parallel.pipeline - 1 and job.microbatch_group > job.parallel.pipeline
         if self._last or lies_there or job.model.moe_overlapped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -20,11 +19,7 @@ from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.profiler.made_up import made_up_profile
 from tests.solver.problems import LAYOUTS, catalogued
-from tests.transparency.trials import Trial, compare_with_stock
 
 Solver = Callable[[StageProblem], Solved]
 
@@ -80,32 +75,3 @@ def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
         for stage, answer in enumerate(answers)
     ]
     return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)
-
-
-@pytest.mark.parametrize("like", ["gpt", "llama"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
-def test_training_replays_every_half_behind_forwards_as_planned(
-    pool_of: Callable[[int], RankPool], like: Literal["gpt", "llama"], sequence_parallel: bool
-) -> None:
-    """Gradients to the bit, and of the steady micro-batches every replay of the first stage is where it was seated."""
-    job = tiny_job(like, tensor=2, pipeline=2, microbatches=4, sequence_parallel=sequence_parallel)
-    stages = StageProblems(job, made_up_profile(job, link_s=1.0))
-    answers = [early(stages.of(0)), keep_all(stages.of(1))]
-    plan = planned(stages, answers)
-    assert plan.stages[0].ahead_depth >= 4
-    results = pool_of(4).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
-    for rank, (outcome,) in enumerate(results):
-        assert outcome.differing == []
-        replays = [event for event in outcome.planned.events if event["kind"] == "replay" and event["micro_batch"] < 3]
-        assert len(replays) == (0 if rank >= 2 else 3 * 4)
-        assert all(replay["window"].startswith("fwd.") for replay in replays)
-
-
-def early(problem: StageProblem) -> Solved:
-    """Every half in a window of a forward, with most of it replayed."""
-    attention, mlp, last = (
-        max((option for option in choices if option.seat.steady.window.startswith("fwd.")), key=lambda option: len(option.replay))
-        for choices in (problem.attention, problem.mlp, problem.last_mlp)
-    )
-    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
-    return Solved((*below, LayerChoice(attention, last)), problem.in_flight)

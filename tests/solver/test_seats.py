@@ -13,8 +13,6 @@ from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 from tests.solver.problems import LAYOUTS, catalogued
 
-FORWARD = {"attention": ("fwd.attention.0", "fwd.attention.1"), "mlp": ("fwd.mlp.0", "fwd.mlp.1")}
-
 
 def begun(placement):
     """The window in which a replay begins."""
@@ -25,15 +23,15 @@ def seats(name, stage, kind):
     return {begun(option.seat.steady) for option in getattr(catalogued(name).of(stage), kind)}
 
 
-def test_halves_have_the_windows_of_their_backward_and_of_their_forward():
-    assert seats("sequence parallelism", 0, "attention") == {ON_DEMAND, "bwd.attention.0", *FORWARD["attention"]}
-    assert seats("sequence parallelism", 0, "mlp") == {ON_DEMAND, "bwd.mlp.0", "bwd.attention.2+1", *FORWARD["mlp"]}
-    assert seats("long windows", 0, "mlp") == {ON_DEMAND, "bwd.attention.0+1", "fwd.mlp.0"}
+def test_halves_have_the_windows_of_their_backward():
+    assert seats("sequence parallelism", 0, "attention") == {ON_DEMAND, "bwd.attention.0"}
+    assert seats("sequence parallelism", 0, "mlp") == {ON_DEMAND, "bwd.mlp.0", "bwd.attention.2+1"}
+    assert seats("long windows", 0, "mlp") == {ON_DEMAND, "bwd.attention.0+1"}
 
 
 def test_the_last_mlp_half_has_no_window_of_a_half_before_it():
-    assert seats("long windows", 0, "last_mlp") == {ON_DEMAND, "fwd.mlp.0", RECV_BACKWARD}
-    assert seats("sequence parallelism", 0, "last_mlp") == {ON_DEMAND, "bwd.mlp.0", *FORWARD["mlp"], RECV_BACKWARD}
+    assert seats("long windows", 0, "last_mlp") == {ON_DEMAND, RECV_BACKWARD}
+    assert seats("sequence parallelism", 0, "last_mlp") == {ON_DEMAND, "bwd.mlp.0", RECV_BACKWARD}
 
 
 def test_transformer_engines_replays_run_in_the_windows_of_the_half_before_stretch_by_stretch():
@@ -51,8 +49,8 @@ def test_transformer_engines_replays_run_in_the_windows_of_the_half_before_stret
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "last_mlp"])
-def test_on_the_last_stage_no_forward_and_no_receive_comes_in_time(kind):
-    assert not any(window.startswith(("fwd.", "pipe.")) for window in seats("long windows", 7, kind))
+def test_on_the_last_stage_no_receive_comes_in_time(kind):
+    assert not any(window.startswith("pipe.") for window in seats("long windows", 7, kind))
 
 
 def test_without_tensor_parallelism_only_the_receive_hides_something():
@@ -65,24 +63,17 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
     problem = catalogued(name).of(0)
     for half, choices in (("attention", problem.attention), ("mlp", problem.mlp), ("mlp", problem.last_mlp)):
         for option in choices:
-            early = begun(option.seat.steady) in (*FORWARD[half], RECV_BACKWARD)
+            early = RECV_BACKWARD in (begun(option.seat.steady), begun(option.seat.cooldown))
             assert not (early and option.seat.gather)
             assert (option.memory.early > 0) == early
             if option.checkpoint is None:
                 assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
 
 
-def test_in_cool_down_a_forward_seat_is_the_longest_that_is_left():
-    found = {option.replay: option.seat for option in catalogued("long windows").of(0).attention if option.memory.early}
-    assert {seat.cooldown.window for seat in found.values()} == {"bwd.mlp.0"}
-    last = [option.seat.cooldown.window for option in catalogued("long windows").of(0).last_mlp if option.memory.early]
-    assert set(last) == {RECV_BACKWARD}
-
-
 def test_stages_that_are_alike_share_what_is_priced():
     stages = catalogued("sequence parallelism")
     assert stages.of(7).attention is stages.of(7, layers=3).attention
-    assert len(stages.of(0).attention) > len(stages.of(7).attention)
+    assert len(stages.of(0).last_mlp) > len(stages.of(7).last_mlp)
 
 
 @settings(max_examples=20, deadline=None)
@@ -105,23 +96,17 @@ def names(choices):
     return {(begun(option.seat.steady), begun(option.seat.cooldown)) for option in choices}
 
 
-def test_chunks_have_the_windows_of_forwards_of_other_chunks():
+def test_chunks_have_the_windows_of_their_backwards_and_the_last_half_the_receive():
     problem = chunked().of(0)
-    assert {steady for steady, _ in names(problem.mlp)} == {ON_DEMAND, "bwd.attention.0+1", "fwd.mlp.0"}
-    assert names(problem.last_mlp) == {(ON_DEMAND,) * 2, ("fwd.mlp.0", RECV_BACKWARD), (RECV_BACKWARD,) * 2}
+    assert {steady for steady, _ in names(problem.mlp)} == {ON_DEMAND, "bwd.attention.0+1"}
+    assert names(problem.last_mlp) == {(ON_DEMAND,) * 2, (RECV_BACKWARD,) * 2}
 
 
 def test_of_the_last_stage_only_the_models_last_chunk_has_none():
     stages = chunked()
     assert stages.of(3, chunks=(0, 1, 2, 3)).mlp == stages.of(3, chunks=(3,)).mlp
     assert {steady for steady, _ in names(stages.of(3, chunks=(3,)).last_mlp)} == {ON_DEMAND}
-    assert {steady for steady, _ in names(stages.of(3, chunks=(0, 1, 2)).last_mlp)} == {ON_DEMAND, "fwd.mlp.0", RECV_BACKWARD}
-
-
-def test_a_chunk_with_more_layers_than_another_has_no_forwards():
-    stages = chunked(layers_per_chunk=None, partition=(2, 3, 3, 3) + (4, 3, 3, 3) + (3,) * 8)
-    assert "fwd.mlp.0" in {steady for steady, _ in names(stages.of(0, chunks=(0,)).mlp)}
-    assert "fwd.mlp.0" not in {steady for steady, _ in names(stages.of(0, chunks=(1,)).mlp)}
+    assert {steady for steady, _ in names(stages.of(3, chunks=(0, 1, 2)).last_mlp)} == {ON_DEMAND, RECV_BACKWARD}
 
 
 def test_the_last_chunk_waits_for_a_forward_of_the_stages_behind():
