@@ -22,15 +22,13 @@ from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_ove
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
-    fused_weight_gradients,
     gathered_input,
     halves,
     head_in_pieces,
     receives,
     sites,
     steps,
-    te_collectives,
-    te_weight_gradients,
+    weight_gradients,
 )
 from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
@@ -219,14 +217,14 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:
-            yield from te_collectives.claims(engine, run.tensor_group)
+            yield from collectives.te_claims(engine, run.tensor_group)
         gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
             yield from gathered_input.claims(engine, linears)
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
-        yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
+        yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, linears)
 
 
 def _receives_replay(plan: Plan) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import exchanges, expert_load, fused_exchanges, latents
+from megatron_lynx.apply.hooks import collectives, expert_load, latents
 from megatron_lynx.apply.limits import in_config
 from megatron_lynx.apply.live_run import (
     IDENTITY,
@@ -276,9 +276,9 @@ class HeldExperts(Running):
         if layers:
             yield from expert_load.claims(engine, layers.items(), _balanced_rows(plan, run))
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
-            yield from fused_exchanges.claims(engine)
+            yield from collectives.deepep_claims(engine)
         elif plan.exchanging:
-            yield from exchanges.claims(engine, run.expert_group)
+            yield from collectives.exchange_claims(engine, run.expert_group)
 
 
 def _balanced_rows(plan: Plan, run: LiveRun) -> int:

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+from torch import distributed
 from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Half, filling
@@ -303,3 +304,15 @@ def refused_graphs(config: Any) -> Iterator[Problem]:
 
 def _implementation(config: Any) -> str:
     return str(getattr(config, "cuda_graph_impl", None) or "none")
+
+
+Value = TypeVar("Value")
+
+
+def of_all_ranks(mine: Value) -> list[Value]:
+    """What each rank gave, in the order of ranks. Every rank must call this; NCCL carries it on this rank's device."""
+    if not distributed.is_initialized() or distributed.get_backend() == "fake":  # the others of that one do not exist
+        return [mine]
+    gathered = [mine] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, mine)
+    return gathered

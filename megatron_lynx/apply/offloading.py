@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron_lynx.apply.all_ranks import of_all_ranks
-from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.live_run import LiveRun, of_all_ranks
 from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device

@@ -9,26 +9,37 @@
 A batch that `drains` starts no forwards of the next one. Nothing is in flight behind its update: only then may weights be
 evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted anew from there, so that going
 on and resuming from what was saved are the same: a checkpoint holds one version.
+
+The order of a stage's passes, which the runtime follows: by batch, with micro-batches counted since filling.
+
+    stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
+    turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those after them: what is
+                                                                              fetched from the host comes before its batch begins
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
+from megatron_lynx.apply.hook import MARK
+from megatron_lynx.double_buffered import releases
 from megatron_lynx.double_buffered.buffers import TwoGradients, TwoLossScales, TwoVersions, owners
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.interpreter import Interpreter
-from megatron_lynx.double_buffered.match import check, check_no_plan
-from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
-from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.errors import ConfigError, HookRefused, Problem
+from megatron_lynx.limits import refused
 from megatron_lynx.runtime.order import BatchListener, StageOrder
-from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
-from megatron_lynx.schedule.schedule import Action
+from megatron_lynx.schedule import double_buffered, one_f_one_b
+from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, order, version_of
+from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
 
 
 class DoubleBuffered:
@@ -67,7 +78,7 @@ class DoubleBuffered:
             before=self._show,
         )
         self._pipeline, self._stage, self._microbatches = self._interpreter.pipeline, self._interpreter.stage, microbatches
-        check(model, optimizer, self._pipeline, microbatches, defer_updates)
+        check_run(model, optimizer, self._pipeline, microbatches, defer_updates)
         self.optimizer = optimizer
         self.made_for = {"num_microbatches": microbatches, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
@@ -181,3 +192,103 @@ class DoubleBuffered:
         """The first forward that this batch leaves to the next."""
         ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")
+
+
+OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
+"""Optimizers of which it is known which tensors share memory with the weights (`double_buffered.buffers`)."""
+
+
+def check_run(
+    model: Sequence[torch.nn.Module], optimizer: Any, pipeline: int, microbatches: int, defer_updates: bool = False
+) -> None:
+    """Raise if this rank's run cannot be trained without flushes.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, or several model chunks (interleaving).
+        HookRefused: the run uses something else that does not go together with two versions.
+    """
+    double_buffered.check(pipeline, microbatches)
+    if len(model) != 1:
+        problem = Problem("model chunks of a stage", str(len(model)), "1", "train without interleaving")
+        raise ConfigError("only plain 1F1B can run without flushes", [problem])
+    problems = list(_refusals(model[0], optimizer))
+    if defer_updates:
+        problems += _refusals_of_deferral(model[0])
+    if problems:
+        raise HookRefused("this run cannot keep two versions of its weights", problems)
+
+
+def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
+    yield from releases.stale()
+    yield from _unproven("model", get_model_config(chunk))
+    yield from _unproven("ddp", getattr(chunk, "ddp_config", None))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from _unproven("optimizer", getattr(part, "config", None))
+        if not isinstance(part, OPTIMIZERS):
+            names = ", ".join(known.__name__ for known in OPTIMIZERS)
+            yield Problem("optimizer", type(part).__name__, f"one of {names}", "what it keeps of the weights is not known")
+    for name, parameter in chunk.named_parameters():
+        if type(parameter.data) is not torch.Tensor:
+            yield Problem(f"parameter {name}", type(parameter.data).__name__, "a plain tensor")
+    yield from _of_a_plan()
+
+
+def check_no_plan() -> None:
+    """Raises `HookRefused` where a plan was installed since that knows of no two versions: it would replay with the wrong one."""
+    if problems := list(_of_a_plan()):
+        raise HookRefused("a plan was installed into a run without flushes", problems)
+
+
+def _of_a_plan() -> Iterator[Problem]:
+    if getattr(schedules.forward_step, MARK, False):
+        found, todo = "a plan that is installed", "install it behind the pipeline: install(model, plan, without_flushes=pipeline)"
+        yield Problem("schedules.forward_step", found, "none", todo)
+
+
+def _refusals_of_deferral(chunk: torch.nn.Module) -> Iterator[Problem]:
+    if not hasattr(chunk, "ddp_config"):
+        yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "wrap it, or do not defer updates")
+    yield from _unproven("ddp", getattr(chunk, "ddp_config", None), "deferred updates")
+
+
+def _unproven(of: str, config: Any, under: str = "two versions") -> Iterator[Problem]:
+    yield from refused(config, [under], lambda limit: f"{of.replace('ddp', 'DDP')} config: {limit.setting}", of=[of])
+
+
+FEW_BATCHES = 3
+"""Enough batches for everything that can happen: filling, steady running, draining."""
+
+
+def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
+    """The passes of a batch's run and of the run behind it."""
+    batches = [batch] if drains else [batch, batch + 1]
+    orders = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
+    runs = [[step for step in order if isinstance(step, Action)] for order in orders]
+    completing = {virtual for index, run in zip(batches, runs, strict=True) for virtual in _completing(run, microbatches, index)}
+    steps = [step for run in runs for step in run]
+    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))], completing)
+
+
+def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
+    """The backwards of a run behind which gradients may be read, or pointed at another buffer: the last one of its batch, and its
+    own last one."""
+    own = [step for step in run if step.kind == "B"]
+    last = (batch + 1) * microbatches - 1
+    return {step.virtual for step in own if step is own[-1] or step.micro_batch == last}
+
+
+def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
+    """The passes from filling to draining."""
+    steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
+    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+
+
+def _phased(actions: Sequence[Action], ahead: int) -> Iterator[tuple[Action, Phase]]:
+    """Actions with their phases, as in `schedule.Schedule.phases`: a backward behind another one is in cool-down."""
+    phase: Phase = "cooldown"
+    for action in actions:
+        if action.kind == "F":
+            phase = "steady" if 0 < ahead <= action.micro_batch else "warmup"
+        yield action, phase
+        if action.kind == "B":
+            phase = "cooldown"

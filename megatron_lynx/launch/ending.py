@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_lynx.apply.all_ranks import of_all_ranks
+from megatron_lynx.apply.live_run import of_all_ranks
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.message import say
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.apply.live_run import of_all_ranks
 from megatron_lynx.figures import Figures, logged
 from megatron_lynx.launch.ending import on_rank_0
 from megatron_lynx.runtime.engine import Engine

@@ -1,14 +1,22 @@
-"""The tensor-parallel windows of local layers.
+"""The windows of tensor-parallel groups, and of experts that are shared out over ranks.
 
-Replaces              `dist_all_gather_func` and `dist_reduce_scatter_func` in `megatron.core.tensor_parallel.mappings` and
-                      `.layers` (bound there at import), and `torch.distributed.all_reduce`.
-Why                   each of them is a stretch in which compute waits for the tensor-parallel group.
+Replaces              local layers     `dist_all_gather_func` and `dist_reduce_scatter_func` in `mappings` and `layers` of
+                                       `megatron.core.tensor_parallel` (bound there at import), `_gather_along_first_dim` of
+                                       `mappings`, and `torch.distributed.all_reduce`
+                      TE's layers      `gather_along_first_dim` and `reduce_scatter_along_first_dim` as bound in `module.base`,
+                                       `module.linear` and `module.layernorm_linear` of `transformer_engine.pytorch`; its
+                                       `allreduce` ends in `torch.distributed.all_reduce`
+                      experts          `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
+                                       passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
+Why                   compute waits in each of them, for the tensor-parallel group, for tokens on their way to experts, or for the
+                      event of DeepEP's own stream. Of TE's gather of an input and its scatter of the input's gradient a window is
+                      what they take beyond the GEMMs that stock hides them behind.
 Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
-Holds                 the tensor-parallel group.
-Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
-                      backward (LM head, loss, data parallel), or is for the largest of all: FP8's amaxes. A gather that a frame
-                      has started already is not started again, only waited for; of a gradient what was gathered is
-                      returned (`_gather_along_first_dim` of `mappings`, which would make a tensor for it).
+Holds                 the group.
+Passes through when   nothing runs in the window, the group is another one, the call is made outside a half and its backward (LM
+                      head, loss, data parallel), or is for the largest of all: FP8's amaxes; of DeepEP, if the caller wants no
+                      event (it has waited inside). A gather that a frame has started already is not started again, only waited
+                      for: TE gets an alias, which it empties when it has used it.
 """
 
 from __future__ import annotations
@@ -18,9 +26,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.transformer_engine.fp8 import as_alias, in_fp8_itself, with_bytes
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.run import DONE
 
 
 def claims(engine: Engine, group: Any) -> Iterator[Claim]:
@@ -87,3 +98,117 @@ def waited(work: Any, async_op: bool | None) -> Any:
         return work
     work.wait()
     return None
+
+
+def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
+    from transformer_engine.pytorch.module import base, layernorm_linear, linear
+
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            if tp_group is not group or not engine.in_half:
+                return original(tensor, tp_group, async_op, **kwargs)
+            window = engine.waits.window()
+            if window is None:
+                return original(tensor, tp_group, async_op, **kwargs)
+            output, work = original(tensor, tp_group, True, **kwargs)
+            return output, waited(window(work or DONE), async_op)  # waited for there: FP8's bytes that are wanted by columns
+
+        return collective
+
+    def served_or_in_window(original: Any) -> Any:
+        windowed = in_window(original)
+
+        @wraps(original)
+        def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            gathered = engine.waits.gathered_input() if process_group is group and engine.in_half else None
+            if gathered is None:
+                whole, work = windowed(tensor, process_group, async_op, **kwargs)
+                if process_group is group and work is None and engine.owns_gathered:
+                    engine.gathered(as_alias(whole) if in_fp8_itself(whole) else whole)
+                return whole, work
+            return _of_kind(tensor, gathered), waited(engine.waits.served(gathered), async_op)
+
+        return gather
+
+    def served_gradient(original: Any) -> Any:
+        windowed = in_window(original)
+
+        @wraps(original)
+        def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
+            begun = engine.waits.gathered_gradient(tensor) if of_half else None
+            if begun is None:
+                return windowed(tensor, process_group, async_op, **kwargs)
+            return begun[0], waited(begun[1], async_op)
+
+        return gather
+
+    for module in (linear, layernorm_linear):
+        yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
+    yield Claim(base, "gather_along_first_dim", served_gradient, "gathers a gradient")
+    for module in (linear, layernorm_linear):
+        yield Claim(module, "gather_along_first_dim", served_or_in_window, "gathers a linear's input")
+
+
+def _of_kind(tensor: Any, gathered: Any) -> Any:
+    """An alias of what was gathered: of `tensor`, which is the rank's part, or of its bytes in FP8."""
+    if in_fp8_itself(gathered):
+        return as_alias(gathered)
+    return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
+
+
+def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            window = engine.waits.window(exchange=True) if kwargs.get("group") is group and engine.in_half else None
+            return issued(window, original, *args, **kwargs)
+
+        return exchange
+
+    yield Claim(torch.distributed, "all_to_all_single", in_window, "brings tokens to experts, and back")
+
+
+ASYNC = "async_finish"
+"""The argument with which a caller asks for an event, and waits for it where it needs what travelled."""
+
+
+class _Event:
+    """As a `Work`: what a window waits for."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> Any:
+        return self._event.current_stream_wait()
+
+
+class WindowedEvent:
+    """An event of a buffer's stream whose wait is a window. Everything else is the event's own."""
+
+    def __init__(self, event: Any, window: Callable[[Any], Any]) -> None:
+        self._event = event
+        self._work = window(_Event(event))
+
+    def current_stream_wait(self) -> Any:
+        return self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+
+def deepep_claims(engine: Engine) -> Iterator[Claim]:
+    from megatron.core.transformer.moe import fused_a2a
+
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            window = engine.waits.window(exchange=True) if kwargs.get(ASYNC) and engine.in_half else None
+            found = original(*args, **kwargs)
+            return found if window is None else (*found[:-1], WindowedEvent(found[-1], window))
+
+        return exchange
+
+    for method in ("dispatch", "combine"):
+        yield Claim(fused_a2a.Buffer, method, in_window, "brings tokens to experts, and back")

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply import Installation
-from megatron_lynx.apply.all_ranks import of_all_ranks
-from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
 from megatron_lynx.launch.check.check import Schedule, frames_differ
 from megatron_lynx.launch.check.outcome import Difference, bits, unlike
