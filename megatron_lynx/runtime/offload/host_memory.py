@@ -200,6 +200,8 @@ class HostMemory:
         """Locked before sizes were known, while it has room."""
         self._planned_bytes: int | None = None
         """Until the blocks exceed them."""
+        self._sizes_change = False
+        """Whether that was logged."""
         self._shelves: dict[Hashable, _Shelf] = {}
 
     @property
@@ -235,9 +237,9 @@ class HostMemory:
             known, sets = old.sizes, old.bytes // old.set_bytes
             del old  # its memory may be needed for the next one
             self._shelves[key] = _Shelf(self._roomier(known, sorted(sizes, reverse=True), sets))
-            if not changing:
+            if not changing and not self._sizes_change:
                 log.warning("%s: activations have other sizes than before", self._where)
-                self._planned_bytes = None
+                self._sizes_change, self._planned_bytes = True, None
         shelf = self._shelves[key]
         shelf.add_set(self._room(shelf.set_bytes))
         said = "host memory for offloaded activations", format_bytes(before), format_bytes(self.bytes)
