@@ -15,7 +15,6 @@ from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.filling import Filler, _waits
@@ -40,17 +39,6 @@ def between(job: Job, share: float) -> Job:
     """The job with the memory of stock full recomputation and this share of what that saves."""
     most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
     return job.model_copy(update={"budget": Budget(memory_gib=least + share * (most - least))})
-
-
-def kept_and_replayed(plan: Plan) -> list[tuple[object, ...]]:
-    """Of every layer."""
-    rules = (entry.rule_for(layer) for entry in plan.stages for layer in entry.layers)
-    return [(rule.keep, rule.replay, rule.windows, rule.gather) for rule in rules]
-
-
-def kept_bytes(plan: Plan) -> int:
-    """By all stages, of one micro-batch."""
-    return sum(entry.predicted.resident_activation_bytes for entry in plan.stages)
 
 
 drawn = st.fixed_dictionaries(
@@ -85,7 +73,6 @@ def test_never_slower_and_never_above_the_budget(change, share):
     found = decide(job, profile)
     assert found.simulation.step_s <= without.simulation.step_s
     assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
-    assert kept_and_replayed(found.plan) == kept_and_replayed(without.plan) or kept_bytes(found.plan) < kept_bytes(without.plan)
     filled = any(entry.defers for entry in found.plan.stages)
     assert filled == (found.simulation.step_s < without.simulation.step_s) == found.weight_gradients.startswith("deferred")
     for entry in found.plan.stages:

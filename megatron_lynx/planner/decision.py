@@ -38,6 +38,8 @@ from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
+NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
+
 WORTH_READING = 1e-3
 """The part of a step that a plan with layers that differ must gain: it is harder to read, and may leave weight gradients less.
 Where none are deferred it is taken if it is faster at all: else more memory could make a step longer, by less than this."""
@@ -172,7 +174,11 @@ def _fastest(job: Job, profile: Profile) -> Decision:
 def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
-    filled = _filled(_refined(decision, stages, job, profile), profile)
+    refined = _refined(decision, stages, job, profile)
+    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
+    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile)
+    if _faster(refined.simulation, filled):
+        filled = replace(refined, weight_gradients=NONE_DEFERRED)
     check_budget_kept(filled.job, filled.simulation)
     return filled
 
@@ -287,8 +293,7 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(late.longer_s - ahead.longer_s for late, ahead in zip(best.stages, begun, strict=True))
     best = _faster_of(best, begun, job, profile) if spared_s > enough_s else best
-    little = best.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    return decision if little and why_none_deferred(job) is None else best
+    return best
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
@@ -350,8 +355,7 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
         if again:  # less memory alone did not help
             waiting -= {stage for stage, size in enumerate(over) if size}
             filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
-    none = "none deferred: no wait that is left, and for which there is memory, makes it faster"
-    return replace(decision, weight_gradients=none)
+    return replace(decision, weight_gradients=NONE_DEFERRED)
 
 
 def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:

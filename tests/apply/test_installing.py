@@ -6,7 +6,6 @@ import pytest
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..testbed import posted_on_ranks
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
 
@@ -31,11 +30,3 @@ def test_removal_restores_the_identical_objects(pool_of, layout):
 @pytest.mark.quick
 def test_importing_changes_nothing(pool_of):
     assert pool_of(1).run(on_ranks.changed_by_import) == [[]]
-
-
-@pytest.mark.quick
-def test_a_rank_has_one_device_behind_a_second_import(pool_of):
-    """The rank, which other tests use, was left with the runtime imported twice, and a device of each: whoever had the first one
-    synchronised no stream of the second."""
-    pool_of(1).run(on_ranks.changed_by_import)
-    assert pool_of(1).run(posted_on_ranks.copy_and_synchronise) == [(False, True)]

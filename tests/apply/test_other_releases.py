@@ -79,9 +79,9 @@ def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
             assert outcome.differing == []
             assert outcome.planned.frames_left == 0
         on_demand, ahead = (outcome.planned.counts[-1] for outcome in outcomes)
-        assert (on_demand.hidden, on_demand.replayed) == (0, ahead.replayed)
+        assert (on_demand.in_windows, on_demand.replayed) == (0, ahead.replayed)
         only_loss = job.chunks == 1 and rank == job.parallel.pipeline - 1 > 0
-        assert ahead.hidden > 0 or only_loss, "only a last stage without collectives has no window"
+        assert ahead.in_windows > 0 or only_loss, "only a last stage without collectives has no window"
 
 
 def test_checkpoints_go_on_in_waits(pool_on, release):
