@@ -177,8 +177,10 @@ def notes(measurement: Measurement) -> Iterator[str]:
                 f"{format_bytes(figures.host_bytes)} of host memory; compute waited {format_seconds(figures.exposed_copy_s)} for "
                 "copies; the rank that needs most of each."
             )
-    for skipped in measurement.skipped:
-        yield f"Not run: {skipped.name}: {skipped.reason}."
+    if len(measurement.skipped) > 1:
+        yield f"Not run: {len(measurement.skipped)} settings; measurement.json has each one's reason."
+    else:
+        yield from (f"Not run: {skipped.name}: {skipped.reason}." for skipped in measurement.skipped)
 
 
 def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[str, ...]:
