@@ -291,7 +291,7 @@ def beside(row: Row) -> str:
     """Stock with overlapped exchanges: its step; which."""
     if row.overlapped_s is None:
         return "-"
-    which = row.overlapped.replace("exchanges overlapped", "").strip(", ").replace(", , ", ", ")
+    which = ", ".join(part for part in row.overlapped.split(", ") if part != "exchanges overlapped")
     return f"{row.overlapped_s / row.none_s:.3f}{f': {which}' if which else ''}"
 
 

@@ -153,7 +153,7 @@ class Answer:
         if self.reading is None or neighbour.planned is None:
             return None
         made = neighbour.planned
-        return flags.command(self.reading, self.job, made.job, made.made.plan, PLAN_FILE)
+        return flags.command(self.reading, self.job, made.job, made.draft.plan, PLAN_FILE)
 
 
 @no_collections()
@@ -192,8 +192,8 @@ def answered(
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
     if reading is not None:
-        launch = launch.kept_beside(reading.with_graphs_of(made.made.plan.model.captured).today)
-    return replace(answer, launch=launch, on_host=OnHost.of(made.made.job, costs.host_adam, priced=True))
+        launch = launch.kept_beside(reading.with_graphs_of(made.draft.plan.model.captured).today)
+    return replace(answer, launch=launch, on_host=OnHost.of(made.draft.job, costs.host_adam, priced=True))
 
 
 def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:

@@ -53,7 +53,7 @@ class Neighbour:
     @property
     def places(self) -> Plan:
         """A plan that says where layers are."""
-        return uniform_plan(as_stock(self.job)) if self.planned is None else self.planned.made.plan
+        return uniform_plan(as_stock(self.job)) if self.planned is None else self.planned.draft.plan
 
 
 @dataclass(frozen=True)

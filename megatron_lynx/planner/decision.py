@@ -292,8 +292,7 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
         best = _faster_of(best, answers, job, profile)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(late.longer_s - ahead.longer_s for late, ahead in zip(best.stages, begun, strict=True))
-    best = _faster_of(best, begun, job, profile) if spared_s > enough_s else best
-    return best
+    return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:

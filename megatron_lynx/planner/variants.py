@@ -40,7 +40,7 @@ class Planned:
 
     job: Job
     profile: Profile = field(repr=False)
-    made: Decision
+    draft: Decision
     """Before it is completed."""
     step: StepRange
     memory_bytes: int
@@ -48,11 +48,11 @@ class Planned:
     @cached_property
     def decision(self) -> Decision:
         """As `decide` makes it."""
-        return completed(self.made, self.profile)
+        return completed(self.draft, self.profile)
 
     @property
     def recomputes(self) -> bool:
-        rules = (rule for entry in self.made.plan.stages for rule in entry.rules)
+        rules = (rule for entry in self.draft.plan.stages for rule in entry.rules)
         return any(rule.replay or rule.checkpoint is not None for rule in rules)
 
 

@@ -69,6 +69,7 @@ class Pricing:
         self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
         self._profile, self._setting = profile, setting
         self._stages = [StockStage(self._job, setting, stage) for stage in range(job.parallel.pipeline)]
+        self._copies: dict[int, StageCopies | None] = {}
         self._memory: dict[int, StageMemory] = {}
 
     def fits(self, budget_bytes: int) -> bool:
@@ -120,10 +121,6 @@ class Pricing:
         if stage not in self._copies:
             self._copies[stage] = self._timed[stage].copies(self._walked)
         return self._copies[stage]
-
-    @cached_property
-    def _copies(self) -> dict[int, StageCopies | None]:
-        return {}
 
     @cached_property
     def _timed(self) -> list[TimedStage]:

@@ -64,6 +64,7 @@ class _Rivals:
     facts: Facts
     found: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
+    """Steps of settings without copies; of those that are too slow by their busiest stage, its seconds."""
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
     _too_large: set[StockSetting] = field(default_factory=set)
     """Sets of modules that do not fit, exchanges overlapped or not: delaying weight gradients frees nothing, nor does overlapping
@@ -130,10 +131,9 @@ class _Rivals:
             return True
         if setting not in self._known_s:
             pricing = Pricing(self.job, self.profile, setting)
-            if self.job.userbuffers or pricing.busy_s < least_s:
-                self._known_s[setting] = pricing.price.step_s
-            else:
-                self._known_s[setting] = pricing.busy_s
+            # userbuffers make the step a range, whose middle may be below the busiest stage's seconds
+            is_bound = not self.job.userbuffers and pricing.busy_s >= least_s
+            self._known_s[setting] = pricing.busy_s if is_bound else pricing.price.step_s
         return self._known_s[setting] >= least_s
 
     @property
