@@ -1,4 +1,4 @@
-"""Holding on to Megatron: what a plan means for a live run, and the hooks that carry it out."""
+"""Installs plans in a live run: hooks on Megatron, and the checks before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Installation", "install"]
 
 
 def __getattr__(name: str) -> Any:
-    """Found when asked for: kinds of layers hold on with parts of this package, and installing needs all kinds."""
+    """Imported at first use, because `megatron_lynx.kinds` imports parts of this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron_lynx.apply import installation

@@ -1,4 +1,4 @@
-"""From a plan to what the runtime follows beside its timetable: a policy for every half and chunk, and the order of passes."""
+"""Makes the runtime's policies of halves and chunks from a plan, and the order of passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def policies(
 def _policy(
     plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Callable[[Any], Any], module: Module
 ) -> HalfPolicy:
-    """`section`: as the module has it."""
+    """`section`: of the live module."""
     replayed = frozenset(planned.replay)
     if planned.checkpoint:
         replayed |= {GATHERED.name}
@@ -83,16 +83,16 @@ def _policy(
 
 
 def _waits_for_weights(hook: Callable[..., Any]) -> bool:
-    """Megatron's own hook on every module, with --overlap-param-gather. In a replay its weights are there."""
+    """Megatron's own hook on every module, with --overlap-param-gather. In a recomputation the weights are already gathered."""
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 def passing_over(
     of_layer: Mapping[int, Mapping[Half, HalfPolicy]], timetable: Timetable, offloading: Container[int]
 ) -> dict[int, dict[Half, HalfPolicy]]:
-    """The same policies of a stage; halves in which nothing ever happens know it, and those behind them.
+    """The same policies, with halves marked that have no work, and halves above these.
 
-    `offloading`: chunks that send something to the host.
+    `offloading`: chunks that offload.
     """
     marked: dict[int, dict[Half, HalfPolicy]] = {}
     deferring = {half.key for chunk in timetable.chunks for half in chunk if half.deferred}
@@ -109,7 +109,6 @@ def passing_over(
 
 
 def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPolicy]:
-    """The policy of every chunk of a stage."""
     return [
         ChunkPolicy(
             entry.ahead_depth,
@@ -124,9 +123,9 @@ def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPo
 
 
 def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int = 0) -> OrderOfStep:
-    """What a stage does in a step, by the number of micro-batches.
+    """The passes of a stage in a step, by the number of micro-batches.
 
-    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`. `more`: forwards beyond the usual before the first backward.
+    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`. `more`: additional warm-up forwards.
     """
 
     @lru_cache(maxsize=8)

@@ -1,9 +1,9 @@
-"""Claiming an attribute, holding it, and giving it back.
+"""Replaces attributes, and restores them.
 
     Claim (declared)  ──verify──>  Hook (in place)  ──restore──>  the identical object, or no attribute, as before
 
-A claim names what is *looked up* at call time: a module's global, or an attribute of one instance. Nothing changes until all
-claims of an installation were verified.
+A claim names the attribute that is *looked up* at call time: a module's global, or an attribute of one instance. All claims
+of an installation are verified before any attribute changes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MARK = "__megatron_lynx__"
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """`owner.name` is to be replaced by `replaced_by(original)`."""
+    """Request to replace `owner.name` by `replaced_by(original)`."""
 
     owner: Any
     name: str
     replaced_by: Callable[[Any], Any]
     reason: str
     label: str = ""
-    """How to call the owner in messages, where its own name says too little."""
+    """The owner's name in messages, if its own name says too little."""
 
     @property
     def where(self) -> str:
@@ -36,8 +36,10 @@ class Claim:
         return f"{owner}.{self.name}"
 
     def problem(self, *, around_others: bool = False) -> Problem | None:
-        """Why this claim cannot be honoured now. `around_others`: what is no part of a model may be held by the installations of
-        several models, one around the other."""
+        """Why this claim cannot be installed now. `around_others`: attributes outside of models may already have a hook of
+        another
+        model's installation.
+        """
         found = getattr(self.owner, self.name, _ABSENT)
         if found is _ABSENT:
             return Problem(
@@ -53,7 +55,7 @@ class Claim:
 
 @dataclass(eq=False)
 class Hook:
-    """A claim in place."""
+    """An installed claim."""
 
     claim: Claim
     replacement: Any = field(init=False)
@@ -71,7 +73,7 @@ class Hook:
         return vars(self.claim.owner).get(self.claim.name) is self.replacement
 
     def restore(self) -> None:
-        """Put back what was there. The caller has checked `active`."""
+        """Restore the original. The caller has checked `active`."""
         if self._before is _ABSENT:
             delattr(self.claim.owner, self.claim.name)
         else:
@@ -79,7 +81,7 @@ class Hook:
 
 
 def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:
-    """Every claim that cannot be honoured, and every attribute that two of them want. `around_others`: as of `Claim.problem`."""
+    """Every claim that cannot be installed, and every attribute claimed twice. `around_others`: see `Claim.problem`."""
     found = (claim.problem(around_others=around_others) for claim in claims)
     problems = [problem for problem in found if problem is not None]
     seen: dict[tuple[int, str], Claim] = {}
@@ -91,7 +93,7 @@ def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Prob
 
 
 def put_in_place(claims: Sequence[Claim]) -> list[Hook]:
-    """All or nothing: an error on the way undoes what was done."""
+    """Install all claims, or none if one raises."""
     hooks: list[Hook] = []
     try:
         for claim in claims:
@@ -104,7 +106,7 @@ def put_in_place(claims: Sequence[Claim]) -> list[Hook]:
 
 
 def give_back(hooks: Sequence[Hook]) -> None:
-    """Undo in reverse. Refuses, with all of them untouched, if somebody replaced one of ours since."""
+    """Restore in reverse order. Raises `HookRefused`, and restores none, if one of our hooks was replaced since."""
     foreign = [hook for hook in hooks if not hook.active]
     if foreign:
         raise HookRefused(

@@ -1,7 +1,7 @@
-"""Installing a plan in three passes: resolve, verify, change. Any refusal leaves no trace.
+"""Installs a plan in three passes; a refusal in any of them leaves Megatron unchanged.
 
 resolve   the live run, the release's table, the plan's stage, every claim
-verify    fingerprints; `refusals`; the plan against the run (`match`); every claim against every other and against what is there
+verify    fingerprints; `refusals`; the plan against the run (`match`); claims against each other and against Megatron
 change    all hooks, or none
 
 with install(model, plan) as installation:      # or installation.remove(), between steps
@@ -54,11 +54,11 @@ log = logging.getLogger(__name__)
 
 
 class Installation:
-    """A plan in force. Removable between steps; usable as a context manager."""
+    """An installed plan. Removable between steps; usable as a context manager."""
 
     def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
         self.engine = engine
-        """Counts and trace of what ran: `installation.engine.take_counts()`, `.trace`."""
+        """Counts and trace: `installation.engine.take_counts()`, `.trace`."""
         self._hooks = hooks
         self._overlapping = overlapping
         if overlapping is not None:
@@ -66,11 +66,11 @@ class Installation:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """What is held, in the order of installing."""
+        """In the order of installing."""
         return tuple(self._hooks)
 
     def remove(self) -> None:
-        """Put back every identical object. Raises `HookRefused` in the middle of a step; a second call does nothing."""
+        """Restore the identical objects. Raises `HookRefused` during a step; a second call does nothing."""
         self._give_back()
         if self._overlapping is not None:
             self._overlapping.under(None)
@@ -78,8 +78,9 @@ class Installation:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, Megatron runs its own identical objects: steps as without a plan. Then the same plan is in force again, with
-        the same engine. Raises `HookRefused` in the middle of a step."""
+        """Run the block without the plan (Megatron has its identical objects), then install it again with the same engine. Raises
+        `HookRefused` during a step.
+        """
         claims = [hook.claim for hook in self._hooks]
         self._give_back()
         try:
@@ -106,20 +107,19 @@ class Installation:
 
 
 def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) -> Installation:
-    """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
+    """Install `plan` on `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
-    To be called on every rank, after `parallel_state` and the model exist and before the first step.
+    Call it on every rank, after `parallel_state` and the model exist and before the first step.
 
     Args:
         model: the model, or the list of chunks.
         plan: made for this model, layout and schedule.
-        without_flushes: what runs the batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
+        without_flushes: runs the batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
 
     Raises:
         PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
-        HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to; or micro-batches
-            are in flight.
-        OffloadError: the host has too little memory for what the plan offloads.
+        HookRefused: this release or a setting of the run is not supported; or micro-batches are in flight.
+        OffloadError: the host has too little memory for the plan.
     """
     run = live_run(model)
     limit = host_limit_of(plan, run)
@@ -156,12 +156,12 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     claims = list(_claims(engine, plan, run, timetable))
     if conflicts := holding.verify(claims, around_others=without_flushes is None):
         raise HookRefused("the plan cannot be installed", conflicts)
-    engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
+    engine.offloader.lock_ahead()  # last, because it takes long; it may still be refused
     return Installation(engine, _changed(claims), without_flushes)
 
 
 def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str, list[Problem]]]:
-    """The code that this run relies on, in words, with what of it does not read as recorded."""
+    """The code that this run relies on, in words, with the functions that differ from the recorded ones."""
     yield "megatron-core does", release.stale()
     if run.uses_te:
         yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
@@ -228,7 +228,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
 
 
 def _receives_replay(plan: Plan) -> bool:
-    """Whether anything is replayed on any stage while a gradient is received in the steady phase."""
+    """Whether any stage recomputes while it receives a gradient in the steady phase."""
     timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
     return any(each.receive(chunk, "steady").hides for each in timetables for chunk in range(len(each.chunks)))
 

@@ -1,6 +1,6 @@
 """Lists the functions of the installed megatron-core that hooks rely on, and whether each reads as recorded. Needs no model.
 
-release table: module:function -> fingerprint ──compared with the source that is there──> one row each
+release table: module:function -> fingerprint ──compared with the installed source──> one row each
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ RELIES_ON = {
     ),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""By hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section, the modules of `megatron.core` it relies on."""
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section that relies on
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Held:
     release: str
     recorded: str
     found: str | None
-    """Its fingerprint now; None where there is no such function."""
+    """Its fingerprint now, or None if it does not exist."""
 
     @property
     def as_recorded(self) -> bool:
@@ -61,28 +63,28 @@ class Held:
 
 
 def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
-    """A row for each function of a release's table, of megatron-core or of Transformer Engine.
+    """Rows of a release's table, of megatron-core or of Transformer Engine.
 
-    `hook`: what relies on all of them; by default each module tells.
+    `hook`: the hook of all rows; by default found from each module.
     """
     yield from _rows(release, release.fingerprints, hook)
 
 
 def held_here() -> list[Held]:
-    """Every function that hooks rely on: of megatron-core, and of Transformer Engine where it can be imported and is known.
+    """Rows of megatron-core, and of Transformer Engine if it is installed and known.
 
-    Raises `HookRefused` for a megatron-core that is not known.
+    Raises `HookRefused` for an unknown megatron-core.
     """
     release = present_release()
     try:
         te = present_te()
-    except HookRefused:  # the doctor says so
+    except HookRefused:  # the doctor reports it
         return [*inventory(release), *_in_some_runs(release, but="te")]
     return [*inventory(release), *_in_some_runs(release), *inventory(te), *_in_some_runs(te)]
 
 
 def _in_some_runs(release: Release, but: str = "") -> Iterator[Held]:
-    """The functions that matter only in runs that have something. `but`: what cannot be imported."""
+    """Functions that matter only in some runs. `but`: a table to leave out."""
     for what, recorded in release.only_with.items():
         yield from _rows(release, recorded) if what != but else ()
 
@@ -94,7 +96,7 @@ def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None
 
 
 def hook_of(site: str) -> str:
-    """The hook that relies on a function; ValueError for one that none is known to."""
+    """The hook that relies on a function; ValueError if none does."""
     if site.startswith("transformer_engine."):
         return "transformer_engine"
     module = site.partition(":")[0].removeprefix("megatron.core.")

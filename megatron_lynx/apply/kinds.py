@@ -1,15 +1,14 @@
-"""The kinds of sections as a run has them: which live layers have one, whose classes fit, what is refused, which hooks it needs.
+"""Running side of the kinds of sections: which live layers have one, allowed classes, refusals, hooks.
 
-a kind says                            reader
-section_in       of a live layer       everything that asks what fills a half (`sections_in`)
-classes          by role               `apply.refusals`: linears that were shown to be recomputed in every bit
+method                                 reader
+section_in       of a live layer       `sections_in`
+classes          by role               `apply.refusals`: linears that were shown to be recomputed bit for bit
 refusals         modules               `apply.refusals`
 mismatches       plan and live layers  `apply.match`
-claims           hooks of its own      `apply.installation`
+claims           additional hooks      `apply.installation`
 
-A plan that keeps experts whole, on the device, needs nothing of them but that they are Megatron's. Where it recomputes items of
-them, sends them to the host, or delays their weight gradients, those that cannot be looked into are refused. Opaque halves get no
-hook.
+A plan that keeps experts whole, on the device, only needs them to be Megatron's. If it recomputes or offloads their items, or
+delays their weight gradients, experts with an unknown interior are refused. Opaque halves have no hooks.
 """
 
 from __future__ import annotations
@@ -49,40 +48,40 @@ from megatron_lynx.plan.stage import Stage
 from megatron_lynx.runtime.engine import Engine
 
 Classes = Mapping[Role, tuple[str, ...]]
-"""By role the full names of the classes that a site may have; of roles that are left out it does not matter."""
+"""Full names of the classes that a site may have, by role; roles that are left out may have any."""
 
 Layers = Mapping[int, Module]
-"""Live layers by number: those that have the kind."""
+"""Live layers of the kind, by number."""
 
 
 class Running(ABC):
-    """One kind of section, as a run has it."""
+    """One kind of section in a live run."""
 
     half: Half
     name: str
-    """The name of its section."""
+    """Name of its section."""
     stated_as: str = "model.kinds"
-    """The key of a plan that says which layers have it."""
+    """The key of a plan that lists the layers of this kind."""
     recorded: str = ""
-    """Which table of a release has the functions that matter with this kind alone; empty: it has none of its own."""
+    """The table of a release with the functions of this kind alone; empty if there is none."""
     recorded_as: str = ""
-    """How a release that reads otherwise is told: "megatron-core's ... do not read as recorded"."""
+    """The kind in the message "megatron-core's ... not read as recorded"."""
     local: ClassVar[Classes] = {}
     te: ClassVar[Classes] = {}
-    """The classes of its sites in Megatron's own layers, and in Transformer Engine's."""
+    """Allowed classes of its sites, in Megatron's own layers and in Transformer Engine's."""
     always_local: bool = True
-    """Whether every release can build it of Megatron's own layers."""
+    """Whether every release can build it from Megatron's own layers."""
 
     @abstractmethod
     def section_in(self, layer: Module) -> Section | None:
-        """What fills the half of a live layer, if it is of this kind."""
+        """The section of a live layer's half, or None if it is of another kind."""
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Why a run whose layers are of this kind cannot carry a plan."""
+        """Why a run with layers of this kind cannot have a plan."""
         yield from ()
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Where the plan has another kind in place of this one, or this one in place of another."""
+        """Layers that have this kind in the plan and not in the run, or the reverse."""
         planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
         for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
             if numbers:
@@ -90,15 +89,14 @@ class Running(ABC):
                 yield Problem(place, f"{self.name} {said}", "the same in both", "make a plan for this model")
 
     def has(self, section: Section) -> bool:
-        """Whether a section is of this kind."""
         return section.name == self.name
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
-        """Hooks that this kind alone needs, beside those on halves, sites and collectives."""
+        """Hooks of this kind alone."""
         yield from ()
 
 
-# classes of linears that were shown to be recomputed in every bit
+# classes of linears that were shown to be recomputed bit for bit
 LOCAL: Classes = {"column_parallel": (f"{LINEARS}ColumnParallelLinear",), "row_parallel": (f"{LINEARS}RowParallelLinear",)}
 TE: Classes = {
     "norm": (IDENTITY,),
@@ -109,7 +107,7 @@ TE: Classes = {
 
 
 class _Usual(Running):
-    """What a half has where it has nothing else."""
+    """The usual content of a half."""
 
     local, te = LOCAL, TE
     section: Section
@@ -118,7 +116,7 @@ class _Usual(Running):
         return self.section
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Another kind tells where it is missing, or too much."""
+        """Empty: the other kinds report layers that differ."""
         yield from ()
 
 
@@ -131,7 +129,7 @@ class HeldMlp(_Usual):
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
-"""The one with fused down-projections is another."""
+"""The one with fused down-projections is another class."""
 
 _COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
 
@@ -139,8 +137,6 @@ ANY_LATENT = LATENT[True, True, False]
 
 
 class HeldLatentAttention(Running):
-    """Megatron's `MLASelfAttention`."""
-
     half, name = ANY_LATENT.half, ANY_LATENT.name
     recorded, recorded_as = "latent", "latent attention does"
     local: ClassVar[Classes] = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
@@ -174,7 +170,6 @@ class HeldLatentAttention(Running):
 
 
 def sizes_in(config: Any) -> LatentSizes:
-    """The sizes of latent attention in Megatron's model config."""
     return LatentSizes(
         q_rank=config.q_lora_rank,
         kv_rank=config.kv_lora_rank,
@@ -187,9 +182,9 @@ def sizes_in(config: Any) -> LatentSizes:
 
 _MOE = "megatron.core.transformer.moe."
 LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
-"""The class of the mixture of experts that a layer may have in place of an MLP."""
+"""Class of the mixture of experts that may replace an MLP."""
 _KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
-"""Kinds of experts whose linears are called where a replay can find them."""
+"""Kinds of experts that call their linears as modules."""
 _DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
 EXPERTS_LOCAL: Classes = {**LOCAL, "experts_in": LOCAL["column_parallel"], "experts_out": LOCAL["row_parallel"]}
 EXPERTS_TE: Classes = {
@@ -202,8 +197,6 @@ TODO = OR_ELSE["inside experts"]
 
 
 class HeldExperts(Running):
-    """Megatron's `MoELayer`."""
-
     half, name = EXPERTS.half, EXPERTS.name
     recorded, recorded_as = "experts", "mixtures of experts do"
     local, te = EXPERTS_LOCAL, EXPERTS_TE
@@ -217,7 +210,7 @@ class HeldExperts(Running):
         return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Every reason why the experts of this run cannot be looked into; none where the plan does not ask for it."""
+        """Every reason why experts cannot be recomputed or offloaded. Empty if the plan keeps them whole."""
         touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
         if not touched:
             return
@@ -240,7 +233,7 @@ class HeldExperts(Running):
             known = classes.get(place.item.role)
             if known is not None and name_of(place.owner) not in known:
                 yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
-                return  # one stands for all
+                return  # the first stands for all
             if flag := next(
                 (name for name in OWNS_USERBUFFER if place.item.of_experts and getattr(place.owner, name, False)), None
             ):
@@ -248,7 +241,7 @@ class HeldExperts(Running):
                 return
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
+        """Layers that have a mixture of experts where the plan has an MLP, or the reverse."""
         planned = {number for number in run.layers if plan.model.has_experts(number)}
         for numbers, found, needed in (
             (layers.keys() - planned, "an MLP", EXPERTS.name),
@@ -282,25 +275,24 @@ class HeldExperts(Running):
 
 
 def _balanced_rows(plan: Plan, run: LiveRun) -> int:
-    """How many rows experts of each rank would get of one micro-batch if all were asked as often."""
     tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
     return expert_load.balanced_rows(tokens, run.config.moe_router_topk)
 
 
 def _dispatcher(config: Any) -> Dispatcher:
-    """Who brings tokens to experts, as far as that decides what a plan may do. Others are taken for Megatron's all-to-all."""
+    """The dispatcher, as far as plans depend on it. Unknown ones count as Megatron's all-to-all."""
     named = _dispatched_by(config)
     return next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])
 
 
 def _dispatched_by(config: Any) -> str:
-    """As the launch names it: Megatron's dispatcher, or whose kernels its flex dispatcher uses."""
+    """The launch's name: Megatron's dispatcher, or the backend of its flex dispatcher."""
     dispatcher = str(config.moe_token_dispatcher_type)
     return str(getattr(config, "moe_flex_dispatcher_backend", "deepep")) if dispatcher == "flex" else dispatcher
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
-    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of; or that may fall back."""
+    """Layers whose experts a stage recomputes, offloads, delays weight gradients of, or lets fall back."""
     offloads = entry.offload is not None and entry.offload.experts
     for layer in entry.layers:
         rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
@@ -311,7 +303,7 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
 
 
 def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
-    """Experts that are cut over ranks exchange rows behind the dispatch, which no window may."""
+    """Experts that are cut over ranks exchange rows after the dispatch, which no window may contain."""
     rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
     parts = getattr(run.config, "expert_tensor_parallel_size", None) or 1
     if parts > 1 and any(rule.goes_on for rule in rules):
@@ -327,13 +319,13 @@ def _other_kinds(number: int, layer: Module) -> Iterator[Problem]:
 
 
 def _class_in(layer: Any, path: str) -> str:
-    """The name of the class of what a layer has at a place; empty where it has nothing there."""
+    """Class name of the submodule at a path, or ""."""
     found = module_at(layer, path)
     return "" if found is None else type(found).__name__
 
 
 def _lacks(layer: Any, place: str, *sites: str) -> bool:
-    """Whether a layer has something at a place, and none of these sites in it."""
+    """Whether a layer has a submodule at a path that has none of these sites."""
     return module_at(layer, place) is not None and all(module_at(layer, f"{place}.{site}") is None for site in sites)
 
 
@@ -349,11 +341,11 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
     "own_mlp": lambda layer: _lacks(layer, IN_MLP, "linear_fc1", "router"),
     "no_mlp": lambda layer: _class_in(layer, IN_MLP) in NOTHING,
 }
-"""What tells each of a live layer, from the most general to the most special of each half."""
+"""Recognises the opaque halves of a live layer, from the most general to the most special of each half."""
 
 
 class HeldOpaque(Running):
-    """One such half."""
+    """One opaque half."""
 
     stated_as = "model.opaque_layers"
 
@@ -366,23 +358,23 @@ class HeldOpaque(Running):
 
 
 FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts(), *map(HeldOpaque, IS)]
-"""The usual content of each half first: it answers to every layer."""
+"""The usual content of each half first: it accepts every layer."""
 
 
 def sections_in(layer: Module) -> tuple[Section, Section]:
-    """What fills the halves of a live layer, in the order of a forward."""
+    """The sections of a live layer, in the order of a forward."""
     attention, mlp = (in_graph(_found(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
     return attention, mlp
 
 
 def classes_of(section: Section, *, te: bool) -> Classes:
-    """The classes that the sites of a section may have, in Transformer Engine's layers or in Megatron's own."""
+    """Allowed classes of a section's sites."""
     face = next(face for face in reversed(FACES) if face.has(section))
     return face.te if te else face.local
 
 
 def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
-    """Every kind, and the rank's layers that have it."""
+    """Every kind with the rank's layers that have it."""
     having: dict[Running, dict[int, Module]] = {face: {} for face in FACES}
     for number, layer in run.layers.items():
         for half in HALVES:
@@ -391,7 +383,7 @@ def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
 
 
 def kinds_of(run: LiveRun) -> list[Running]:
-    """The kinds that some layer of the rank has."""
+    """The kinds that at least one layer of the rank has."""
     return [face for face, layers in layers_by_kind(run) if layers]
 
 

@@ -1,5 +1,6 @@
-"""Refuses live configurations: settings that hooks cannot work with (`megatron_lynx.limits`), recipes of FP8 that no plan was run
-with, and variables that change what nodes save."""
+"""Refuses live configurations: unsupported settings (`megatron_lynx.limits`), unknown FP8 recipes, and environment variables
+that change which tensors nodes save.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ UNSET = {
     "NVTE_BACKWARD_OVERRIDE": "",
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "0",
 }
-"""Variables that decide what nodes save, and the value that is their default."""
+"""Environment variables that change which tensors nodes save, with their defaults."""
 
 
 def in_config(limit: Limit) -> str:
@@ -24,7 +25,7 @@ def in_config(limit: Limit) -> str:
 
 
 def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
-    """Every setting that no plan can work with. `te`: the layers are Transformer Engine's."""
+    """Every unsupported setting. `te`: the layers are Transformer Engine's."""
     yield from refused(config, list(_circumstances(config, te=te)), in_config)
     yield from refused_graphs(config)
 

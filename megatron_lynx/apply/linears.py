@@ -1,4 +1,4 @@
-"""The linears of a live run whose weight gradients a plan defers."""
+"""The linears of a live run whose weight gradients a plan delays."""
 
 from __future__ import annotations
 
@@ -21,23 +21,20 @@ from megatron_lynx.runtime.pending import Linear
 
 
 class LinearOf(NamedTuple):
-    """One linear of one layer."""
-
     layer: int
     half: Half
     item: str
     role: Role
     expert: int | None = None
-    """Which of a rank's experts it is of, where it has several that run one by one."""
+    """Index of the rank's expert, if several run one by one."""
 
     @property
     def frame(self) -> FrameKey:
-        """The half that it is in."""
         return self.layer, self.half
 
     @property
     def linear(self) -> Linear:
-        """As the runtime knows it."""
+        """Its key in the runtime."""
         return self.layer, self.item
 
     @property
@@ -51,7 +48,7 @@ class LinearOf(NamedTuple):
 
 
 def weights_of(linear: Module) -> list[Parameter]:
-    """Its weight, or those of all experts of which it computes the GEMMs."""
+    """Its weight, or those of all experts of a grouped linear."""
     return [parameter for name, parameter in linear.named_parameters(recurse=False) if name.startswith("weight")]
 
 
@@ -68,16 +65,16 @@ def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
 
 
 NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
-"""Transformer Engine then hands on operands of another kind, on GPUs only: nobody has seen them deferred."""
+"""With it Transformer Engine's operands are of another type, on GPUs only; delaying these is untested."""
 
 
 def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Every reason why weight gradients cannot be deferred here; none where the plan defers none."""
+    """Every reason why weight gradients cannot be delayed here. Empty if the plan delays none."""
     if not any(entry.defers for entry in plan.stages):
         return
     yield from refused(run.config, ["weight gradients"], in_config)
     if any(list(entry.layers) != _layers_of(run, entry.chunk) for entry in plan.chunks_of(run.stage)):
-        return  # the plan was made for another model, which is said elsewhere
+        return  # the plan is for another model, which `match` reports
     linears = deferring_linears(plan, run)
     yield from _ungraded(linears)
     yield from _storeless(linears, run)
@@ -96,7 +93,7 @@ def _ungraded(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
         if not all(hasattr(weight, "main_grad") for weight in weights_of(module)):
             todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
             yield Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
-            return  # one stands for all
+            return  # the first stands for all
 
 
 def _storeless(linears: dict[LinearOf, Module], run: LiveRun) -> Iterator[Problem]:
@@ -108,7 +105,7 @@ def _storeless(linears: dict[LinearOf, Module], run: LiveRun) -> Iterator[Proble
 
 
 def _natively_grouped(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
-    """A grouped GEMM whose operands are no tensors of experts, or that makes gradients of biases as well."""
+    """Grouped GEMMs whose operands are no tensors of experts, or that compute bias gradients as well."""
     grouped = {linear: module for linear, module in linears.items() if linear.of_experts and len(weights_of(module)) > 1}
     for linear, module in grouped.items():
         if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":
@@ -122,7 +119,7 @@ def _natively_grouped(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
 
 
 def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
-    """A bound that not even one entry fits into: nothing would ever be deferred."""
+    """Limits that are too small for a single entry: nothing would ever be delayed."""
     for entry in plan.chunks_of(run.stage):
         sizes = {linear: _least_bytes(plan, run, *each) for each in linears.items() if (linear := each[0]).layer in entry.layers}
         largest = max(sizes, key=lambda linear: sizes[linear], default=None)
@@ -134,8 +131,10 @@ def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Ite
 
 
 def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
-    """What one entry of a linear holds at least: its input and the gradient of its output, for all tokens of a micro-batch. Of
-    experts for their share, if all are asked as often: whatever comes, entries that do not fit are computed at once."""
+    """Bytes of one entry of a linear: its input and the gradient of its output, for all tokens of a micro-batch; for experts
+    their
+    share under balanced routing. Entries that do not fit at run time are computed at once.
+    """
     weights = weights_of(module)
     outputs, inputs = weights[0].shape
     in_fp8 = 4 if recipe_of(run.config) == "nvfp4" else 8

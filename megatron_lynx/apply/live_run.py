@@ -1,14 +1,13 @@
-"""One rank of a run that a plan is put in force for: model config, parallel_state, the modules themselves.
+"""One rank of a live run: model config, parallel_state, modules.
 
-A hybrid stack (Megatron's HybridModel) has the attention and the MLP of a GPT layer as two layers of its own:
+A hybrid stack (Megatron's HybridModel) splits a GPT layer into two layers:
 
     GPTModel       layer 1: _forward_attention, _forward_mlp                      layer 2: ...
     HybridModel    layer 1: _forward_attention   layer 2: _forward_mlp            layer 3: ...      (pattern *-*-)
                             its MLP passes through        its attention passes through
                    └────────────── one layer of a plan: 1 ──────────────┘
 
-`anatomy.stack` defines which layers of a pattern are one layer of a plan. A Mamba layer is an opaque half, and a half may be
-missing (`kinds.opaque`).
+`anatomy.stack` maps a pattern to layers of a plan. A Mamba layer is an opaque half, and a half may be missing (`kinds.opaque`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, CapturedModule, refused_capture
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
-"""How the full names begin of Megatron's classes that wrap Transformer Engine's layers."""
+"""Prefix of the full names of Megatron's wrappers of Transformer Engine's layers."""
 
 LINEARS = "megatron.core.tensor_parallel.layers."
-"""The same of its own linears."""
+"""Prefix of the full names of Megatron's own linears."""
 
 IDENTITY = "megatron.core.transformer.identity_op.IdentityOp"
-"""What stands in the place of a norm that Transformer Engine makes inside a linear."""
+"""Replaces a norm that Transformer Engine computes inside a linear."""
 
 
 OWNS_USERBUFFER = (
@@ -45,18 +44,17 @@ OWNS_USERBUFFER = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
-"""Attributes of Transformer Engine's linears that say that they own a userbuffer: they must be off unless the run says that it
-has userbuffers, so that its plan is one for them."""
+"""Attributes of Transformer Engine's linears that own a userbuffer. They must be off unless the run and the plan have
+userbuffers.
+"""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """One rank of a run, as Megatron built it."""
-
     chunks: tuple[Module, ...]
     """The GPTModels, unwrapped: one, or the virtual stages of an interleaved schedule in their order."""
     wrappers: tuple[Module, ...]
-    """What they were wrapped in, outermost first."""
+    """Their wrappers, outermost first."""
     config: Any
     tensor: int
     pipeline: int
@@ -64,10 +62,10 @@ class LiveRun:
     context: int
     tensor_group: Any
     expert: int
-    """Ranks over which experts are shared out."""
+    """Ranks among which experts are distributed."""
     expert_group: Any
     replicas: int
-    """Ranks that have the same weights, over which a distributed optimizer shares its state."""
+    """Ranks with the same weights, which share a distributed optimizer's state."""
 
     @property
     def layers(self) -> dict[int, Module]:
@@ -76,7 +74,7 @@ class LiveRun:
 
     @property
     def all_layers(self) -> int:
-        """How many layers the whole model has, counted as a plan does."""
+        """Number of layers of the whole model, counted as in a plan."""
         return all_layers(self.chunks[0]) if is_hybrid(self.chunks[0]) else int(self.config.num_layers)
 
     @property
@@ -88,55 +86,55 @@ class LiveRun:
 
     @property
     def fp8(self) -> bool:
-        """Whether linears multiply in FP8 or FP4, which only Transformer Engine's can."""
+        """Whether linears compute in FP8 or FP4, which only Transformer Engine's can."""
         return self.uses_te and recipe_of(self.config) is not None
 
     @property
     def groups_experts(self) -> bool:
-        """Whether the linears of all of a rank's experts are one of Transformer Engine's."""
+        """Whether one Transformer Engine linear computes for all of a rank's experts."""
         experts = (module_at(layer, "mlp.experts.linear_fc1") for layer in self.layers.values())
         return any(name_of(linear).startswith(TE_MODULE) for linear in experts if linear is not None)
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether gradients are reduced over replicas while the last micro-batch's backward runs."""
+        """Whether gradients are reduced over replicas during the last micro-batch's backward."""
         configs = (getattr(wrapper, "ddp_config", None) for wrapper in self.wrappers)
         return any(getattr(config, "overlap_grad_reduce", False) for config in configs)
 
     @property
     def userbuffers(self) -> bool:
-        """Whether tensor-parallel linears exchange inside their GEMMs (--tp-comm-overlap)."""
+        """Whether tensor-parallel linears communicate inside their GEMMs (--tp-comm-overlap)."""
         return self.tensor > 1 and bool(getattr(self.config, "tp_comm_overlap", False))
 
     def shards_of(self, sequence_parallel: bool) -> int:
-        """Ranks among which the tokens of a sequence are cut outside of tensor-parallel linears."""
+        """Ranks among which a sequence's tokens are cut outside of tensor-parallel linears."""
         return self.context * (self.tensor if sequence_parallel else 1)
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that one chunk takes before the next one has its turn."""
+        """Consecutive micro-batches of one chunk."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
 
     @property
     def combined(self) -> bool:
-        """Whether a forward and a backward run in turns, node by node, while tokens of the other travel to experts."""
+        """Whether nodes of a forward and a backward are interleaved, overlapping with the other's exchanges of tokens."""
         return overlapped(self.config)
 
     @property
     def overlaps_exchanges(self) -> bool:
-        """Whether messages between stages are waited for later than they are issued. Only interleaved schedules can."""
+        """Whether messages between stages are waited for after other passes. Only interleaved schedules can."""
         return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
 
 
 def recipe_of(config: Any) -> str | None:
-    """By which recipe linears are asked to compute in FP8 or FP4; None: they are not."""
+    """The configured FP8 or FP4 recipe, or None."""
     bits = next((bits for bits in ("fp8", "fp4") if getattr(config, bits, None)), None)
     recipe = getattr(config, f"{bits}_recipe", None)
     return None if bits is None else str(getattr(recipe, "value", recipe))
 
 
 def live_run(model: Any) -> LiveRun | list[Problem]:
-    """The run that `model` (a module, or Megatron's list of chunks) is part of, or why it cannot be read."""
+    """The run of `model` (a module, or Megatron's list of chunks), or why it cannot be read."""
     both = [unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
     chunks = tuple(chunk for _, chunk in both)
     for chunk in chunks:
@@ -168,7 +166,7 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
 
 
 def unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
-    """What a model is wrapped in, outermost first, and the GPTModel inside."""
+    """A model's wrappers, outermost first, and the GPTModel inside."""
     wrappers = []
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
         wrappers.append(model)
@@ -177,7 +175,7 @@ def unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 
 
 def module_at(layer: object, path: str) -> object:
-    """The submodule of a layer at an attribute path; None where it has none."""
+    """The submodule of a layer at an attribute path, or None."""
     return reduce(lambda module, name: getattr(module, name, None), path.split("."), layer)
 
 
@@ -187,7 +185,7 @@ def name_of(module: object) -> str:
 
 
 def overlapped(config: Any) -> bool:
-    """Whether exchanges of experts run beside the computing of another micro-batch."""
+    """Whether exchanges of experts overlap with another micro-batch's computation."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
@@ -201,19 +199,19 @@ CLASSES: Mapping[Half, tuple[str, ...]] = dict(
         strict=True,
     )
 )
-"""Of the layers of each half, where Megatron's own specification of a stack is taken."""
+"""Layer classes of each half in Megatron's own specification of a hybrid stack."""
 
 
 class HybridLayer:
-    """One or two layers of a hybrid stack that are one layer of a plan: as much of Megatron's layer as hooks look at."""
+    """One or two layers of a hybrid stack as one layer of a plan: the attributes of Megatron's layer that hooks use."""
 
     def __init__(self, number: int, owners: Mapping[Half, Module]) -> None:
         self.layer_number = number
         self.owners = owners
-        """By half; one that is not there has none."""
+        """By half; a missing half is left out."""
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the layer that has that half: names of the second half's have its name in them."""
+        """An attribute of the layer that has the half: the second half's attributes have its name in them."""
         first, second = HALVES
         asked = second if second in name else first
         return getattr(self.owners.get(asked) or next(iter(self.owners.values())), name)
@@ -224,7 +222,7 @@ class HybridLayer:
 
 
 def owner_of(layer: Any, half: Half, path: str = "") -> Module:
-    """The module whose method a half is. `path`: where it is in the layer, if that is none of the layer's own."""
+    """The module whose method a half is. `path`: its path in the layer, if it is not the layer itself."""
     owner: Module = layer.owners[half] if isinstance(layer, HybridLayer) else layer
     return attrgetter(path)(owner) if path else owner
 
@@ -234,7 +232,7 @@ def is_hybrid(chunk: Module) -> bool:
 
 
 def layers_in(chunk: Module) -> list[Any]:
-    """The layers of a plan in one chunk, in order: Megatron's own, or those that a hybrid stack has."""
+    """The layers of a plan in one chunk, in order: Megatron's own, or those of a hybrid stack."""
     layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
     if not is_hybrid(chunk) or not layers:
         return layers
@@ -244,7 +242,7 @@ def layers_in(chunk: Module) -> list[Any]:
 
 
 def all_layers(chunk: Module) -> int:
-    """How many layers of a plan the whole model has of which a hybrid chunk is a part."""
+    """Number of a plan's layers in the whole hybrid model."""
     return sum(map(len, map(layers_of, _segments(chunk))))
 
 
@@ -257,13 +255,13 @@ def _symbols(chunk: Module) -> str:
 
 
 def _segments(chunk: Any) -> list[str]:
-    """What every stage, or chunk of one, has. Without bars all have as much, as Megatron cuts them."""
+    """The pattern's segments, one for each stage or chunk. Without bars Megatron cuts it into equal ones."""
     pattern, own = str(chunk.hybrid_layer_pattern), len(_symbols(chunk))
     return segments_of(pattern, max(1, len(pattern) // max(1, own)))
 
 
 def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
-    """The layers of the segments that have the first so many symbols."""
+    """The layers of the segments that have the first `symbols` symbols."""
     for segment in _segments(chunk):
         if symbols <= 0:
             return
@@ -272,7 +270,7 @@ def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
 
 
 def refused_stack(chunk: Module) -> Problem | None:
-    """Why nothing in a hybrid stack is known; None where a plan can have it."""
+    """Why a hybrid stack cannot be planned, or None."""
     if not is_hybrid(chunk) or not (unknown := unknown_in(_symbols(chunk))):
         return None
     found, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
@@ -280,7 +278,7 @@ def refused_stack(chunk: Module) -> Problem | None:
 
 
 def modules_in_config(config: Any) -> tuple[str, ...]:
-    """The modules that a model's config names, by Megatron's names; none where nothing is captured."""
+    """Names of the modules that a model's config captures; empty without capture."""
     if _implementation(config) == "none":
         return ()
     named = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
@@ -288,13 +286,13 @@ def modules_in_config(config: Any) -> tuple[str, ...]:
 
 
 def captured_modules(config: Any) -> tuple[CapturedModule, ...]:
-    """Those of them that plans know, in the order in which plans have them."""
+    """Those of them that plans support, in the order of plans."""
     named = modules_in_config(config) if _implementation(config) == "transformer_engine" else ()
     return tuple(module for module in CAPTURED_MODULES if module in named)
 
 
 def refused_graphs(config: Any) -> Iterator[Problem]:
-    """The same of a live config, as a problem."""
+    """Refused captures of a live config."""
     hybrid = bool(getattr(config, "is_hybrid_model", False))
     refused = refused_capture(_implementation(config), modules_in_config(config), hybrid=hybrid)
     if refused is not None:
@@ -310,8 +308,8 @@ Value = TypeVar("Value")
 
 
 def of_all_ranks(mine: Value) -> list[Value]:
-    """What each rank gave, in the order of ranks. Every rank must call this; NCCL carries it on this rank's device."""
-    if not distributed.is_initialized() or distributed.get_backend() == "fake":  # the others of that one do not exist
+    """The values of all ranks, in their order. Collective; NCCL uses this rank's device."""
+    if not distributed.is_initialized() or distributed.get_backend() == "fake":  # the fake backend has no other ranks
         return [mine]
     gathered = [mine] * distributed.get_world_size()
     distributed.all_gather_object(gathered, mine)

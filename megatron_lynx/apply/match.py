@@ -1,10 +1,10 @@
-"""Refuses a plan that was made for another model or layout, with every difference at once.
+"""Refuses a plan for another model or layout, listing every difference.
 
     facts of a launch (arguments)   <── before a model is built    ──┐
                                                                      ├── compared with the plan's
     facts of a run (live model)     <── before the first step      ──┘
 
-Whether a run can carry any plan at all is checked in `refusals`.
+`refusals` checks whether a run can have any plan at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_lynx.plan.plan import Plan
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
-    """Every way in which the plan was made for something else. `overlapping`: the run does not flush."""
+    """Every difference between the plan and the run. `overlapping`: the run has no flushes."""
     problems = [*_schedule(plan, overlapping), *_facts(plan, run)]
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
@@ -57,7 +57,7 @@ FLAGS = {
     f"model.{IN_BF16[1]}": "--num-layers-at-end-in-bf16",
     "batch.micro": "--micro-batch-size",
 }
-"""The facts that a launch states before a model is built: keys of a plan, and the flags that set them."""
+"""Facts that a launch states before a model is built: keys of a plan, and their flags."""
 WHY = {
     "parallel.userbuffers": "with userbuffers linears have no windows",
     "model.implementation": "windows and bytes differ",
@@ -80,7 +80,7 @@ def facts_of_launch(args: Any) -> dict[str, Any]:
         "batch.micro": getattr(args, "micro_batch_size", None),
         **_of_model(args),
     }
-    if not getattr(args, "hybrid_layer_pattern", None):  # two of its layers may be one of a plan's (`hybrid`)
+    if not getattr(args, "hybrid_layer_pattern", None):  # two of its layers may be one of a plan's (`live_run`)
         facts["model.layers"] = getattr(args, "num_layers", None)
     implementation = getattr(args, "transformer_impl", None)
     if implementation is not None and getattr(args, "spec", None) is None:
@@ -110,7 +110,7 @@ def facts_of_run(run: LiveRun) -> dict[str, Any]:
 
 
 def _of_model(settings: Any) -> dict[str, Any]:
-    """Facts that arguments and model configurations state under the same names."""
+    """Facts that arguments and model configurations have under the same names."""
     recipe, held = recipe_of(settings), ("fp8_param_gather", "fp8_param", "fp4_param")
     return {
         "model.hidden": getattr(settings, "hidden_size", None),
@@ -125,7 +125,7 @@ def _of_model(settings: Any) -> dict[str, Any]:
 
 
 def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in the plan, value found) of every fact that is another one in the plan."""
+    """(key, planned value, found value) of every fact that differs."""
     for key, found in facts.items():
         planned = attrgetter(key)(plan)
         if planned != found:
@@ -133,7 +133,7 @@ def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 
 
 def launch_mismatches(plan: Plan, args: Any) -> Iterator[Problem]:
-    """Every argument that differs from what the plan was made for."""
+    """Every argument that differs from the plan."""
     for key, planned, found in differing(plan, facts_of_launch(args)):
         flag = "--fp4-recipe" if "nvfp4" in (planned, found) else FLAGS[key]
         todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", WHY.get(key))))
@@ -157,7 +157,7 @@ def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def layers_in_bf16(config: Any) -> dict[str, int]:
-    """How many layers Megatron leaves in bf16 at each end of a model in FP8 (`get_fp8_context`), by a plan's key."""
+    """Layers that Megatron keeps in bf16 at each end of a model in FP8 (`get_fp8_context`), by a plan's key."""
     asked = getattr(config, "first_last_layers_bf16", False)
     numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     return {f"model.{key}": getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}

@@ -1,9 +1,7 @@
-"""From a plan's stage to what goes to the host: a policy for every chunk that offloads.
+"""Makes the offload policies of a stage from its plan, and finds this rank's share of host memory.
 
-This rank's share of host memory, by what the hosts themselves say.
-
-No launcher's variable says it: torchrun sets `LOCAL_WORLD_SIZE`, srun does not. So all ranks tell each other which machine and
-which control groups they run in, and each counts who takes from the same.
+The launcher's variables are no help: torchrun sets `LOCAL_WORLD_SIZE`, srun does not. So all ranks exchange their machine and
+control groups, and each counts the ranks that share its own.
 """
 
 from __future__ import annotations
@@ -22,10 +20,11 @@ from megatron_lynx.schedule.one_stage import most_in_flight, most_on_host
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
-    """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once, and no
-    pace is given for that. `limit`: of this rank, where the plan offloads at all.
+    """Return None if this stage offloads nothing: the plan has no offload for it, or every backward directly follows its forward
+    and
+    no pace is given. `limit`: this rank's, if the plan offloads at all.
 
-    Raises `OffloadError` with both numbers where the host has too little memory.
+    Raises `OffloadError` with both numbers if the host has too little memory.
     """
     step = order(plan.batch.microbatches)
     policies = {}
@@ -65,12 +64,14 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
 log = logging.getLogger(__name__)
 
 STATE_BYTES = 14
-"""Of one parameter: weight in 16 bits, master weight and Adam's two moments in 32 (arXiv 1910.02054, section 3.1)."""
+"""Per parameter: weight in 16 bits, master weight and Adam's two moments in 32 (arXiv 1910.02054, section 3.1)."""
 
 
 def host_limit_of(plan: Plan, run: Any) -> HostLimit | None:
-    """None where the plan sends nothing to the host. Every rank must call this, also one that cannot carry the plan: the others
-    would wait for it. `run`: this rank's, or why it has none."""
+    """Return None if the plan does not offload. Collective: every rank must call it, also one that cannot have the plan. `run`:
+    this
+    rank's, or the problems that it has.
+    """
     if not any(stage.offload for stage in plan.stages):
         return None
     free = free_memory()
@@ -82,7 +83,7 @@ def host_limit_of(plan: Plan, run: Any) -> HostLimit | None:
 
 
 def _state_bytes(run: LiveRun) -> int:
-    """What the rank's part of a checkpoint, or of an optimizer on the CPU, takes at most."""
+    """Upper bound of the rank's part of a checkpoint, or of an optimizer on the CPU."""
     parameters = sum(parameter.numel() for chunk in run.chunks for parameter in chunk.parameters() if parameter.requires_grad)
     configs = (getattr(wrapper, "ddp_config", None) for wrapper in run.wrappers)
     shared_out = next((config for config in configs if getattr(config, "use_distributed_optimizer", False)), None)

@@ -1,22 +1,22 @@
-"""Refuses runs that the hooks cannot work with, naming every reason at once (rules R6, R14).
+"""Refuses runs that the hooks do not support, listing every reason (rules R6, R14).
 
-its settings       a feature that they cannot hold on to, or that works against the plan (`limits`)
-its torch          windows whose collectives would hold memory (at the end)
-its groups         a model with other ones than `parallel_state`'s
-its modules        wrappers, layers of another kind, random numbers that a replay could not draw again
-its schedule       what the plan asks for and this schedule cannot give
-its gradients      weight gradients that cannot be deferred (`linears`)
-its head           one that cannot run in pieces, where the plan asks for it (`hooks.head_in_pieces`)
-its kinds          what the kinds of its halves refuse (`apply.kinds`)
+settings       unsupported features (`limits`)
+torch          windows whose collectives would retain memory (below)
+groups         a model with other process groups than `parallel_state`'s
+modules        wrappers, layers of another kind, random numbers that a recomputation could not draw again
+schedule       features of the plan that this schedule lacks
+gradients      weight gradients that cannot be delayed (`linears`)
+head           a head that cannot run in pieces, if the plan needs it (`hooks.head_in_pieces`)
+kinds          `apply.kinds`
 
-Refused are, too, windows where torch would keep what their collectives read and write for longer than a plan counts:
+Windows are refused if torch would retain the operands of their collectives for longer than a plan counts:
 
-stock     a synchronous collective: its operands are free when compute comes behind it
-ours      the same collective, asynchronous, with the window's tasks behind it
-          torch below 2.8: NCCL's `record_stream` keeps both operands until the host sees the collective over, and the host is far
-          ahead of the device: several GiB more than planned, at 70B
+stock     a synchronous collective: its operands are free for compute after it
+ours      the same collective, asynchronous, followed by the window's tasks
+          torch below 2.8: NCCL's `record_stream` retains both operands until the host sees the collective complete, long after
+          the device: several GiB more than planned, at 70B
 
-Messages between stages are asynchronous in stock, too: their windows change nothing. On a CPU, gloo keeps its operands itself.
+Messages between stages are asynchronous in stock, too. On a CPU, gloo refers to its operands itself.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ KNOWN_TRACKERS = (
     f"{TE_MODULE}TECudaRNGStatesTracker",
     f"{RANDOM}initialize_rng_tracker.<locals>.InferenceCudaRNGStatesTracker",
 )
-"""Trackers of random numbers whose states `hooks.random_state` puts back: the last one has none."""
+"""Trackers of random numbers whose states `hooks.random_state` restores; the last one has none."""
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
-    """Every reason why this run cannot carry a plan, or not this plan."""
+    """Every reason why this run cannot have a plan, or not this plan."""
     return [
         *refused_settings(run.config, te=run.uses_te),
         *refused_in_fp8(run),
@@ -71,7 +71,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:
-    """Hooks go by `parallel_state`, and know a window's collectives by their group."""
+    """Hooks use the groups of `parallel_state`, and recognise a window's collectives by their group."""
     from megatron.core import parallel_state
 
     own = getattr(run.chunks[0], "pg_collection", None)
@@ -106,8 +106,10 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
 
 
 def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """In groups larger than the pipeline, gradients reach the last stage several backwards too early, and lie there. Only what is
-    waited for right before each backward is a window then."""
+    """In groups larger than the pipeline, gradients reach the last stage several backwards early. Then only a receive that is
+    waited
+    for right before each backward is a window.
+    """
     if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
         return
     phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
@@ -124,8 +126,10 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """With overlapped exchanges there is no time between messages, and a copy that waited for one could not be taken back when a
-    step fails (docs/offloading.md)."""
+    """With overlapped exchanges a message is always in flight, and a copy that waited for it could not be cancelled when a step
+    fails
+    (docs/offloading.md).
+    """
     if not run.overlaps_exchanges:
         return
     for entry in plan.chunks_of(run.stage):
@@ -136,7 +140,7 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Of the whole plan, not of one stage: all ranks say the same."""
+    """Checks the whole plan, not one stage, so that all ranks report the same."""
     if not _over_nccl(run) or not records_operands(torch.__version__, os.environ):
         return
     if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
@@ -146,19 +150,19 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _over_nccl(run: LiveRun) -> bool:
-    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have none
+    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have no parameters
     return on_cuda or distributed.get_backend(run.tensor_group) == "nccl"
 
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 _TE_FLAGS = ("return_layernorm_output", "fsdp_group")
-"""Attributes of its linears that must be off: they hand on or hold what no item names."""
+"""Attributes of its linears that must be off: they return or keep tensors that belong to no item."""
 
 _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
-    """Layers of another kind, and what makes a linear of Transformer Engine unfit."""
+    """Layers of another kind, and unsupported linears of Transformer Engine."""
     first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
         if others := [*_other_layers(number, layer)]:
@@ -181,7 +185,9 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
 
 
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
-    """A live layer, or each of the two of a hybrid stack that are one, of another class than Megatron's, if it is looked into."""
+    """A live layer, or either of the two layers of a hybrid stack, of another class than Megatron's, unless its half is kept
+    whole.
+    """
     of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
     known = [section.half for section in sections_in(layer) if not section.kept_whole]
     owners = {owner_of(layer, half): of_half[half] for half in known}

@@ -1,12 +1,12 @@
-"""Reads which functions of megatron-core and Transformer Engine hooks rely on, release by release, and compares them with the
-installed ones.
+"""Fingerprints of the functions of megatron-core and Transformer Engine that hooks rely on, by release; compares them with the
+installed source.
 
 releases.json: {"0.16": {"recorded_from": "0.16.1", "fingerprints": {FUNCTION: HASH}, "only_with": {"experts": {FUNCTION: HASH}}}}
 
-The first release lists every function; each later one those that differ from the release before, came with it, or are `gone`.
-A fingerprint is a hash of the function's unwrapped source text, comments included. If one differs, installing is refused (rule
-R6). `also` has the fingerprints of other patch releases of the same minor one that were found to be equivalent.
-`scripts/record_release.py` writes the entry of a release.
+The first release lists every function; each later one those that changed, were added, or are `gone`. A fingerprint is a hash
+of the function's unwrapped source text, comments included. If one differs, the plan is refused (rule R6). `also` has
+fingerprints of other patch releases of the same minor one that were found to be equivalent. `scripts/record_release.py`
+writes the entry of a release.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from typing import Any
 from megatron_lynx.errors import HookRefused, Problem
 
 GONE = "gone"
-"""The fingerprint of a function that a release has lost."""
+"""The fingerprint of a removed function."""
 
 Fingerprints = Mapping[str, str]
-"""By `module:qualified.name` of a function, the first 16 hex digits of the SHA-256 of its source."""
+"""First 16 hex digits of the SHA-256 of each function's source, by `module:qualified.name`."""
 
 NONE: Fingerprints = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Release:
-    """The functions that matter in one minor release."""
+    """The functions that hooks rely on in one minor release."""
 
     version: str
     """Major and minor number, as in `0.16`."""
     fingerprints: Fingerprints
-    """The functions that matter in every run."""
+    """Functions that matter in every run."""
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
-    """The functions that matter only in some runs, by what these have: `experts`, `latent` attention, a `head` in pieces,
-    `hybrid` models, exchanges of experts that are `overlapped`, layers of Transformer Engine (`te`: can be imported only where it
-    is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
+    """Functions that matter only in some runs, by feature: `experts`, `latent` attention, a `head` in pieces, `hybrid` models,
+    `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable only if it is installed); of Transformer
+    Engine itself `fp8`, `fp4` and `grouped` experts.
+    """
     also: Fingerprints = field(default_factory=dict)
-    """Fingerprints in another patch release that are as good."""
+    """Equivalent fingerprints of other patch releases."""
 
     def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
-        """The next release, of which only the differences are given."""
+        """The next release, given its differences."""
         tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}
         return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
 
     def stale(self) -> list[Problem]:
-        """Every function that matters in every run and differs from the recorded one."""
+        """Functions of every run that differ from the recorded ones."""
         return differing(self.fingerprints, self.also)
 
     def stale_with(self, what: str) -> list[Problem]:
-        """Every function that matters only with this and differs from the recorded one."""
+        """Functions of this feature that differ from the recorded ones."""
         return differing(self.only_with.get(what, {}), self.also)
 
 
@@ -79,26 +80,25 @@ def releases_in(file: Path) -> dict[str, Release]:
 
 
 KNOWN = releases_in(Path(__file__).with_suffix(".json"))
-"""The known releases of megatron-core."""
 
 
 def installed_version() -> str:
-    """The version of the megatron-core that is imported, e.g. `0.16.1`. Raises `HookRefused` where it cannot be imported."""
+    """The version of the imported megatron-core, e.g. `0.16.1`. Raises `HookRefused` if it cannot be imported."""
     try:
         from megatron.core import __version__
-    except ModuleNotFoundError as missing:  # 0.18 and 0.19 import triton, which torch for CPUs does not bring
+    except ModuleNotFoundError as missing:  # 0.18 and 0.19 import triton, which torch for CPUs does not install
         problem = Problem("megatron.core", f"no module {missing.name}", "it, to be imported", "install it")
         raise HookRefused("megatron-core cannot be imported", [problem]) from None
     return str(__version__)
 
 
 def present_release() -> Release:
-    """The table for the megatron-core that is imported. Raises `HookRefused` for an unknown release."""
+    """The release of the imported megatron-core. Raises `HookRefused` if it is unknown."""
     return table_of(installed_version(), KNOWN, "megatron.core", "megatron-core", "install one of these")
 
 
 def table_of(version: str, known: Mapping[str, Release], package: str, name: str, todo: str) -> Release:
-    """The table for an installed version, such as `0.16.1`.
+    """The release of an installed version, such as `0.16.1`.
 
     Raises `HookRefused` for an unknown release, with every function that differs from the nearest known release.
     """
@@ -123,7 +123,7 @@ def number_of(version: str) -> int:
 
 
 def differing(recorded: Fingerprints, also: Fingerprints = NONE) -> list[Problem]:
-    """Every function that differs from the recorded one. `also`: see `Release`."""
+    """Functions that differ from the recorded ones. `also`: see `Release`."""
     return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed, also.get(name))) is not None]
 
 
@@ -146,5 +146,5 @@ def fingerprint(name: str) -> str:
 
 @cache
 def _hash_of_source(function: Any) -> str:
-    """Cached: `inspect.getsource` tokenises the file to find the function's end, and each plan needs 30 functions."""
+    """Cached, because `inspect.getsource` tokenises the file, and each plan needs 30 functions."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]

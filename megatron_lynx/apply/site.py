@@ -1,22 +1,19 @@
-"""Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.kinds`.
+"""Finds the sites of a live layer: the submodules that Megatron built for the items of `megatron_lynx.kinds`.
 
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
                          (or latent attention's: `kinds.latent`)
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
        with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
 
-The names have been stable from megatron-core 0.12 to 0.20. A site of experts is called once for each expert where they run one
-by one, and the dispatcher's are methods of an object that is no module.
+Experts that run one by one call a site once each. The dispatcher's sites are methods of an object that is no module.
 
-Whether a half may draw random numbers: whether anything in it drops out, now.
+`may_draw_in` says whether a half draws random numbers: the core attention does if its dropout is not 0, and so does the
+residual addition. Both are read at each call, because training code may change them. A router may draw, too, but it is
+never recomputed.
 
-Norms, linears and activations draw nothing. The core attention does where its dropout is not 0, and so does the addition at the
-end of a half. Both are read when a half is called, because training code may change them. A router may draw, too, but no replay
-runs it: where nothing drops out behind it, nobody needs to know.
-
-Transformer Engine's fused attention takes a seed and an offset from the generator, moves it on, and saves both for its backward,
-whether anything drops out or not (`fused_attn_fwd` in its csrc/extensions/attention.cpp; seen on an H100). Where a replay runs
-it, the half counts as one that draws: the replay finds the generator where forward had it, and leaves it where it was.
+Transformer Engine's fused attention takes a seed and an offset from the generator, advances it, and saves both for its
+backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp). So a half in which it is
+recomputed counts as drawing.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from megatron_lynx.anatomy import Item, Section
 
 EACH = "*"
 ONE_BY_ONE = "local_experts"
-"""Where Megatron's SequentialMLP has its experts."""
+"""The attribute of Megatron's SequentialMLP that has its experts."""
 
 
 class Place(NamedTuple):
@@ -47,14 +44,14 @@ class Place(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether another method of the same item is called behind it."""
+        """Whether another method of the same item follows."""
         return self.method != self.item.methods[-1]
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
-    """The sites of a section in the order of a forward. `te`: the layer is Transformer Engine's, with norms inside linears.
+    """The sites of a section in the order of a forward. `te`: Transformer Engine's layer, with norms inside linears.
 
-    Raises `AttributeError` where the layer has none of that name.
+    Raises `AttributeError` if the layer lacks one.
     """
     inside = {"inner_norm", *(("norm",) if section.fuses_norm else ())} if te else set()
     items = [item for item in section.sites if item.role not in inside]
@@ -67,7 +64,7 @@ def modules_of(section: Section, layer: Module, *, te: bool = False) -> dict[Ite
 
 
 def modules_named(section: Section, layer: Module, names: Container[str]) -> Iterator[tuple[Item, int | None, Module]]:
-    """The submodules of chosen items in the order of a forward, numbered where an item has several."""
+    """The submodules of chosen items in the order of a forward, numbered if an item has several."""
     for item in section.sites:
         owners = list(_owners(item, layer)) if item.name in names else []
         yield from ((item, number if owners[1:] else None, owner) for number, owner in enumerate(owners))
@@ -84,8 +81,9 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
 
 
 def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
-    """The sites of a half that are no modules: their methods hand one another what they know of a call as attributes, their own
-    or those of an object that they leave the work to (a flex dispatcher's manager)."""
+    """The sites of a half that are not modules. They pass state from method to method as attributes, their own or those of a
+    delegate (a flex dispatcher's manager).
+    """
     owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
     inner = (held for owner in owners.values() for held in vars(owner).values() if _goes_with(owner, held))
     return (*owners.values(), *inner)
@@ -96,7 +94,7 @@ def _goes_with(owner: object, held: object) -> bool:
 
 
 def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:
-    """For calls of this half of this layer, of which these items are replayed."""
+    """Whether a call of this half draws random numbers. `replayed`: the items that are recomputed."""
     cores = [place for place in places_of(section, layer) if place.item.role == "core"]
     if any(place.item.name in replayed and hasattr(place.owner, "fused_attention") for place in cores):
         return lambda: True
@@ -113,5 +111,5 @@ def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Ca
 
 
 def _drops(dropout: Any) -> bool:
-    """Megatron has a module there, and Transformer Engine a module or a probability."""
+    """`dropout`: a module (Megatron), or a module or a probability (Transformer Engine)."""
     return bool(getattr(dropout, "p", dropout))

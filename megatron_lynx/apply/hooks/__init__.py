@@ -1,2 +1,3 @@
-"""One file per hook on Megatron. Each says what it replaces, why, how it calls the original, what it holds, and when it passes
-through."""
+"""One file per hook on Megatron. Each header says which function is replaced and why, how the original is called, which
+state the hook keeps, and when it passes through.
+"""

@@ -1,4 +1,4 @@
-"""The windows of tensor-parallel groups, and of experts that are shared out over ranks.
+"""Windows in collectives of tensor-parallel groups, and in exchanges of experts' tokens.
 
 Replaces              local layers     `dist_all_gather_func` and `dist_reduce_scatter_func` in `mappings` and `layers` of
                                        `megatron.core.tensor_parallel` (bound there at import), `_gather_along_first_dim` of
@@ -8,15 +8,13 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                                        `allreduce` ends in `torch.distributed.all_reduce`
                       experts          `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
                                        passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
-Why                   compute waits in each of them, for the tensor-parallel group, for tokens on their way to experts, or for the
-                      event of DeepEP's own stream. Of TE's gather of an input and its scatter of the input's gradient a window is
-                      what they take beyond the GEMMs that stock hides them behind.
-Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
+Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
+                      GEMMs; there the window is the rest.
+Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous.
 Holds                 the group.
-Passes through when   nothing runs in the window, the group is another one, the call is made outside a half and its backward (LM
-                      head, loss, data parallel), or is for the largest of all: FP8's amaxes; of DeepEP, if the caller wants no
-                      event (it has waited inside). A gather that a frame has started already is not started again, only waited
-                      for: TE gets an alias, which it empties when it has used it.
+Passes through when   the window has no task, the group is another one, the call is outside of a half and its backward (LM
+                      head, loss, data parallel), or takes a maximum (FP8's amaxes); for DeepEP, if no event is requested. A
+                      gather that is already in flight is only waited for: TE gets an alias, which it frees after use.
 """
 
 from __future__ import annotations
@@ -86,14 +84,14 @@ def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bo
 
 
 def issued(window: Callable[[Any], Any] | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Issues a collective; its `Work` becomes the window, if there is one, and is waited for here if the caller wanted that."""
+    """Issue a collective as the window, if there is one; wait for it here if the call was synchronous."""
     if window is None:
         return collective(*args, **kwargs)
     return waited(window(collective(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
 
 
 def waited(work: Any, async_op: bool | None) -> Any:
-    """What a caller gets that asked for a `Work`, or to wait."""
+    """Return the `Work` of an asynchronous call; wait for that of a synchronous one."""
     if async_op:
         return work
     work.wait()
@@ -112,7 +110,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
             if window is None:
                 return original(tensor, tp_group, async_op, **kwargs)
             output, work = original(tensor, tp_group, True, **kwargs)
-            return output, waited(window(work or DONE), async_op)  # waited for there: FP8's bytes that are wanted by columns
+            return output, waited(window(work or DONE), async_op)  # FP8 that is needed by columns has been waited for
 
         return collective
 
@@ -152,7 +150,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
 
 def _of_kind(tensor: Any, gathered: Any) -> Any:
-    """An alias of what was gathered: of `tensor`, which is the rank's part, or of its bytes in FP8."""
+    """An alias of the gathered input. `tensor`: the rank's part, or its FP8 bytes."""
     if in_fp8_itself(gathered):
         return as_alias(gathered)
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
@@ -171,11 +169,11 @@ def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
 
 ASYNC = "async_finish"
-"""The argument with which a caller asks for an event, and waits for it where it needs what travelled."""
+"""The argument that requests an event, which the caller waits for when it needs the result."""
 
 
 class _Event:
-    """As a `Work`: what a window waits for."""
+    """`Work` that waits for an event."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -185,7 +183,7 @@ class _Event:
 
 
 class WindowedEvent:
-    """An event of a buffer's stream whose wait is a window. Everything else is the event's own."""
+    """An event of a buffer's stream whose wait is a window; otherwise it behaves like the event."""
 
     def __init__(self, event: Any, window: Callable[[Any], Any]) -> None:
         self._event = event

@@ -1,12 +1,11 @@
-"""How many rows the experts of this rank get.
+"""Counts the rows of this rank's experts.
 
 Replaces              `forward` on each layer's experts, `mlp.experts` (an instance attribute, whatever their kind).
-Why                   a plan assumes a load; a rank that gets more rows needs more memory and time, and the run says so. A half
-                      that may fall back decides by these.
+Why                   a plan assumes a load; a rank with more rows needs more memory and time, which the run reports. A half
+                      that may fall back decides by this count.
 Calls the original    once per call, with the arguments as they came.
-Holds                 how many rows a rank would get if all experts were asked as often.
-Passes through when   gradients are off, or a replay runs: its rows were counted in the forward. Only shapes are looked at, so
-                      that nothing waits for the device.
+Holds                 a rank's rows under balanced routing.
+Passes through when   gradients are off. Only shapes are read, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ from megatron_lynx.runtime.engine import Engine
 
 
 def balanced_rows(tokens: int, per_token: int) -> int:
-    """Rows that experts of each rank get if all are asked as often. `tokens`: of a micro-batch, on each rank, before they travel;
-    `per_token`: how many experts each of them is for."""
+    """Rows of each rank's experts under balanced routing. `tokens`: of a micro-batch on each rank, before the dispatch;
+    `per_token`:
+    experts per token (top k).
+    """
     from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
 
     return tokens * per_token * int(get_expert_tensor_parallel_world_size())
 
 
 def claims(engine: Engine, layers: Iterable[tuple[int, Module]], balanced: int) -> Iterator[Claim]:
-    """`layers`: those with experts, by number. `balanced`: rows that a rank would get if all experts were asked as often."""
+    """`layers`: those with experts, by number. `balanced`: see `balanced_rows`."""
 
     def counting(original: Any) -> Any:
         def forward(permuted_local_hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

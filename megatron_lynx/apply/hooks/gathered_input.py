@@ -1,12 +1,12 @@
-"""Where the gathered input of a linear lies (sequence parallelism).
+"""The buffer of a linear's gathered input (sequence parallelism).
 
 Replaces              `get_global_memory_buffer` in `megatron.core.tensor_parallel.layers`.
-Why                   Megatron gathers into one global buffer. The input of a replayed GEMM is gathered once: it must outlive that
-                      buffer, and serves the replay and then the weight gradient. And a weight gradient that is deferred must own
-                      what it reads, which the next gather would overwrite, as must a replay whose gathered input is kept.
-Calls the original    whenever no frame holds the input asked for; where a weight gradient will be deferred, or what is gathered
-                      is kept, for a buffer of the same kind to make a new one of.
-Holds                 which linears that gather their input defer.
+Why                   Megatron gathers into one global buffer. The input of a recomputed GEMM is gathered once and used by the
+                      recomputation and then by the weight gradient, so it must outlive that buffer. A delayed weight gradient,
+                      and a kept gathered input, must not be overwritten by the next gather.
+Calls the original    unless a frame has the gathered input; if a weight gradient will be delayed, or the gathered input is
+                      kept, only for the shape of a new buffer.
+Holds                 which linears that gather their input delay.
 Passes through when   the present site or backward has no gathered input, and its weight gradient is computed at once.
 """
 
@@ -28,7 +28,7 @@ from megatron_lynx.runtime.pending import Linear
 
 
 class _OneTensor:
-    """A memory buffer that holds just the tensor asked for."""
+    """A memory buffer that has one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -42,7 +42,7 @@ class _OneTensor:
 
 
 class _NewTensor:
-    """A memory buffer that gives away what is asked for."""
+    """A memory buffer that allocates anew at each request."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -52,7 +52,7 @@ class _NewTensor:
 
 
 def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
-    """`linears`: those that defer their weight gradients."""
+    """`linears`: those that delay their weight gradients."""
     from megatron.core.tensor_parallel import layers
 
     puts_off = _puts_off(engine, linears)
@@ -71,9 +71,10 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
 
 
 def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
-    """Whether the gathered input may be for a weight gradient that will be deferred: in backward only linears that are not
-    row-parallel gather their inputs. Of latent attention several do, and nobody says which one asks: where one of them defers,
-    none lends the buffer."""
+    """Whether the present gather may feed a delayed weight gradient. In backward only linears that are not row-parallel gather
+    their
+    input. Latent attention has several, which cannot be told apart here: if one of them delays, none uses the global buffer.
+    """
     of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
     for linear in linears:
         if linear.role != "row_parallel":
@@ -87,7 +88,7 @@ def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]
 
 
 def start_gather(group: Any) -> Any:
-    """An all-gather along the first dimension into a new buffer: `tensor [s/t, b, h] -> (buffer [s, b, h], Work)`."""
+    """Make an asynchronous all-gather along the first dimension: `tensor [s/t, b, h] -> (buffer [s, b, h], Work)`."""
 
     def gather(tensor: Tensor) -> tuple[Tensor, Any]:
         source = tensor.contiguous()

@@ -1,14 +1,14 @@
 """The two halves of a layer.
 
-Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage; not of opaque halves. Where
-                      exchanges of experts are overlapped, `routed_experts_compute` of their mixtures instead of the latter.
-Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
-                      the class.
-Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
-Holds                 the policy of the half, and for how many tokens the plan holds; nothing per call. One attention half of a
-                      rank tells what came, where somebody asks (`Engine.met`).
-Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan holds for keeps all that
-                      it saves, and this is said once.
+Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage, except opaque halves. With
+                      overlapped exchanges of experts, `routed_experts_compute` of their mixtures instead of the latter.
+Why                   a frame records one half, and a window recomputes it. Subclasses override these methods, so never on the
+                      class.
+Calls the original    once per call, with the arguments as they came; again, without this hook, in every recomputation.
+Holds                 the policy of the half, and the plan's capacity in tokens; nothing per call. One attention half of a rank
+                      reports lengths to `Engine.met`.
+Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan's capacity keeps all
+                      activations, with one warning.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """For how many tokens of a micro-batch a plan holds on one rank; shared by all halves, so that it is said once.
+    """Largest micro-batch of a plan in tokens on one rank. Shared by all halves, so that the warning is logged once.
 
-    `shards`: ranks among which a sequence is cut."""
+    `shards`: ranks among which a sequence is cut.
+    """
 
     def __init__(self, tokens: int, shards: int) -> None:
         self.tokens, self.shards = tokens, shards
         self._said = False
 
     def holds(self, tokens: int) -> bool:
-        """Whether a micro-batch of so many is one that the plan holds for."""
         if tokens > self.tokens and not self._said:
             self._said = True
             log.warning(
@@ -54,7 +54,7 @@ class Capacity:
 def claims(
     engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity, telling: HalfPolicy | None = None
 ) -> Iterator[Claim]:
-    """`telling`: the half that tells what came."""
+    """`telling`: the half that reports lengths."""
     for policy in policies.values():
         if policy.section.kept_whole:
             continue
@@ -79,7 +79,7 @@ def claims(
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Of what a half is given on this rank: s, b."""
+    """(s, b) of the hidden states on this rank."""
     s, b, _ = (args[0] if args else kwargs["hidden_states"]).shape
     return s, b
 
@@ -90,7 +90,7 @@ def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> int | Tensor:
-    """The sum of the squares of a micro-batch's lengths; of packed ones on the device, for which nothing waits."""
+    """Sum of the squared lengths of a micro-batch; a device tensor if sequences are packed, so that the host does not wait."""
     ends = getattr(kwargs.get("packed_seq_params"), "cu_seqlens_q", None)
     if ends is None:
         s, b = _shape(args, kwargs)
@@ -100,11 +100,11 @@ def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> i
 
 
 PER_CALL = "mlp_norm_manager"
-"""What a layer's MLP half keeps on the layer from its norm to its end, since 0.19: it holds the half's input."""
+"""Attribute of a layer that its MLP half sets at the norm and clears at its end, since 0.19; it refers to the half's input."""
 
 
 def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[..., Any]:
-    """A replay ends before the half does, and may run inside another call of it (rule R13)."""
+    """Restore `PER_CALL` after a call: a recomputation stops early, and may run inside another call of the half (rule R13)."""
     if not hasattr(layer, PER_CALL):
         return code
 
@@ -119,7 +119,7 @@ def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what only a call shows. The first call comes before anything was recorded, so a refusal leaves no trace."""
+    """Refuse inference arguments. The first call precedes all recording, so a refusal leaves no trace."""
     for name in ("inference_context", "inference_params"):
         if kwargs.get(name) is not None:
             problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")

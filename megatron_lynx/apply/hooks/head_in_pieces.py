@@ -1,15 +1,15 @@
-"""A head in pieces.
+"""Runs output projection and loss in pieces of the sequence.
 
 Replaces              `_postprocess` and `compute_language_model_loss` of the GPTModel that has the head, and `forward` of its
                       `output_layer`.
-Why                   all logits of a micro-batch at once, in fp32 beside the model's type, are what the last stage holds most of.
-Calls the original    `_postprocess` once per call; the loss once per piece, and once again in backward; the projection's own
-                      `_forward_impl` likewise, without its collectives: what all ranks read is gathered, and its gradient
-                      reduced, once for all pieces.
-Holds                 the number of pieces; while `_postprocess` runs, that labels were given.
-Passes through when   no labels are given: somebody wants logits.
+Why                   the logits of a whole micro-batch, in fp32 and in the model's type, are the last stage's largest tensors.
+Calls the original    `_postprocess` once per call; the loss once per piece, and again in backward; the projection's
+                      `_forward_impl` as often, without collectives: its input is gathered, and its gradient reduced, once
+                      for all pieces.
+Holds                 the number of pieces; while `_postprocess` runs, whether labels were given.
+Passes through when   no labels are given: logits are requested.
 
-Refused are settings that make something else of logits or of their gradients, and heads that are not Megatron's own.
+Settings that use logits or their gradients otherwise are refused, and heads that are not Megatron's own.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
 
 @dataclass(frozen=True)
 class _Unprojected:
-    """Goes in the place of logits from the projection to the loss."""
+    """Stands for the logits between projection and loss."""
 
     hidden_SBH: Tensor
     weight_VH: Tensor
 
 
 class _Head:
-    """The head of one chunk."""
-
     def __init__(self, chunk: Any, pieces: int) -> None:
         self._projection = chunk.output_layer
         self._pieces = pieces
@@ -100,7 +98,7 @@ class _Head:
         )
 
     def _shared(self, hidden_SBH: Tensor) -> Any:
-        """All rows, on every tensor-parallel rank; backward adds up what the ranks' vocabularies make of their gradient."""
+        """All rows, on every tensor-parallel rank; backward sums the gradients of the ranks' vocabularies."""
         from megatron.core.tensor_parallel import mappings
 
         group = self._projection.tp_group
@@ -110,11 +108,11 @@ class _Head:
 
 
 UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "inference_params")
-"""What a call with labels may have, and pieces cannot give: all of the vocabulary on every rank, or logits for somebody else."""
+"""Arguments of a call with labels that need the whole vocabulary on every rank, or all logits."""
 
 
 def _check_call(given: Mapping[str, Any], projection: Module) -> None:
-    """Refuse what only a call shows: what it was given, and hooks that came later than the plan."""
+    """Refuse arguments that are known only at the call, and hooks that were registered after the plan was installed."""
     todo = "train without it, or with a plan whose head is whole"
     found = [Problem(f"model: {name}", "given", "none", todo) for name in UNKNOWN if given.get(name)]
     found += [Problem("output_layer.forward_hooks", name, "none", todo) for name in readers_of_logits(projection)]
@@ -125,7 +123,7 @@ def _check_call(given: Mapping[str, Any], projection: Module) -> None:
 WHOLE = "plan without a head in pieces (head)"
 
 LOSSES = ("native", "te")
-"""Megatron's fused losses, each of which treats a row by itself."""
+"""Megatron's fused losses; each treats rows independently."""
 
 MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 PROJECTION = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
@@ -135,11 +133,11 @@ OVERRIDDEN = {
     "_scale_logits": "megatron.core.models.common.language_module.language_module.LanguageModule",
     "compute_language_model_loss": "megatron.core.models.common.language_module.language_module.LanguageModule",
 }
-"""Methods that a subclass must have left as they are, and whose they are. Releases before 0.17 scale no logits."""
+"""Methods that a subclass must not override, with their owners. Releases before 0.17 have no `_scale_logits`."""
 
 
 def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Every reason why the head cannot run in pieces here; none where the plan leaves it whole."""
+    """Every reason why the head cannot run in pieces. Empty if the plan leaves it whole."""
     if plan.head is None:
         return
     yield from refused(run.config, ["head"], in_config)
@@ -152,12 +150,12 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def readers_of_logits(projection: Module) -> list[str]:
-    """Hooks that are shown all logits, such as those of a second loss of them, by name."""
+    """Names of hooks that read all logits, such as a second loss."""
     return [getattr(hook, "__qualname__", name_of(hook)) for hook in projection._forward_hooks.values()]
 
 
 def head_chunk(run: LiveRun) -> Any:
-    """The chunk of this rank that has the model's head; None where another stage has it."""
+    """The chunk of this rank that has the model's head, or None."""
     return run.chunks[-1] if getattr(run.chunks[-1], "post_process", False) else None
 
 

@@ -1,13 +1,12 @@
-"""What tensor-parallel ranks gather between the sites of latent attention.
+"""Gathers between the sites of latent attention.
 
 Replaces              `gather_from_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` in
                       `megatron.core.transformer.multi_latent_attention` (bound there at import).
-Why                   the code between two sites runs again in a replay, which must not communicate (rule R2). A gather is treated
-                      as a site that is always kept: what it returned, tokens that were compressed, is remembered, and a replay
-                      that passes it gets that.
-Calls the original    once per call, and never in a replay.
+Why                   a recomputation runs the code between two sites, and must not communicate (rule R2). A gather is a site
+                      that is always kept: its output, compressed tokens, is stored, and a recomputation uses that.
+Calls the original    once per call, and never in a recomputation.
 Holds                 nothing.
-Passes through when   the call is not made inside a half that is recorded or replayed.
+Passes through when   the call is outside of a half that is recorded or recomputed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Megatron's random states: the default generators and the tracker of the model-parallel ones (no hook: it is only read and set).
+"""Saves and restores Megatron's random states: the default generators and the tracker of the model-parallel ones (no hook).
 
-The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: a fork inside a fork
-would otherwise draw other numbers in the replay (rule R13).
+The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: otherwise a fork
+inside a fork would draw other numbers in the recomputation (rule R13).
 
     usual tracker        a state is a tensor, and a fork copies it into the device's generator and back
-    graph-safe tracker   (--te-rng-tracker, and with captured graphs Megatron's own) a state is a generator. A fork makes it the
-                         one that the device draws from: graphs hold on to these objects, so that a replay of a graph moves them
-                         on. Here they stay the same objects, too: what is put back is what is in them, and which one is in use
+    graph-safe tracker   (--te-rng-tracker, and with captured graphs Megatron's own) a state is a generator, and a fork makes
+                         it the device's. Graphs refer to these objects, so only their content is restored, and which one is
+                         in use
 
-Megatron's NVTX ranges around a replay are put back as well (no hook): a replay stops early, between a push and its pop. What was
-pushed since is popped, so that the next pop finds its own message.
+Megatron's NVTX ranges are restored as well: a recomputation stops between a push and its pop, so ranges pushed since are
+popped.
 """
 
 from __future__ import annotations
@@ -24,33 +24,31 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.surroundings import TorchRandom
 
 _NAME = "_current_state_name"
-"""The tracker's attribute that names the state in use. 0.15's has none, nor Transformer Engine's tracker."""
+"""The tracker's attribute that names the state in use. 0.15's has none, nor has Transformer Engine's tracker."""
 
 
 class Tracked(NamedTuple):
-    """One state of the tracker."""
+    """One state of the tracker: a tensor or a generator, and its content."""
 
     state: Any
-    """The tensor, or the generator."""
     value: torch.Tensor
-    """What is in it."""
 
 
 class RandomState(NamedTuple):
-    """Everything that Megatron draws from, as a value."""
+    """All random states that Megatron draws from."""
 
     default: tuple[torch.Tensor, ...]
     tracked: dict[str, Tracked]
     name: str | None
-    """Of the state in use, where the tracker knows it."""
+    """Name of the state in use, if the tracker has it."""
     in_use: Any
-    """The generator that the device draws from, where states are generators."""
+    """The device's current generator, if states are generators."""
 
 
 class MegatronRandom:
     """A `RandomSource` over torch's generators and Megatron's tracker.
 
-    The tracker is looked up each time: seeding anew with `force_reset_rng` makes another one.
+    The tracker is looked up each time, because `force_reset_rng` replaces it.
     """
 
     def __init__(self, device: Device | None = None) -> None:

@@ -1,20 +1,20 @@
 """The pipeline window: receiving a gradient.
 
 Replaces              `_p2p_ops` and `_batched_p2p_ops` of `megatron.core.pipeline_parallel.p2p_communication`.
-Why                   while the next stage's gradient is on its way the stage idles; its first frames can be replayed there.
-                      Where the plan keeps copies to the host away from messages, they are let through before.
-                      With NCCL all messages of two ranks in a group are in one stream. With one hardware queue a replay behind
-                      the send of a forward would come behind the pending receive of a gradient, and hide nothing. So where a
-                      forward comes between (`gradients_apart`), gradients have streams of their own: they go through the group of
-                      all ranks or, between two stages, which exchange them both ways, each way through a group of its own.
-Calls the original    once per call, with the keywords as they came. Where gradients are apart once for outputs, and once for
+Why                   the stage idles while it waits for the next stage's gradient; its first frames can be recomputed there.
+                      If the plan keeps offload copies away from messages, they finish first.
+                      NCCL runs all messages of two ranks in a group on one stream. With one hardware queue a recomputation
+                      after the send of a forward would wait for the pending receive. So if a forward comes between
+                      (`gradients_apart`), gradients have streams of their own: they use the group of all ranks or, between
+                      two stages, one group for each direction.
+Calls the original    once per call, with the keywords as they came. With gradients apart once for outputs, and once for
                       gradients unless there are two stages, whose gradients are posted here.
 Holds                 nothing.
-Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns one
-                      Work, gloo one per operation: what is received is told by the keyword, never by position. With
-                      `overlap_p2p_comm` works are waited for later, sends after other passes: there only the receive is a window.
-                      It is returned first, because in cool-down all are waited for in the order in which they are returned: of
-                      two stages the other one takes what is sent only when it has made what is received.
+Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns
+                      one Work, gloo one per operation: the receive is recognised by keyword, never by position. With
+                      `overlap_p2p_comm` works are waited for later, sends after other passes: there only the receive is a
+                      window. It is returned first, because cool-down waits in the order of return: with two stages the other
+                      one receives only after it has sent.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron_lynx.runtime.engine import Engine
 
 
 def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> Iterator[Claim]:
-    """What all ranks put in place, with the same answers.
+    """All ranks must pass the same arguments.
 
     `waited_for_later`: the schedule is interleaved, and overlaps its exchanges with passes.
-    `gradients_apart`: and replays run between the send of a forward and a gradient.
+    `gradients_apart`: and a recomputation may run between the send of a forward and a gradient.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -59,14 +59,14 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
 
 
 def _apart(original: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Outputs in the group that was given, gradients in others."""
+    """Send outputs in the given group, gradients in others."""
     outputs = original(**{**kwargs, "tensor_send_prev": None, "tensor_recv_next": None})
     gradients = {**kwargs, "tensor_send_next": None, "tensor_recv_prev": None}
-    if dist.get_backend(kwargs["group"]) == "ucc":  # other groups have NCCL's messages, which it was chosen to avoid
+    if dist.get_backend(kwargs["group"]) == "ucc":  # other groups use NCCL, which UCC was chosen to avoid
         return {**outputs, **original(**gradients)}
     if kwargs["group"].size() == 2:
         return {**outputs, **_of_two_stages(**gradients)}
-    return {**outputs, **original(**{**gradients, "group": dist.group.WORLD})}  # it knows every pair of them
+    return {**outputs, **original(**{**gradients, "group": dist.group.WORLD})}  # it has every pair of them
 
 
 def _of_two_stages(
@@ -78,7 +78,7 @@ def _of_two_stages(
     next_pipeline_rank: int,
     **outputs: None,
 ) -> dict[str, Any]:
-    """Gradients between two stages, each way in a group that Megatron has for something else and that knows both ranks."""
+    """Exchange gradients between two stages, each direction in another of Megatron's groups that has both ranks."""
     from megatron.core.parallel_state import get_expert_tensor_model_pipeline_parallel_group, get_model_parallel_group
 
     ways = get_model_parallel_group(), get_expert_tensor_model_pipeline_parallel_group()

@@ -1,13 +1,12 @@
 """The submodule calls of a layer.
 
 Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...);
-                      with experts also those methods of the token dispatcher that bring tokens to experts, and back.
-Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without
-                      running it; and something may begin where backward comes to a site.
-Calls the original    once per call, unless a replay has its result.
+                      with experts also the token dispatcher's methods for dispatch and combine.
+Why                   the recorder drops the saved tensors of a recomputed site; a recomputation returns a kept site's memo
+                      without running it; and work may begin where backward reaches a site.
+Calls the original    once per call, unless a recomputation has the result.
 Holds                 nothing.
-Passes through when   the call is not made inside a half that is recorded or replayed. Halves of which nothing ever is have no
-                      hooks on their sites.
+Passes through when   the call is outside of a half that is recorded or recomputed. Halves without work have no hooks.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ def claims(
     te: bool = False,
     fp8: bool = False,
 ) -> Iterator[Claim]:
-    """`met`: halves of which anything is replayed or offloaded, or in whose midst anything begins. `te`: the layer is made of
-    Transformer Engine's modules. `fp8`: its linears may run in FP8."""
+    """`met`: halves with items that are recomputed or offloaded, or with work that begins inside. `te`: the layer is Transformer
+    Engine's. `fp8`: its linears may run in FP8.
+    """
     for section in sections_in(layer):
         if section.half not in met:
             continue
@@ -50,7 +50,7 @@ def claims(
 
 
 def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:
-    """What makes the site at a place of its own code."""
+    """Makes the site from its code."""
     item, module = place.item, place.module
     norm = norm_of(section, item, place.owner) if te else ""
     return partial(
@@ -65,7 +65,7 @@ def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable
 
 
 def norm_of(section: Section, item: Item, module: Module) -> str:
-    """The norm that Transformer Engine makes inside a site's linear; empty where it makes none."""
+    """The norm that Transformer Engine computes inside a site's linear, or ""."""
     if item.role == "column_parallel" and section.fuses_norm:
         return section.norm
     return item.norm_inside if hasattr(module, "layer_norm_weight") else ""

@@ -1,14 +1,13 @@
 """The order of micro-batches.
 
 Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module,
-                      read at each call by every schedule). Where exchanges of experts are overlapped, also
-                      `combined_forward_backward_step` of `combined_1f1b`, which runs one micro-batch's forward and another
-                      one's backward in turns, or one of the two alone.
-Why                   which micro-batch runs, and whose backward comes next in which phase, follows from the order of these calls.
+                      read at each call by every schedule). With overlapped exchanges of experts also
+                      `combined_forward_backward_step` of `combined_1f1b`, which interleaves one micro-batch's forward with
+                      another one's backward, or runs one of them.
+Why                   the order of these calls says which micro-batch runs, and whose backward comes next in which phase.
 Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
-Holds                 nothing; the engine knows the micro-batches in flight by weak reference to their output tensor.
-Passes through when   gradients are off, or the pass is one of another model (a critic's, say), which may be under a plan of
-                      its own.
+Holds                 nothing; the engine refers weakly to the output tensors of micro-batches in flight.
+Passes through when   gradients are off, or the pass is another model's (a critic's, say), which may have its own plan.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_lynx.runtime.engine import Engine
 
 
 def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) -> Iterator[Claim]:
-    """`chunks`: the ids of the models that the plan is for. `combined`: whether forwards and backwards run in turns."""
+    """`chunks`: the ids of the plan's models. `combined`: whether forwards and backwards are interleaved."""
     from megatron.core.pipeline_parallel import schedules
 
     def forward(original: Any) -> Any:
@@ -61,7 +60,7 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
 
 
 def _is_in(model: Any, chunks: Container[int]) -> bool:
-    """Whether a pass is one of these models, and not of another one in the same process."""
+    """Whether a pass is of one of these models."""
     return model is not None and id(unwrapped(model)[1]) in chunks
 
 

@@ -1,18 +1,18 @@
-"""Delaying weight gradients.
+"""Delays weight gradients.
 
 Replaces              local layers     `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16` of `fused_weight_gradient_mlp_cuda`,
                                        the extension that adds a weight gradient to `main_grad` in place
                       TE's layers      `wgrad_store` on each linear that delays: its backward asks it whether to compute the
-                                       weight gradient now, and gives it the operands if not. Made for `delay_wgrad_compute`
-Why                   only the update waits for a weight gradient: computed in a later wait it hides that wait.
+                                       weight gradient now, else stores the operands. Made for `delay_wgrad_compute`
+Why                   only the update needs a weight gradient, so it can run in a later wait.
 Calls the original    local layers: once per call, now or later, with the same operands; for one parameter in the order of the
-                      calls. Of TE's store never, but for what it is asked beside that: it is switched off under a plan.
-Holds                 the weights of linears that delay; pending ones hold their operands, detached from the graph, in FP8 bytes
-                      and scales. A grouped linear gives lists, of all experts at once.
-Passes through when   the call is not the backward of such a linear (of local layers told by `main_grad`); or nothing may be left
-                      for later (the last micro-batch with overlapped reduction, a backward outside of Megatron's schedules).
-                      Then pending ones of the linear are computed before. A bias whose gradient the same GEMM makes gets it when
-                      that runs, added where autograd would have added it.
+                      calls. TE's store: never for these decisions; it is disabled under a plan.
+Holds                 the weights of linears that delay; pending ones keep their operands, detached from the graph, in FP8 bytes
+                      and scales. A grouped linear has lists with the operands of all experts.
+Passes through when   the call is not the backward of such a linear (recognised by `main_grad` in local layers); or nothing
+                      may be delayed (the last micro-batch with overlapped reduction, a backward outside of Megatron's
+                      schedules): then pending gradients of the linear are computed first. A bias gradient of the same GEMM is
+                      added when that runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 
 def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
-    """`linears`: those that defer."""
+    """`linears`: those that delay."""
     from megatron.core.tensor_parallel import layers
 
     of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
@@ -68,7 +68,7 @@ def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim
 
 
 class _Owners:
-    """Which linear of a half has a gradient. Remembered, because a half has as many linears as a rank has experts."""
+    """Finds the linear of a `main_grad`. Cached, because a half has as many linears as a rank has experts."""
 
     def __init__(self, linears: Mapping[LinearOf, Module]) -> None:
         self._linears = linears
@@ -83,7 +83,7 @@ class _Owners:
 
 
 def te_claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
-    """`linears`: those that defer."""
+    """`linears`: those that delay."""
     for linear, module in linears.items():
 
         def hooked(original: Any, linear: LinearOf = linear, module: Module = module) -> Any:
@@ -93,7 +93,7 @@ def te_claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Cl
 
 
 class _Store:
-    """Takes the place of one linear's `WeightGradStore`."""
+    """Replaces one linear's `WeightGradStore`."""
 
     def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any) -> None:
         self._original = original
@@ -102,8 +102,10 @@ class _Store:
         self._module = module
 
     def delay_wgrad_compute(self) -> bool:
-        """In this linear's backward: whether its weight gradient is left for later. In a forward always: since 2.15 the store
-        reaches backward only then."""
+        """In backward: whether the linear delays its weight gradient. In forward: True, because since 2.15 the store reaches
+        backward
+        only then.
+        """
         if self._gradients.backward_of != self._half:
             return True
         if self._gradients.puts_off(self._linear):
@@ -125,11 +127,11 @@ class _Store:
             self._gradients.catch_up(self._linear)
             compute()
         if self._makes_bias_gradient and type(operands[1]) is Tensor:
-            self._module.bias.grad = torch.zeros_like(self._module.bias)  # DDP's hook asks for one; adding it changes nothing
+            self._module.bias.grad = torch.zeros_like(self._module.bias)  # DDP's hook needs one; adding zeros changes nothing
 
     @property
     def _makes_bias_gradient(self) -> bool:
-        """Whether the GEMM of the weight gradient also makes that of a bias. In FP8 it does not."""
+        """Whether the wgrad GEMM computes the bias gradient, too. In FP8 it does not."""
         return bool(self._module.apply_bias and not self._module.gemm_bias_unfused_add)
 
     def _add_to_bias(self, gradient: Tensor | None) -> None:

@@ -1,6 +1,6 @@
-"""Which Transformer Engine is installed, which of its functions plans rely on, and how plans treat its layers.
+"""Known releases of Transformer Engine, and how plans treat its layers.
 
-`norm` regenerates the norm inside a linear without the linear, `fp8` makes recomputations in FP8 leave no trace.
+`norm` recomputes the norm inside a linear without the linear, `fp8` makes recomputations in FP8 free of side effects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ KNOWN = releases_in(Path(__file__).with_name("releases.json"))
 
 
 def installed_te() -> str:
-    """The version of the Transformer Engine that is imported, e.g. `2.12.0`. Raises `HookRefused` where it cannot be imported."""
+    """The version of the imported Transformer Engine, e.g. `2.12.0`. Raises `HookRefused` if it cannot be imported."""
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError) as missing:  # it looks for its libraries and loads them
@@ -24,6 +24,6 @@ def installed_te() -> str:
 
 
 def present_te() -> Release:
-    """The table for the Transformer Engine that is imported. Raises `HookRefused` for an unknown release."""
+    """The release of the imported Transformer Engine. Raises `HookRefused` if it is unknown."""
     todo = "install one of these, or launch with --transformer-impl local"
     return table_of(installed_te(), KNOWN, "transformer_engine", "Transformer Engine", todo)

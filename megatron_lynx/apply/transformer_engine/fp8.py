@@ -1,20 +1,20 @@
-"""Replays in FP8: with the scales of the record, and without a trace in what Transformer Engine keeps of its calls.
+"""Recomputes in FP8 with the scales of the recorded forward, and without changing Transformer Engine's state.
 
     forward of micro-batch i     scales sᵢ ──> quantize ──> saved bytes, their scale
-                                      └──── amax ──> history ── at the end of the autocast: reduced, sᵢ₊₁ made of it
-    replay for its backward      scales sᵢ (copied at the record) ──> the same bytes
-                                      └──── amax ──> nowhere
+                                      └──── amax ──> history ── at the end of the autocast: reduced, sᵢ₊₁ computed from it
+    recomputation                scales sᵢ (copied in the forward) ──> the same bytes
+                                      └──── amax ──> dropped
 
-Scales of delayed scaling change with every micro-batch. Transformer Engine's own recomputation keeps copies in a queue, one for
-each forward, to be taken by exactly one replay, in that order; a norm alone, a kept micro-batch and a replay that stops early
-would take none. So frames keep their own copy, and a replay runs with quantizers of its own: the live ones, their usages, amax
-histories and scales are never touched. With current scaling there is nothing to copy, and the quantizers are the replay's own
-all the same: a replay may run inside a call of the same linear. (In 2.9 and 2.14, no more in 2.17, they share two one-element
-workspaces with the live ones, `scale` and `amax`: harmless, as the call that writes them reads them, on the same stream.)
+Scales of delayed scaling change with every micro-batch. Transformer Engine's own recomputation keeps copies in a queue, one per
+forward, each for exactly one recomputation, in that order; a norm alone, a kept micro-batch and a recomputation that stops
+early would break that order. So frames keep a copy, and a recomputation has its own quantizers: the live ones, their usages,
+amax histories and scales never change. With current scaling there is nothing to copy, but the quantizers are still separate: a
+recomputation may run inside a call of the same linear. (In 2.9 and 2.14, not in 2.17, they share the one-element workspaces
+`scale` and `amax` with the live ones: harmless, as the call that writes them reads them, on the same stream.)
 
-Weights are quantized in the first micro-batch of a step and kept by the linear; a replay finds them there. Or they are held in
-FP8 themselves (`--fp8-param-gather`): then a parameter is a wrapper around bytes by rows, which lie in DDP's buffer, bytes by
-columns, and their scale. Nodes save these; they are the model's own, and change between steps alone.
+Weights are quantized in the first micro-batch of a step and kept by the linear; a recomputation finds them there. With
+`--fp8-param-gather` a parameter wraps bytes by rows, which lie in DDP's buffer, bytes by columns, and their scale. Nodes save
+these; they belong to the model, and change between steps only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_lynx.runtime.saved import memory_of
 
 FORWARD = "scaling_fwd"
 IS_FIRST = 4
-"""The place in its autocast state that says that no FP8 module has run yet. The first one has amaxes reduced in backward."""
+"""Index, in the autocast state, of the flag "no FP8 module has run yet". The first one reduces amaxes in backward."""
 
 
 class Fp8Autocast:
-    """A `State`: whether FP8 is on, by which recipe and over which group. It is off again when backward runs."""
+    """A `State`: whether FP8 is enabled, by which recipe and over which group. It is disabled again when backward runs."""
 
     def __init__(self) -> None:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -64,7 +64,7 @@ class Fp8Linear:
         self._linear = linear
 
     def capture(self) -> Tensor | None:
-        """The three scales of the tensors of its forward. There are none with current scaling, and outside of FP8."""
+        """The three scales of its forward's tensors, or None with current scaling and outside of FP8."""
         scale = getattr(self._linear.fp8_meta.get(FORWARD), "scale", None)
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
@@ -83,7 +83,7 @@ class Fp8Linear:
 
 
 def own_quantizers(live: Any, scale: Tensor | None) -> Any:
-    """Quantizers like these whose amaxes go nowhere. `scale`: with delayed scaling, the scales that the live ones had."""
+    """Copies of quantizers that drop their amaxes. `scale`: with delayed scaling, the recorded scales."""
     own = [quantizer.copy() for quantizer in live]
     if scale is not None:
         amaxes = torch.zeros_like(scale)
@@ -100,7 +100,7 @@ def in_fp8() -> bool:
 
 
 def input_quantizer_of(linear: Any) -> Any:
-    """The quantizer of a `LayerNormLinear`'s norm, set up as the forward of the linear sets it up."""
+    """The quantizer of a `LayerNormLinear`'s norm, set up as in the forward of the linear."""
     quantizer = linear.quantizers[FORWARD][0]
     quantizer.internal = True
     gathered = gathers_input(linear) and quantizer.supports_only_rowwise_all_gather()
@@ -114,8 +114,10 @@ def gathers_input(linear: Module) -> bool:
 
 
 def parts_saved(linear: Any) -> int:
-    """How many tensors a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or those of each; in FP4
-    the largest number for each as well."""
+    """Number of tensors that a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or one of each; in
+    FP4
+    also a maximum of each.
+    """
     quantizer = linear.quantizers[FORWARD][0]
     if quantizer.supports_only_rowwise_all_gather():
         return 3
@@ -123,24 +125,26 @@ def parts_saved(linear: Any) -> int:
 
 
 def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
-    """These tensors. What was made by rows stays where it is gathered again by rows, and made columns of then; of FP4 it stays
-    wherever it is gathered, for nothing."""
+    """The tensors that Transformer Engine saves. Rowwise data is kept if backward gathers it again by rows; NVFP4 keeps it
+    whenever
+    the input is gathered, without using it.
+    """
     if not gathers_input(linear) or parts_saved(linear) == 4:
         normalised.update_usage(rowwise_usage=False)
     return list(normalised.prepare_for_saving()[0])
 
 
 def as_alias(tensor: Any) -> Any:
-    """The same tensor in FP8 of its own: whoever empties it empties no other."""
+    """An alias of an FP8 tensor: emptying it leaves the original unchanged."""
     parts = {name: part.detach() if isinstance(part, Tensor) else part for name, part in tensor.get_metadata().items()}
     return type(tensor)(**parts, **({"shape": tensor.shape, "dtype": tensor.dtype} if isinstance(tensor, Tensor) else {}))
 
 
 def in_fp8_itself(tensor: Any) -> bool:
-    """Whether it is made of bytes and scales."""
+    """Whether it is an FP8 tensor of bytes and scales."""
     return hasattr(tensor, "get_metadata")
 
 
 def with_bytes(part: Any, data: Tensor) -> Any:
-    """A tensor in FP8 that has `data` as its bytes by rows, and scale and type of `part`."""
+    """An FP8 tensor with `data` as its bytes by rows, and scale and type of `part`."""
     return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})

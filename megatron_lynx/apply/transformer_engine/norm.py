@@ -1,10 +1,10 @@
-"""Runs the norm that Transformer Engine has inside a linear, without the linear.
+"""Runs the norm inside a Transformer Engine linear, without the linear.
 
     hidden states ──> norm ──> GEMM ──> output            `LayerNormLinear`: one module, one node of autograd
          └ saved        └ saved: output, mean, deviation
 
-What the norm saves is regenerated with neither the GEMM nor a gather: the same kernel is called on the same input, as the module
-calls it.
+The norm's saved tensors are recomputed without the GEMM and without a gather: the same kernel is called on the same input, as
+the module calls it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron_lynx.runtime.site import FirstPart
 NODE = "_LayerNormLinearBackward"
 """The autograd node of a `LayerNormLinear`, in every known release."""
 SLOTS = (5, 6, 7)
-"""Indices of the norm's output, mean and reciprocal deviation among the tensors that the node saves (RMSNorm has no mean)."""
+"""Indices of the norm's output, mean and reciprocal deviation among the node's saved tensors (RMSNorm has no mean)."""
 
 
 def norm_inside(linear: Any, item: str) -> FirstPart:
-    """The norm of one `LayerNormLinear`, as the first part of its call. `item`: the name that plans have for this norm."""
+    """The norm of one `LayerNormLinear`, as the first part of its call. `item`: its name in plans."""
 
     def slots(node: Any) -> tuple[int, ...]:
         if not node.fp8:
             return SLOTS
-        return tuple(range(-2 - parts_saved(linear), 0))  # counted from the end: mean and deviation are the last
+        return tuple(range(-2 - parts_saved(linear), 0))  # from the end: mean and deviation are the last
 
     return FirstPart(item=item, run=_norm_of(linear), node=NODE, slots=slots)
 
