@@ -1,18 +1,20 @@
-"""How a run ends on all ranks, with one message that says which rank, how far it was, and why.
+"""One message when a run fails: which rank, how far it was, and why.
 
-    the training loop returns    it ended as it should have: `concluded` writes what is left
-      or exits by 0              likewise: Megatron's does, between steps, when its time is over or a signal came
-    the script raises            its line, then Python's own traceback; exit status 1
-    the script exits, not by 0   its line: `sys.exit` prints nothing
-    an error where all meet      `agree`: every rank exits with one status after rank 0 has said why
-    an error elsewhere           `LastWord`: the first rank says why and exits; torchrun (or `srun --kill-on-bad-exit`) ends the
-                                 others, and those that fail meanwhile because it is gone exit silently
-    a signal, an abort           Python's stacks of all threads, also while the interpreter shuts down
+    the training loop returns, or exits with 0    `concluded` writes the last figures; Megatron exits with 0 between steps, when
+    its
+                                                  time is over or a signal arrived
+    the script raises                             a line, then Python's traceback; exit status 1
+    the script exits with another status          a line: `sys.exit` prints nothing
+    an error found where all ranks check          `agree`: rank 0 says why, and all ranks exit with one status
+    an error on one rank                          `LastWord`: the first rank says why and exits; torchrun (or
+                                                  `srun --kill-on-bad-exit`) ends the others, and ranks that fail because of it
+                                                  exit without a message
+    a signal, an abort                            Python's stacks of all threads
 
-torchrun ends with status 1 whatever became of a rank, and prints its report after all that ranks have printed.
+torchrun exits with status 1 whatever a rank's status was, and prints its report after the ranks' messages.
 
-    rank 0   ok           ─┐                 ┌─ says: rank 1: plan.yaml: found no such file ...  ─┐ barrier ┌─ exit 2
-    rank 1   no such file ─┴── all gather ───┴─                                                   ─┴─────────┴─ exit 2
+    rank 0   ok           ─┐                 ┌─ prints "rank 1: plan.yaml: no such file" ─┐ barrier ┌─ exit 2
+    rank 1   no such file ─┴── all gather ───┴─                                          ─┴─────────┴─ exit 2
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.message import say
 
 ENDED = "megatron-lynx/ended"
-"""A key in the store of the process group: how many ranks have failed by themselves."""
+"""Key in the store of the process group: the number of ranks that failed by themselves."""
 
 
 class LastWord:
-    """Which rank failed first. It says why; ranks that fail after it, because it is gone, exit without a message.
+    """Finds out which rank failed first. That one prints why; later ones exit without a message.
 
-    To be made while all ranks live: it holds a connection of its own to the store, which other threads may be waiting on.
+    Must be created while all ranks are alive: it opens its own connection to the store, since other threads may be waiting on the
+    first one.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class LastWord:
             self._store = store.clone() if hasattr(store, "clone") else store
 
     def is_first(self) -> bool:
-        """Whether this rank, which fails and will exit, is the first. It is not where the rank that hosts the store is gone."""
+        """Whether this rank, which is about to exit, failed first. False if the rank that hosts the store is gone."""
         if self._store is None:
             return True
         with suppress(RuntimeError):
@@ -57,19 +60,19 @@ class LastWord:
         return False
 
     def follow(self, status: int = 1) -> None:
-        """Exit if another rank failed before: this one fails because of it."""
+        """Exit if another rank has failed, as that is why this one fails."""
         with suppress(RuntimeError):
             if self._store is not None and self._store.check([ENDED]):
                 sys.stdout.flush()
-                time.sleep(1)  # torchrun reports the rank that exits first, and ends all others: its message comes first
+                time.sleep(1)  # torchrun reports the rank that exits first: let that be the failed one
                 os._exit(status)
 
 
 @contextmanager
 def named_ending(how_far: Callable[[], str]) -> Iterator[None]:
-    """Says how what runs inside ended, and lets it end so. `how_far`: where a run was, in words (`in step 3`)."""
+    """Print how the block ended if it fails. `how_far` returns the progress of the run in words ("in step 3")."""
     if not faulthandler.is_enabled() and _can_write(sys.stderr):
-        faulthandler.enable()  # until the process ends: what aborts it may come when nothing of Python's runs any more
+        faulthandler.enable()  # until the process ends: an abort may come after Python code has finished
     try:
         yield
     except (Ended, LynxError):
@@ -86,7 +89,7 @@ def named_ending(how_far: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def concluded(conclude: Callable[[], None], between_steps: Callable[[], bool]) -> Iterator[None]:
-    """Runs `conclude` where the training loop inside ended as it should have, on all ranks alike."""
+    """Call `conclude` if the training loop inside ends normally; it does so on all ranks alike."""
     try:
         yield
     except SystemExit as end:
@@ -101,7 +104,6 @@ def _say(how_far: Callable[[], str], cause: str) -> None:
 
 
 def _can_write(stream: object) -> bool:
-    """Whether it is a file of the system's, as the handler needs."""
     try:
         stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):
@@ -114,22 +116,21 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Report:
-    """The problems that one rank found."""
-
     headline: str
     problems: tuple[Problem, ...]
     exit_status: int
 
 
 class Ended(SystemExit):
-    """All ranks end together, and rank 0 has said why."""
+    """All ranks exit together, after rank 0 has printed why."""
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
-    """End all ranks if one has an error, or if `same` is not equal on all of them. Every rank must call this.
+    """Exit on all ranks if one has an error, or if `same` differs between ranks. Collective.
 
-    `what` says in words what must be the same.
-    Raises `SystemExit` on every rank, after rank 0 has said why; without a process group, the error itself.
+    `what` names in words what must be the same. Raises `SystemExit` on every rank, after rank 0 has printed why; without a
+    process
+    group, raises `error`.
     """
     if not dist.is_initialized():
         if error is not None:
@@ -148,7 +149,7 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
 
 
 def gathered_on_rank_0(mine: Value) -> list[Value]:
-    """What each rank gave, in the order of ranks, on rank 0; elsewhere nothing. Every rank must call this."""
+    """Return the values of all ranks, in order, on rank 0, and an empty list elsewhere. Collective."""
     if not dist.is_initialized():
         return [mine]
     gathered = [mine] * dist.get_world_size() if dist.get_rank() == 0 else []
@@ -157,10 +158,9 @@ def gathered_on_rank_0(mine: Value) -> list[Value]:
 
 
 def _end(reports: Sequence[Report | None]) -> None:
-    """Rank 0 speaks before anybody goes: torchrun ends all ranks as soon as one is gone."""
     first = next(report for report in reports if report is not None)
     on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
-    with suppress(RuntimeError):  # who has left the barrier may be gone before its last message is out
+    with suppress(RuntimeError):  # a rank that exits too early may be ended before rank 0's message is out
         dist.barrier()
     raise Ended(max(report.exit_status for report in reports if report is not None))
 

@@ -1,7 +1,4 @@
-"""Whether Megatron's arguments fit a plan, as far as that can be told before a model is built.
-
-The rest is told by `apply.match` and `apply.refusals`, from the model.
-"""
+"""Compares Megatron's arguments with a plan, before a model is built. `apply.match` and `apply.refusals` compare the model."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from megatron_lynx.plan import Plan
 
 
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
-    """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
+    """Yield a problem for every argument (defaults filled in) that differs from the plan or is refused with one."""
     yield from launch_mismatches(plan, args)
     yield from _backend(args)
     if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
@@ -32,7 +29,7 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
 
 
 def against_two_versions(args: Any) -> Iterator[Problem]:
-    """Every argument that does not go together with `--lynx-schedule double-buffered`."""
+    """Yield a problem for every argument that `--lynx-schedule double-buffered` refuses."""
     flag, stages = "--lynx-schedule double-buffered", args.pipeline_model_parallel_size
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if stages == 1:
@@ -50,11 +47,11 @@ def against_two_versions(args: Any) -> Iterator[Problem]:
 
 
 BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}
-"""What of the package `deep_ep` each backend of Megatron's flex dispatcher is made of."""
+"""The class in the package `deep_ep` that each backend of Megatron's flex dispatcher needs."""
 
 
 def _backend(args: Any) -> Iterator[Problem]:
-    """Megatron stops where a model is built without it: on this rank, while others wait for it."""
+    """Check for the dispatcher's package: without it Megatron fails later, on this rank alone, while others wait for it."""
     if getattr(args, "moe_token_dispatcher_type", None) != "flex":
         return
     backend = getattr(args, "moe_flex_dispatcher_backend", None) or "deepep"

@@ -1,4 +1,4 @@
-"""Our command-line flags, declared once for two parsers: ours, which reads them first, and Megatron's, which shows them."""
+"""Our command-line flags, declared once for our own parser and for Megatron's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ HOSTS = ("megatron-lm", BRIDGE)
 GROUP = "megatron-lynx"
 FRAMES = "frames:"
 FRAME_STEPS = 5
-"""Steps in which frames are checked where nobody says how many."""
+"""Steps in which frames are checked by default."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The values of our flags. Fields are named as in Megatron's namespace of arguments."""
+    """Values of our flags. Fields are named as in Megatron's `args`."""
 
     lynx_plan: str | None = None
     lynx_trace: str | None = None
     lynx_trace_step: int = 3
     lynx_log: str = "warning"
     lynx_check: int | str | None = None
-    """A number of steps, or `frames:N`. Not an object of ours: Megatron records it in checkpoints."""
+    """A number of steps, or `frames:N`. A plain type, because Megatron stores it in checkpoints."""
     lynx_check_against: str = "fitting"
     lynx_schedule: str = "flush"
     lynx_outcome: str | None = None
@@ -46,12 +46,10 @@ class Flags:
 
     @property
     def checked_steps(self) -> int:
-        """How many steps are checked, in either way."""
         return int(str(self.lynx_check or 0).removeprefix(FRAMES))
 
     @property
     def checks_frames(self) -> bool:
-        """Whether frames are checked, not whole steps."""
         return isinstance(self.lynx_check, str)
 
     @property
@@ -64,7 +62,7 @@ class Flags:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises what is wrong instead of ending the process."""
+    """An `ArgumentParser` that raises `ConfigError` instead of exiting."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         flag, _, text = message.removeprefix("argument ").partition(": ")
@@ -138,9 +136,9 @@ def _check(text: str) -> int | str:
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
-    """Our flags among the arguments of a script; everything else is the script's.
+    """Parse our flags among a script's arguments.
 
-    Raises `ConfigError` for a flag of ours that does not exist or does not read, and for one that would have no effect.
+    Raises `ConfigError` for an unknown flag of ours, a bad value, and a flag that would have no effect.
     """
     parser = add_flags(_Parser(add_help=False, allow_abbrev=False))
     found, others = parser.parse_known_args(list(arguments))

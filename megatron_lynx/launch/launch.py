@@ -1,11 +1,11 @@
-"""What one launch does when the hooked functions of Megatron's training are called.
+"""One launch: what our hooks on Megatron's training call.
 
 the host (`hosts`)                       Launch
 -----------------------------------------------------------------------------------------
-all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
-the training loop begins                 training(model, optimizer): install
-  a step begins / ends                   step(): the one that is traced, the ones that are checked; what it did, into logs
-the training loop ends as it should      the last table, what is left for logs; then, however it ends, the plan is removed
+torch.distributed is initialised         prepare(args): the plan is read and checked, and all ranks agree
+the training loop begins                 training(model, optimizer): the plan is installed
+  a step begins / ends                   step(): trace, checks, figures
+the training loop ends normally          the last table and figures; then, however it ends, the plan is removed
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_lynx.whole_file import against_file
 
 
 class Launch:
-    """One process of a launch. Without a plan it changes nothing."""
+    """The launch of one process. Without a plan it changes nothing."""
 
     def __init__(self, flags: Flags, host: Host) -> None:
         self.flags = flags
@@ -59,12 +59,12 @@ class Launch:
         self._in_step = False
         self.memory = MemoryWatch(lambda: self.how_far)
         self.how_far = "before its training loop began"
-        """Where this run is, in words."""
+        """Progress of this run, in words."""
 
     def prepare(self, args: Any) -> None:
-        """Read and check everything that can be checked before a model is built; all ranks go on, or none.
+        """Read and check all that can be checked before a model is built. All ranks continue, or none.
 
-        What was asked for becomes part of `args` (a YAML configuration does not pass it on), so checkpoints record it.
+        Our flags are set on `args`, so that checkpoints record them.
         """
         self._args = args
         for name, value in vars(self.flags).items():
@@ -89,7 +89,7 @@ class Launch:
 
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
-        """The schedule and the plan are in force inside."""
+        """Train under the plan and the schedule inside."""
         self.how_far = "when its training loop began"
         self.memory.trains(model, optimizer)
         with self._in_force(model, optimizer):
@@ -128,7 +128,7 @@ class Launch:
                 yield
 
     def _conclude(self) -> None:
-        """The training loop has ended as it should have, on all ranks."""
+        """Report and log the last figures. The training loop has ended normally on all ranks."""
         assert self._reporter is not None
         assert self._metrics is not None
         self._say_checked()
@@ -138,7 +138,7 @@ class Launch:
 
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
+        """Run one step. `arguments`: those of Megatron's `train_step`, by name; checks replace its schedule."""
         self._steps += 1
         self.how_far = f"in step {self._steps} of this run"
         self._in_step = True
@@ -166,12 +166,12 @@ class Launch:
             self._say_checked()
 
     def _spoken(self, error: LynxError) -> LynxError:
-        """The same error in the words of the host's users."""
+        """Return the error in the words of the host's users."""
         spoken = tuple(self.host.spoken(problem) for problem in error.problems)
         return error if spoken == error.problems else type(error)(error.headline, spoken)
 
     def _unwritable(self) -> Iterator[Problem]:
-        """What rank 0 could not write of what it is to write: said before training, not after. Folders are made."""
+        """Yield output files that rank 0 could not write. Creates their folders."""
         paths = {"--lynx-trace": self.flags.trace, "--lynx-outcome": self.flags.outcome}
         for flag, path in paths.items():
             if path is not None and self._args.rank == 0 and (found := against_file(path)) is not None:
@@ -201,14 +201,14 @@ class Launch:
         return Check(wanted, self.flags.lynx_check_against, head_in_pieces=self._plan.head is not None)
 
     def _say_checked(self) -> None:
-        """Report the check, once; nothing is said where no step was checked."""
+        """Report the check, once, unless no step was checked."""
         check, self._check = self._check, None
         if check is not None and (summary := check.summary()) is not None:
             on_rank_0(f"megatron-lynx: {summary}")
 
     def _say_begun(self) -> None:
         assert self._plan is not None
-        held, locked = f"{len(self._installation.hooks)} hooks on rank 0", self._locked()  # every rank is asked
+        held, locked = f"{len(self._installation.hooks)} hooks on rank 0", self._locked()  # a collective
         on_rank_0(
             f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
             f"megatron-core {installed_version()}, {held}{locked}"
@@ -222,7 +222,7 @@ class Launch:
             )
 
     def _locked(self) -> str:
-        """What was page-locked before the first step. That lasts longest where all ranks of a host do it at once."""
+        """How much memory was page-locked before the first step. Slowest where all ranks of a host do it at once."""
         locked = of_all_ranks(self._installation.engine.offloader.locked)
         slowest = max(range(len(locked)), key=lambda rank: locked[rank].seconds)
         held = sum(each.bytes for each in locked)
@@ -241,7 +241,7 @@ class Launch:
 
 
 class TraceFile:
-    """Counts steps until the one that is traced, and writes its trace. Without a path it does nothing."""
+    """Counts steps, and writes the trace of one of them. Without a path it does nothing."""
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
@@ -250,18 +250,17 @@ class TraceFile:
 
     @property
     def comes(self) -> bool:
-        """Whether the next step is the one to be traced."""
         return self._path is not None and self._steps + 1 == self._step
 
     @contextmanager
     def around(self, trace: Trace) -> Iterator[None]:
-        """Runs one step, and records it if it is the one to be traced."""
+        """Run one step, and trace it if it is the requested one."""
         self._steps += 1
         if self._path is None or self._steps != self._step:
             yield
             return
         if dist.is_initialized():
-            dist.barrier()  # the ranks' clocks begin together
+            dist.barrier()  # so that the ranks' clocks start together
         trace.start()
         yield
         self._write(self._path, gathered_on_rank_0(trace.stop()))
@@ -271,7 +270,7 @@ class TraceFile:
             return
         try:
             write_trace(timeline_of(dict(enumerate(events))), path)
-        except ConfigError as error:  # the disk is full, say; a trace is no reason to stop training
+        except ConfigError as error:  # the disk is full, say: no reason to stop training
             on_rank_0(f"megatron-lynx: no trace: {error}")
         else:
             on_rank_0(f"megatron-lynx: step {self._step} of this run is traced in {path}")

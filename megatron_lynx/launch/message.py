@@ -1,4 +1,4 @@
-"""Messages of the launcher go to standard error, where they do not mix with what the script prints."""
+"""Messages of the launcher, on standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from megatron_lynx.errors import LynxError
 
 
 def say(text: str) -> None:
-    """Print a line with a single write. `print` makes two, between which another rank's line may come."""
+    """Print a line with a single write. `print` makes two, and another rank's line may come between them."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def stop(error: LynxError) -> None:
-    """Say what is wrong. In the middle of training the process ends here: other ranks may wait for this one in a collective, and
-    leaving the job properly would wait for them; torchrun ends them when this process is gone."""
+    """Print an error. In a distributed job, exit at once: a normal exit would wait for other ranks, which may be waiting for this
+    one in
+    a collective; torchrun ends them when this process is gone.
+    """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     in_job = distributed is not None and distributed.is_initialized()
     if in_job or os.environ.get("LOCAL_RANK", "0") == "0":

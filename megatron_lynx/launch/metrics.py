@@ -1,12 +1,12 @@
-"""Writes what a plan does in each step into the TensorBoard and W&B logs that a launch writes anyway.
+"""Writes the figures of each step into TensorBoard and W&B.
 
-    step k      every rank: what its engine counted ──the largest, over gloo, not waited for──> the rank that logs
-    next log    what came of step k is there by now, and is written for step k
-    the end     so is what is left; into W&B before Megatron's loop, which exits when its time is over, ends the run there
+    step k      all ranks: the maximum of their counts is reduced over gloo, asynchronously, to the rank that logs
+    next log    the result of step k has arrived, and is written for step k
+    the end     the last result is written; for W&B before Megatron finishes its run
 
-Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B, so the figures of all ranks are reduced to it.
-Nothing waits for a device: seconds of events that it has not reached when a step ends are counted in the next step. Without gloo
-the rank that logs tells of itself alone, and rank 0 says so.
+Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B, so figures of all ranks are reduced to it. The host
+never waits for a device: seconds whose events are not done when a step ends count in the next step. Without gloo only the
+logging rank's figures are written, and rank 0 says so.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from megatron_lynx.runtime.engine import Engine
 
 PREFIX = "lynx/"
 UNKNOWN = -1.0
-"""Stands for what a rank does not know: less than any figure, so that of all ranks one that knows counts."""
+"""Stands for an unknown figure in the reduction: less than any figure, so the maximum ignores it."""
 GLOO = ("enable_gloo_process_groups", "use_gloo_process_groups")
-"""What Megatron's --disable-gloo-process-groups switches off: until 0.16, and from 0.17 on."""
+"""Megatron's arguments that --disable-gloo-process-groups switches off: until 0.16, and from 0.17 on."""
 
 
 @dataclass
 class _Pending:
-    """Figures on their way to the rank that logs."""
-
     step: int
     names: Sequence[str]
     values: torch.Tensor
@@ -44,17 +42,16 @@ class _Pending:
 
 
 class Metrics:
-    """Logs the counts of one training loop. All ranks must make it together.
+    """Logs the counts of one training loop. All ranks must create it together.
 
     Args:
         args: Megatron's.
-        tensorboard: its SummaryWriter, None on ranks that do not log.
-        wandb: the module after its `init`, likewise.
+        tensorboard: the SummaryWriter; None on ranks that do not log.
+        wandb: the initialised module; None on ranks that do not log.
     """
 
     def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
         self.total = Figures()
-        """The counts of all steps."""
         self._args = args
         self._tensorboard, self._wandb = tensorboard, wandb
         self._wanted = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
@@ -62,8 +59,12 @@ class Metrics:
         self._pending: _Pending | None = None
 
     def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
-        """Take what the engine counted in this step, and return it. It is logged as often as Megatron logs, as `named`, which has
-        the same names on all ranks; None is not known."""
+        """Take, log and return the engine's counts of this step.
+
+        They are logged every `tensorboard_log_interval` steps. `named` returns the logged figures; its names must be the same on
+        all
+        ranks, and None is unknown.
+        """
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
         step = self._args.curr_iteration + 1
@@ -80,7 +81,6 @@ class Metrics:
         return counts
 
     def close(self) -> None:
-        """Write what is left."""
         self._write()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -88,7 +88,7 @@ class Metrics:
 
     @contextmanager
     def written_before_wandb_ends(self) -> Iterator[None]:
-        """Inside, whoever ends W&B's run, as Megatron does before its loop exits, has what is left written first."""
+        """Write the last figures before W&B's run is finished inside: Megatron finishes it before its loop exits."""
         if self._wandb is None:
             yield
             return
@@ -123,7 +123,7 @@ class Metrics:
 
 
 def _group_of_all(args: Any) -> Any:
-    """A group of all ranks that the host talks in; None for one rank, and where there is no gloo, which is said."""
+    """A gloo group of all ranks; None for one rank, and, with a message, if gloo is missing."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group, missing = _made(args)

@@ -1,22 +1,22 @@
-"""`--lynx-schedule double-buffered`: lets Megatron's training loop train with a pipeline that is not drained before each update.
+"""`--lynx-schedule double-buffered`: Megatron's training loop with a pipeline that is not drained before each update.
 
 train begins                              here
 -----------------------------------------------------------------------------------------------------------------
-  forward_backward_func                   the pipeline's: all backwards of this batch, some forwards of the next
-  optimizer.step                          on the version that is retired; rate, norm and loss are this batch's
+  forward_backward_func                   all backwards of this batch, some forwards of the next
+  optimizer.step                          on the retired version; learning rate, norm and loss are this batch's
   evaluate, save_checkpoint               only after a batch that drained
-  checkpoint_and_decide_exit              a signal, or the end of the given time: remembered, and the next batch drains
-train ends                                everything given back
+  checkpoint_and_decide_exit              a signal or the time limit is remembered; the next batch drains
+train ends                                hooks removed
 
-Whether batch j drains is known from Megatron's arguments when it begins: it is evaluated, saved, the last one, an exit, or
-skipped. Batches are counted as Megatron counts iterations: from 1, over all runs of a training.
+Megatron's arguments tell when batch j begins whether it drains: before an evaluation, a checkpoint, an exit, a skipped batch and
+the end. Batches are numbered as Megatron numbers iterations: from 1, over all runs of a training.
 
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).
-Why                   a signal is only noticed when a batch is over, and then forwards of the next one have begun.
-Calls the original    once per call where the pipeline is empty, with the arguments as they came.
-Holds                 nothing; `Draining` remembers what was noticed.
-Passes through when   the pipeline is empty. Where it is not, nothing is due by Megatron's arguments; a save is refused.
+Why                   a signal is only noticed at the end of a batch, when forwards of the next one have begun.
+Calls the original    once per call if the pipeline is empty, with the same arguments.
+Holds                 nothing; `Draining` remembers signals.
+Passes through when   the pipeline is empty. Otherwise nothing is due by Megatron's arguments; a save is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_lynx.units import format_bytes
 
 @contextmanager
 def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Iterator[DoubleBuffered]:
-    """Megatron's loop trains without flushes inside. All ranks enter, or none: a refusal of one ends all of them.
+    """Train without flushes inside. All ranks enter, or all exit.
 
     `plan` says whether updates are deferred; by default they are.
     """
@@ -90,10 +90,7 @@ def _say_begun(pipeline: DoubleBuffered) -> None:
 
 
 def reasons(args: Any, number: int) -> Iterator[str]:
-    """Why the pipeline must be empty behind batch `number`; nothing: it need not be.
-
-    `args`: Megatron's, as the training loop reads them.
-    """
+    """Yield why the pipeline must be empty after batch `number`. `args`: Megatron's."""
     if number >= args.train_iters:
         yield "the last batch"
     if args.do_valid and _is_due(args.eval_interval, number):
@@ -111,11 +108,11 @@ def _is_due(interval: int | None, number: int) -> bool:
 
 
 class Draining:
-    """Says for each batch of a run whether the pipeline must be empty behind it. All ranks give the same answers.
+    """Decides for each batch whether the pipeline must be empty after it. All ranks decide alike.
 
     Args:
         args: Megatron's.
-        training: its module `megatron.training.training`.
+        training: the module `megatron.training.training`.
     """
 
     def __init__(self, args: Any, training: Any) -> None:
@@ -124,11 +121,13 @@ class Draining:
         self._wants_to_stop = False
 
     def now(self) -> bool:
-        """Whether the pipeline must be empty behind the batch that begins now."""
+        """Whether the pipeline must be empty after the batch that begins now."""
         return self._wants_to_stop or any(reasons(self._args, self._args.curr_iteration + 1))
 
     def look(self) -> None:
-        """Ask, where Megatron would ask, whether to stop: then the next batch drains, and it stops there. On all ranks."""
+        """Check signals and the time limit where Megatron would, on all ranks. If one applies, the next batch drains, and
+        Megatron stops there.
+        """
         self._wants_to_stop |= self._signalled() or self._out_of_time()
 
     def _signalled(self) -> bool:

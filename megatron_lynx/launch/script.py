@@ -1,6 +1,6 @@
-"""The launcher's command line, `SCRIPT [--lynx-...] <the script's own arguments>`, and the script that runs inside.
+"""The launcher's command line, `SCRIPT [--lynx-...] <the script's own arguments>`, and the run of the script.
 
-main ─> read ─> run_script   its folder first on the import path ─> hooks in place ─> its text as `__main__` ─> hooks given back
+main ─> read ─> run_script   its folder first on the import path ─> hooks in place ─> the script as `__main__` ─> hooks removed
          └─ LynxError ─> stderr, once per node    exit 1: the answer is no, 2: the request is wrong
 
 Flags are read before torch and Megatron are imported.
@@ -43,7 +43,7 @@ HOST = "--lynx-host"
 class Command:
     script: Path
     arguments: tuple[str, ...]
-    """The script's arguments, with our flags among them: Megatron's parser shows and records them."""
+    """The script's arguments, including our flags: Megatron's parser shows and records them."""
     flags: Flags
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
 
 
 def read(arguments: Sequence[str]) -> Command:
-    """Raises `ConfigError` where there is no such script, and for flags of ours that do not read."""
+    """Parse the command line. Raises `ConfigError` if the script does not exist, or for a bad flag of ours."""
     words, host = list(arguments), list[str]()
     while words and words[0].partition("=")[0] == HOST:
         taken = 1 if "=" in words[0] else 2
@@ -79,11 +79,11 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def run_script(command: Command) -> None:
-    """Raises what the script raises, `SystemExit` included.
+    """Run the script under the launch's hooks. Raises what the script raises, `SystemExit` included.
 
     Raises:
-        ConfigError: the host's training cannot be imported from where the script would import it.
-        HookRefused: it has not the functions that a launch goes through.
+        ConfigError: the host's training cannot be imported.
+        HookRefused: the host lacks a function that a launch hooks.
     """
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending
@@ -104,10 +104,11 @@ def run_script(command: Command) -> None:
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
-    """Put the hooks in place until the process ends, for a script that calls this first (`patches/`).
+    """Place the hooks until the process ends, for a script that calls this first (`patches/`).
 
-    `script_arguments`: by default those of this process. Ends the process, and says why, for flags of ours that do not read.
-    Does nothing where the launcher started the script: it holds them already.
+    `script_arguments`: by default those of this process. Exits with a message for a bad flag of ours. Does nothing if the
+    launcher
+    started the script, as its hooks are in place.
     """
     from megatron.training import arguments
 
@@ -128,7 +129,7 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
 
 
 def held(launch: Launch) -> list[holding.Hook]:
-    """The hooks of a launch on its host, in place. Raises `HookRefused` where it has not the functions for them."""
+    """Place a launch's hooks on its host, and return them. Raises `HookRefused` if the host lacks a function."""
     from megatron_lynx.apply import hook as holding
 
     claims = [*launch.host.claims(launch)]
@@ -139,7 +140,7 @@ def held(launch: Launch) -> list[holding.Hook]:
 
 @contextmanager
 def _as_its_own_process(command: Command, host: Host) -> Iterator[None]:
-    """`sys.argv` and `sys.path[0]` as the script expects them."""
+    """Set `sys.argv` and `sys.path[0]` as the script expects them."""
     argv, first = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(command.script), *host.arguments_of(command.arguments)], str(command.script.resolve().parent)
     try:

@@ -1,4 +1,4 @@
-"""Reads the command line of a Megatron launch into a job, so that nobody has to describe a model twice."""
+"""Reads the command line of a Megatron launch into a job."""
 
 from megatron_lynx.launch_arguments.given import Fact
 from megatron_lynx.launch_arguments.reading import Reading, job_of, read_launch

@@ -1,19 +1,19 @@
-"""A command that launches Megatron, taken apart, and the one to run instead under a plan. Nothing is run, no variable filled in.
+"""Splits the command of a launch, and writes the command under a plan. Shell variables are not expanded.
 
 CUDA_DEVICE_MAX_CONNECTIONS=1  torchrun --nproc-per-node 8 --nnodes 4  pretrain_gpt.py  --num-layers 32 ...
 └────── environment ─────────┘ └───────────── launcher ─────────────┘  └── script ───┘  └── arguments ──┘
                                              32 GPUs
 
-Or the arguments alone; then nobody has said how many GPUs there are.
+The arguments alone are accepted, too; then the number of GPUs is unknown.
 
 under a plan   torchrun ... -m megatron_lynx.launch pretrain_gpt.py ARGUMENTS FLAGS --lynx-plan PLAN
 
-Its arguments come in pieces: a flag and the words that belong to it.
+Arguments are split into pieces: a flag and its words.
 
 --num-layers 32    --swiglu    --recompute-modules moe layernorm    --use-mpi    --rollout 3 4       stray
 └─── takes 1 ──┘   └ none ┘    └──────────── one or more ─────────┘ └─── unknown to Megatron ──┘     └ no flag's ┘
 
-To an unknown flag belong all words up to the next one that begins with `--`: nobody here knows how many it takes.
+An unknown flag gets all words up to the next one that begins with `--`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ class CommandLine:
     """The parts of a launch."""
 
     environment: tuple[tuple[str, str], ...]
-    """Variables that are set in front of the command."""
+    """Variables set in front of the command."""
     launcher: tuple[str, ...]
     script: str | None
     arguments: tuple[str, ...]
-    """The arguments of the script."""
 
     @property
     def gpus(self) -> int | None:
-        """Processes of the whole job, one for each GPU. None where the launcher does not say a number."""
+        """Processes of the job, one for each GPU; None if the launcher gives no number."""
         if any(PurePath(word).name in TORCHRUN for word in self.launcher):
             return _product(self._number("--nproc-per-node", 1), self._number("--nnodes", 1))
         if any(PurePath(word).name == "srun" for word in self.launcher):
@@ -66,10 +65,12 @@ class CommandLine:
         environment: Mapping[str, str] = MappingProxyType({}),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command to run under a plan; of a launch without a script, what to add to it.
+        """The command under a plan; for a launch without a script, a sentence with the words to add.
 
-        `flags` (each as a shell reads it): what the plan needs and the launch does not say. `environment`: variables that it
-        needs, unless the launch sets them. `runner`: what runs the script, unless the launch says so.
+        Args:
+            flags: words that the plan needs and the launch lacks, quoted for a shell.
+            environment: variables that the plan needs, unless the launch sets them.
+            runner: words that run the script, unless the launch has them.
         """
         added = " ".join([*flags, "--lynx-plan", shlex.quote(plan)])
         variables = [f"{name}={shlex.quote(value)}" for name, value in {**environment, **dict(self.environment)}.items()]
@@ -80,7 +81,7 @@ class CommandLine:
         return " ".join([*variables, words, added])
 
     def _number(self, option: str, otherwise: int | None) -> int | None:
-        """The number given to an option of the launcher; None where what is given is no number (`auto`, `2:4`)."""
+        """The value of a launcher's option; None if it is not a number (`auto`, `2:4`)."""
         for index, word in enumerate(self.launcher):
             name, equals, value = word.partition("=")
             name = name.replace("_", "-")
@@ -91,7 +92,7 @@ class CommandLine:
 
 
 def command_line(words: Sequence[str]) -> CommandLine:
-    """Take a launch apart. Raises `ConfigError` where no script can be found in it."""
+    """Split a launch. Raises `ConfigError` if it contains no script."""
     rest = list(words)
     environment = []
     while rest and (rest[0] == "env" or ASSIGNMENT.fullmatch(rest[0])):
@@ -108,7 +109,7 @@ def command_line(words: Sequence[str]) -> CommandLine:
 
 
 def without_plan(arguments: Sequence[str]) -> list[str]:
-    """The arguments without a plan that was named before."""
+    """The arguments without a plan named earlier."""
     kept = list(arguments)
     while "--lynx-plan" in kept:
         at = kept.index("--lynx-plan")
@@ -127,28 +128,27 @@ def _whole(text: str) -> int | None:
 OURS = "--lynx-"
 
 BY_STEPS = "--step-batch-size-schedule"
-"""One word with blanks, which scripts lose their quotes of."""
+"""One word with blanks; scripts often lose its quotes."""
 PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One flag with its values, or one word that belongs to none."""
+    """One flag with its values, or one word that belongs to no flag."""
 
     option: str | None
-    """As it was written, without a value; None for a stray word."""
+    """As written, without a value; None for a stray word."""
     values: tuple[str, ...]
     words: tuple[str, ...]
-    """All of it, as it was written."""
+    """The whole piece as written."""
 
     @property
     def ours(self) -> bool:
-        """Whether it is a flag of our launcher's."""
         return self.option is not None and self.option.startswith(OURS)
 
 
 def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) -> Iterator[Piece]:
-    """In order. `releases`: the newest of them that knows a flag says how many words it takes."""
+    """Yield the pieces in order. The newest of `releases` that has a flag decides how many words it takes."""
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -177,8 +177,10 @@ def changed(
     without: Collection[str] = (),
     setting: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[str, ...]:
-    """The arguments without the flags that set these names of Megatron's namespace, and with others, by their spelling, in place
-    of what they said before. New ones come last."""
+    """The arguments without the flags that set the names of `without`, and with those of `setting` (values by option) replaced or
+    added
+    at the end.
+    """
     given = dict(setting or {})
     words: list[str] = []
     for piece in pieces(arguments, table, releases):

@@ -1,18 +1,18 @@
-"""Launches of Megatron-Bridge: a `ConfigContainer` becomes values by the names that Megatron-LM's flags have.
+"""Launches of Megatron-Bridge: a `ConfigContainer` becomes values under Megatron-LM's names.
 
 --bridge recipes:llama  model.seq_length=8192     the container that `llama()` of `recipes.py` returns, with a setting changed
---bridge run_config.yaml                          one that was written (`cfg.to_yaml`, or by Bridge beside a checkpoint)
+--bridge run_config.yaml                          a saved container (`cfg.to_yaml`, or written by Bridge beside a checkpoint)
 
-cfg.mixed_precision, cfg.comm_overlap    ──> laid over the model, the optimizer and the gradients, as Bridge does before it trains
+cfg.mixed_precision, cfg.comm_overlap    ──> override the model's, optimizer's and DDP's settings, as in Bridge before training
 cfg.model.num_layers: 32                 ──> num_layers: 32         `bridge_settings.places_of`
 cfg.model.activation_func: silu, gated   ──> swiglu: True           `TOLD`
 
-A recipe is called where neither a GPU nor a network need be, from the folder that the command was given in or of an installed
-module; what it prints goes to standard error, and what goes wrong in it is told by what is missing. Its container is what Bridge
-gets; a file's is taken as Bridge left it, in what differs: whether the vocabulary is padded.
+A recipe is called without GPU and network, from the current folder or an installed module; its output goes to standard error. A
+file holds the container as Bridge resolved it; it differs from a recipe's in vocabulary padding.
 
-Planned for is a GPT of usual layers, or a hybrid stack. Fields of `cfg.model` that no flag sets are known by name (flags.json);
-one that nobody has judged, of a class of the user's own, say, is refused.
+Supported models are GPTs of the usual layers, and hybrid stacks. Fields of `cfg.model` that no flag sets are listed in
+flags.json;
+unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from megatron_lynx.yaml_file import read_yaml
 FILES = (".yaml", ".yml")
 NEEDED_PARTS = ("model", "train", "optimizer", "ddp")
 KNOWN_PRECISIONS = {"bf16_mixed": {"bf16": True, "fp16": False, "grad_reduce_in_fp32": True}}
-"""What a name stands for in a file. In a recipe Bridge is asked."""
+"""Named precisions in a file. For a recipe, Bridge resolves the name."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
 
 BUCKET = 128 * 1024 * 1024
-"""Parameters of a bucket where `cfg.comm_overlap` is set, and does not say."""
+"""Parameters per bucket if `cfg.comm_overlap` is set without a bucket size."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A container as it was said. Its parts are objects with fields, whatever it was read of."""
+    """A container. Its parts are objects with fields, from a recipe or a file."""
 
     cfg: Any
     is_resolved: bool
-    """Whether it is what Bridge made of another."""
+    """Whether Bridge has resolved it."""
 
     def has(self, part: str, field: str) -> bool:
         return has_setting(self.cfg, part, field)
@@ -66,16 +66,16 @@ class Container:
         return plain(getattr(getattr(self.cfg, part, None), field, otherwise))
 
     def say(self, text: str) -> str:
-        """A text in Bridge's settings."""
+        """A text in Bridge's settings instead of flags."""
         return in_settings(text, self.has)
 
     def setting(self, flag: str) -> str:
-        """A flag with its value as what sets the same."""
+        """The setting that does the same as a flag with its value."""
         return as_setting(flag, self.has)
 
 
 def read_container(words: Sequence[str], gpus: int | None) -> Container:
-    """`words`: a recipe or a file, and `part.field=value`. Raises `ConfigError`, with all problems where there are several."""
+    """Read `words`: a recipe or a file, then `part.field=value`. Raises `ConfigError` with all problems."""
     name, *changes = words or [""]
     is_file = name.endswith(FILES)
     cfg = _as_objects(read_yaml(Path(name))) if is_file else container_of(name)
@@ -92,7 +92,7 @@ def read_container(words: Sequence[str], gpus: int | None) -> Container:
 
 
 def _as_objects(data: Mapping[str, Any]) -> Any:
-    """Parts with fields, as a container has them."""
+    """The parts of a file as objects with fields, like a container's."""
     parts = {part: SimpleNamespace(**value) if isinstance(value, Mapping) else value for part, value in data.items()}
     inner = getattr(parts.get("model"), "transformer", None)
     if isinstance(inner, Mapping):
@@ -101,7 +101,7 @@ def _as_objects(data: Mapping[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as a flag has it: types, functions and members of enumerations by their names; of a file those that it names."""
+    """A value as a flag has it: types, functions and enum members by their names; in a file, the named ones."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping) and "_target_" in value:
@@ -123,7 +123,7 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def _changed(cfg: Any, change: str) -> Problem | None:
-    """Sets `part.field=value`, as Bridge's own command line does; or says what is wrong with it."""
+    """Set `part.field=value` as Bridge's command line does. Returns a problem if that is impossible."""
     place, equals, text = change.partition("=")
     part, _, field = place.removeprefix("cfg.").partition(".")
     if not equals or not (field or hasattr(cfg, part)):
@@ -143,7 +143,7 @@ def _changed(cfg: Any, change: str) -> Problem | None:
 
 
 def _with_precision(cfg: Any, problems: list[Problem]) -> None:
-    """`cfg.mixed_precision` decides of whatever the model, the optimizer and the gradients have under its names."""
+    """`cfg.mixed_precision` overrides settings of the same names of the model, the optimizer and DDP."""
     said = getattr(cfg, "mixed_precision", None)
     if isinstance(said, str):
         if (known := sys.modules.get("megatron.bridge.training.mixed_precision")) is not None:
@@ -159,7 +159,7 @@ def _with_precision(cfg: Any, problems: list[Problem]) -> None:
 
 
 def _with_overlap(cfg: Any, gpus: int | None) -> None:
-    """`cfg.comm_overlap` decides what runs beside computing: as it says, else as Bridge does where it says nothing."""
+    """`cfg.comm_overlap` overrides overlapped communication, with Bridge's defaults for fields that it leaves out."""
     overlap, model = getattr(cfg, "comm_overlap", None), cfg.model
     if overlap is None:
         return
@@ -189,7 +189,7 @@ HEADLINE = "the configuration cannot be read"
 
 
 def container_of(name: str) -> Any:
-    """What the function returns that `name` says. Raises `ConfigError`."""
+    """Call the function `name`, module:function, and return its container. Raises `ConfigError`."""
     where, (module, _, function) = f"{OPTION} {name}", name.partition(":")
     if not module or not function:
         needed = "module:function, which returns a ConfigContainer, or a file (.yaml) of one"
@@ -224,7 +224,7 @@ def _asked_a_hub(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
-    """An error and those behind it: libraries wrap what went wrong. `stated`: only what is said to be a cause."""
+    """An error and the errors that it was raised from. `stated`: only those of `raise ... from`."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in chain:
@@ -235,8 +235,10 @@ def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]
 
 @contextmanager
 def _beside_the_user() -> Iterator[None]:
-    """Modules of the folder that the command was given in can be imported, as by `python -m`. Hubs are not asked, which would try
-    for minutes where there is no network, unless the user says so."""
+    """Import from the current folder, as `python -m` does. Hubs are set offline unless the user decides otherwise: without a
+    network they
+    would retry for minutes.
+    """
     folder, said = os.getcwd(), os.environ.get(OFFLINE)
     sys.path.insert(0, folder)
     os.environ.setdefault(OFFLINE, "1")
@@ -250,9 +252,9 @@ def _beside_the_user() -> Iterator[None]:
 
 
 HYBRID = ("HybridModelProvider", "MambaModelProvider")
-"""Of 0.6, and of 0.5."""
+"""Names in 0.6 and 0.5."""
 MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", *HYBRID)
-"""Classes of models whose layers are those of a launch of Megatron-LM; and those made of them that build nothing else."""
+"""Classes whose layers are those of Megatron-LM; subclasses that build nothing else are accepted."""
 
 LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
 LAYERS_OF_MEGATRON = "local_layer_spec"
@@ -261,13 +263,12 @@ STACKS = {
     "mamba_stack_spec": ("get_default_mamba_stack_spec", "transformer_engine_mamba_stack_spec"),
     "mamba_chunk_size": ("128",),
 }
-"""What hybrid stacks are planned with: Transformer Engine's layers, and Mamba layers that scan as many tokens at a time as
-Megatron-LM's do."""
+"""Layer specs of hybrid stacks that are modelled: Transformer Engine's layers, and Megatron-LM's Mamba chunk size."""
 ACTIVATIONS = {("gelu", False), ("silu", True), ("squared_relu", False), ("quick_gelu", True), ("fast_gelu", False)}
 
 
 def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
-    """What no flag says, and nobody has modelled. Fields of a class of the user's own are among them."""
+    """Yield settings of the model that no flag sets and that are not modelled, such as fields of a user's own class."""
     model = container.cfg.model
     if (kind := _other_class(model)) is not None:
         needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {' or '.join(HYBRID)}"
@@ -292,7 +293,7 @@ def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
 
 
 def _other_class(model: Any) -> str | None:
-    """The name of a model's class that builds something else than a GPT."""
+    """The name of a model's class if it builds something else than a GPT."""
     if (target := getattr(model, "_target_", None)) is not None:
         name = str(target).rpartition(".")[2]
         return None if name in MODELS else name
@@ -303,12 +304,12 @@ def _other_class(model: Any) -> str | None:
 
 
 def activation(container: Container) -> tuple[str, bool]:
-    """Whose name, and whether a gate is multiplied with it."""
+    """The activation's name, and whether it is gated."""
     return str(container.get("model.activation_func", "gelu")), bool(container.get("model.gated_linear_unit"))
 
 
 def is_of_tokenizer(container: Container) -> bool:
-    """Whether the vocabulary is the tokenizer's: then it is padded."""
+    """Whether the vocabulary is the tokenizer's, which is padded."""
     return bool(container.get("tokenizer.use_tokenizer_vocab_size")) or container.get("model.vocab_size") is None
 
 
@@ -317,7 +318,7 @@ def vocabulary(container: Container) -> int | None:
 
 
 def given_container(container: Container, table: FlagTable) -> tuple[Given, list[Problem]]:
-    """Its values by Megatron's names, and everything that is wrong with it or not modelled."""
+    """The container's values by Megatron's names, and all its problems."""
     problems = [*refused_model(container, table), *refused_settings(container.cfg)]
     release, values = table.releases[-1], {}
     for name, flags in table.of_name.items():
@@ -333,14 +334,14 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
         if isinstance(value, list) and flag.takes in (0, 1):
             value = ",".join(map(str, value)) if name == "window_size" else str(value)
         values[name] = Value(flag, said, checked(flag, said, value, problems) if flag.is_read else value)
-    if vocabulary(container) is None:  # that it is missing is said above
+    if vocabulary(container) is None:  # reported by `refused_model`
         flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
         values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
     return Given(values, (release,), table, packed=_packed_by(container)), problems
 
 
 PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
-"""Settings of data sets whose sequences are packed: of 0.6, and of 0.5."""
+"""Settings of data sets with packed sequences, of 0.6 and 0.5."""
 
 
 def _packed_by(container: Container) -> str:
@@ -351,7 +352,7 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _layout(container: Container) -> str | None:
-    """Bridge takes lists, too: of what each virtual stage has."""
+    """The layout as text; Bridge also accepts a list for each virtual stage."""
     said = container.get("model.pipeline_model_parallel_layout")
     if not isinstance(said, list):
         return None if said is None else str(said)
@@ -374,7 +375,7 @@ def _strange_layers(container: Container) -> str | None:
 
 
 def _pattern(container: Container) -> Any:
-    """Of a hybrid stack, as Megatron-LM's `pretrain_hybrid.py` has it. 0.5 takes it under an older name, too."""
+    """The hybrid layer pattern, which 0.5 also has under an older name."""
     return container.get("model.hybrid_layer_pattern") or container.get("model.hybrid_override_pattern")
 
 
@@ -422,6 +423,6 @@ TOLD: dict[str, Callable[[Container], Any]] = {
         ),
         lambda container: None,
     ),
-    "async_tensor_model_parallel_allreduce": lambda container: None,  # megatron-core looks at it no more
+    "async_tensor_model_parallel_allreduce": lambda container: None,  # unused by megatron-core
 }
-"""What Bridge says in another way, by Megatron's names; None: as if nothing were said."""
+"""Values that Bridge expresses differently, by Megatron's names; None if not set."""

@@ -1,14 +1,14 @@
-"""The mixture of experts of a launch, and the groups that share it.
+"""The mixture of experts of a launch, and its parallel groups.
 
 --num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
 --moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
 --use-fused-weighted-squared-relu         ──> model.experts.weighted_relu
 --moe-router-score-function sigmoid ...   ──> model.experts.scores
 --moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
---moe-expert-capacity-factor 1.5          ──> model.experts.holds, drops  no expert gets more: tokens are dropped (`get_capacity`)
---moe-pad-expert-input-to-capacity        ──> model.experts.load        and each gets so many
+--moe-expert-capacity-factor 1.5          ──> model.experts.holds, drops  tokens beyond are dropped (`get_capacity`)
+--moe-pad-expert-input-to-capacity        ──> model.experts.load        every expert gets the capacity
 --moe-shared-expert-overlap               ──> model.experts.shared_beside, whole
---moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: rows of a rank lie in a block of so many
+--moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: a rank's rows are in a block of this size
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ SCORES, PRE_SOFTMAX, Z_LOSS = "moe_router_score_function", "moe_router_pre_softm
 GROUPS = "moe_router_num_groups"
 SCORE_BYTES, INDEX_BYTES = 4, 8
 KEPT_WHOLE = (BESIDE, "moe_use_legacy_grouped_gemm")
-"""With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
+"""With one of these, or with local layers and any grouped GEMM, experts can neither be recomputed nor offloaded in parts."""
 MULTIPROCESSORS = {
     "deepep": ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"),
     "hybridep": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
 }
-"""By backend the flags that say how many of them its kernels take, the newer one first."""
+"""Flags for the number of multiprocessors of a backend's kernels, the newest first."""
 FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-"""Two names for one thing, of which 0.15 and before know the second."""
+"""Two names of one setting; releases until 0.15 have the second."""
 
 
 EXPERTS = "model.experts."
-"""Where a job says something of them."""
 
 
 def has_experts(given: Given) -> bool:
@@ -54,7 +53,7 @@ def has_experts(given: Given) -> bool:
 
 
 def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem]:
-    """The problems of loads that are asked for where there are no experts. `changes`: values of a job by their place in it."""
+    """Yield the problems of loads that are given for a model without experts. `changes`: values of a job by their place."""
     options = {f"{EXPERTS}load": "--experts-load", f"{EXPERTS}holds": "--experts-hold"}
     for place, option in options.items():
         if changes.get(place) is not None:
@@ -62,12 +61,12 @@ def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem
 
 
 def routes_naturally(given: Given) -> bool:
-    """Whether the router decides how many tokens a rank gets: nothing forces a balance, or fills experts up to a capacity."""
+    """Whether the router alone decides how many tokens a rank gets, without forced balance or padding to a capacity."""
     return not (given["moe_router_force_load_balancing"] or given[PADDED])
 
 
 def natural_routing(experts: Experts) -> Iterator[str]:
-    """Lines that say what is assumed where the router decides, and which option states another load."""
+    """Lines about the load assumed under natural routing, and the options that state another."""
     if experts.drops and experts.holds is not None:
         yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
@@ -77,9 +76,9 @@ def natural_routing(experts: Experts) -> Iterator[str]:
 
 
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Nothing without experts. What Megatron's dispatch would do that is not modelled is added to `problems`.
+    """Yield the facts of experts, if there are any. Dispatch that is not modelled is added to `problems`.
 
-    `planning`: for a plan, which not every dispatcher runs under.
+    `planning`: for a plan, which not every dispatcher supports.
     """
     if not has_experts(given):
         if (given[EXPERT] or 1) > 1:
@@ -116,8 +115,10 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
 
 
 def _scores(given: Given) -> Iterator[Fact]:
-    """What `TopKRouter` saves, as counted on CPU ranks. Group-limited routing saves a mask of all experts and indices of the
-    groups' best (`group_limited_topk`)."""
+    """Tensors of scores that `TopKRouter` saves, as counted on CPU ranks. Group-limited routing (`group_limited_topk`) also saves
+    a mask
+    of all experts and indices of the best groups.
+    """
     kinds, coefficients = ([value] if not isinstance(value, list) else value for value in map(given.__getitem__, AUXILIARY))
     kept = {
         AUXILIARY[1]: any(
@@ -143,8 +144,9 @@ def _scores(given: Given) -> Iterator[Fact]:
 
 
 def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Shared experts beside the exchanges. Megatron has them inside the dispatcher, but the all-gather one; overlapped exchanges
-    beside that it refuses, which is told with the launch's setting."""
+    """Shared experts overlapped with the exchanges. Megatron runs them in every dispatcher but all-gather, and refuses them with
+    overlapped exchanges, which is reported with the launch's setting.
+    """
     if not given[BESIDE] or given["moe_shared_expert_intermediate_size"] is None or given[OVERLAP]:
         return
     if given[DISPATCHER] == "allgather":
@@ -154,9 +156,10 @@ def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """What a capacity factor bounds: the rows that an expert gets of each rank, over a balanced share
-    (`apply_router_token_dropping`). Padded, every expert gets as many; otherwise none gets more, and a balanced router drops what
-    is beyond a factor below 1. No rank can get more than the tokens of all."""
+    """The bound of a capacity factor: rows that an expert gets from each rank, over a balanced share
+    (`apply_router_token_dropping`).
+    Padded, every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router.
+    """
     factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
     padded = given[PADDED]
     if factor is None or factor < 0:
@@ -177,7 +180,7 @@ def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """The flex dispatcher and its backend: DeepEP unless the launch says otherwise. Another one is priced as DeepEP."""
+    """The flex dispatcher and its backend, DeepEP by default. An unknown backend is priced as DeepEP."""
     backend = "deepep" if given["moe_enable_deepep"] else given["moe_flex_dispatcher_backend"] or "deepep"
     origin = given.origin(DISPATCHER if backend == "deepep" else "moe_flex_dispatcher_backend")
     known = backend if backend in DISPATCHERS else "deepep"
@@ -189,10 +192,11 @@ def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Iterator[Fact]:
-    """How many rows a rank has room for, over a balanced share. NCCL EP's lie in one block of that size, which experts' first
-    linears keep; what comes out of them is only counted as if it were as large. With HybridEP Megatron takes it together with
-    fused experts alone (`TransformerConfig.__post_init__` of 0.18 and 0.19): their calls are none that a plan knows, nor is it
-    known what they keep. Megatron stops another backend."""
+    """A rank's capacity of rows, over a balanced share. NCCL EP allocates one block of that size, which the experts' first
+    linears save;
+    their output is counted as equally large. With HybridEP, Megatron accepts it only with fused experts
+    (`TransformerConfig.__post_init__` of 0.18 and 0.19), which are not modelled, and it refuses other backends.
+    """
     factor, origin = given[RANK_CAPACITY], given.origin(RANK_CAPACITY)
     if factor is not None and backend == "ncclep":
         yield Fact("model.experts.holds", max(1.0, factor), f"{origin}: rows of a rank lie in a block of that size")
@@ -204,7 +208,7 @@ def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Itera
 
 
 def _widths(given: Given) -> Iterator[Fact]:
-    """Widths of experts and shared experts. Experts without a width of their own are as wide as an MLP."""
+    """Widths of experts and shared experts. The default is the MLP's."""
     if given["moe_ffn_hidden_size"] is not None:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
     elif (found := ffn_of(given)) is not None:

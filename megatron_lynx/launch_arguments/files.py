@@ -1,13 +1,14 @@
-"""Launches in files. `--launch-file` (`-` for standard input): one word a line, as `SCRIPT --print` writes them. Words may hold
+"""Launches in files. `--launch-file` (`-` for standard input) has one word a line, as `SCRIPT --print` writes them; words may
+have
 blanks.
 
 # llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
-# cluster: h100-80g                 where it is to run, unless --cluster says so
+# cluster: h100-80g                 the cluster, unless --cluster is given
 torchrun
 --nproc-per-node
 8
 
-Megatron's `--yaml-cfg FILE`: the same names as its arguments have, in two sections and beside them.
+Megatron's `--yaml-cfg FILE` has the names of its arguments, in two sections and outside of them.
 
 language_model: {num_layers: 24, activation_func: swiglu, ...}     ─┐
 model_parallel: {tensor_model_parallel_size: 2, ...}                ├─> the same values as from arguments
@@ -35,20 +36,18 @@ NEEDED = "a launch, one word a line; comments begin with '# '"
 TODO = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
 CLUSTER = re.compile(r"#\s+cluster:\s*(\S+)")
 SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
-"""A line of a shell's: several words of a launch in it, or one that goes on in the next."""
+"""A line of shell code: several words of a launch, or a continued line."""
 
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """What a file says."""
-
     words: tuple[str, ...]
     cluster: str | None = None
-    """The one of its comments that names a cluster; the last one counts."""
+    """Named by a comment; the last one counts."""
 
 
 def read_launch_file(path: Path) -> LaunchFile:
-    """Raises `ConfigError` for a file that cannot be read, or that holds no words one a line."""
+    """Raises `ConfigError` for a file that cannot be read, is empty, or does not have one word a line."""
     lines = text_in(path, NEEDED, where=f"{OPTION} {path}", headline=HEADLINE, todo=TODO).splitlines()
     comments = [line for line in lines if line == "#" or line.startswith("# ")]
     words = tuple(line for line in lines if line.strip() and line not in comments)
@@ -71,13 +70,13 @@ def _refused(path: Path, found: str) -> ConfigError:
 SECTIONS = ("language_model", "model_parallel")
 BESIDE = ("yaml_cfg", "vocab_size")
 RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
-"""Fields of Megatron's configuration whose arguments are named otherwise."""
+"""Fields of Megatron's configuration with another name as an argument."""
 
 ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
 
 
 def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[Given, list[Problem]]:
-    """What a file says, in place of the arguments, as in Megatron. Beside it counts only what Megatron asks its tokenizer for."""
+    """Values of a file, which replace the arguments as in Megatron. Only arguments of the tokenizer are used with it."""
     table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
     beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
     if beside:
@@ -96,7 +95,7 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
 
 
 def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Every key as it is written, the argument's name for it, and what it says."""
+    """Yield each key as written, the argument's name, and the value."""
     for key, value in data.items():
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
@@ -104,7 +103,7 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield from ((key, name, one) for name, one in ACTIVATIONS.get(str(value), {"activation_func": value}).items())
         elif key == "cpu_offloading":
             yield key, "cpu_offloading_num_layers", 1 if value else None
-        elif key != "swiglu":  # only `activation_func` counts
+        elif key != "swiglu":  # only `activation_func` has an effect
             yield key, RENAMED.get(key, key), value
 
 
@@ -112,7 +111,7 @@ KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "te
 
 
 def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
-    """A value as its flag would have it; None for another, which is added to `problems`."""
+    """The value as its flag would give it; otherwise None, with a problem added to `problems`."""
     kind, needed = (bool, "true or false") if flag.takes == 0 and isinstance(flag.to, bool) else KINDS[flag.type]
     ones = value if isinstance(value, list) and flag.takes not in (0, 1) else [value]
     if not all(isinstance(one, kind) and isinstance(one, bool) <= (kind is bool) for one in ones):

@@ -1,14 +1,14 @@
-"""The flags that Megatron's own parsers take, release by release, and what each means for a plan.
+"""The flags of Megatron's parsers, by release, and their meaning for a plan.
 
 --swiglu        takes nothing, sets swiglu to True       0.16 0.17 0.18 0.19
 --split         takes one word                           0.16 0.17 0.18 0.19        a flag that changed has a row for each form
 
-`scripts/record_flags.py` writes the rows: facts, no text. Columns `kind` and `why`, and `groups`, are written by hand; a flag
-whose cost nobody knows has neither.
+`scripts/record_flags.py` writes the rows. The columns `kind` and `why`, and `groups`, are written by hand; a flag whose cost is
+unknown has neither.
 
-read           the job is made of it                           --num-layers
+read           becomes part of the job                        --num-layers
 priced as      counted as something else, and reported so      --fp16: as bf16
-no matter      neither activations nor their seconds           --lr: learning rate
+no matter      changes neither activations nor seconds         --lr: learning rate
 refused        by a row of `megatron_lynx.limits`              --spec
 """
 
@@ -28,7 +28,7 @@ REFUSED = {limit.argument: limit.reason for limit, _ in limits(["any"], ARGUMENT
 
 
 class FlagKind(NamedTuple):
-    """`why`: the reason of a refusal, what it is priced as, or what it is about."""
+    """`why`: the reason of a refusal, the substitute in pricing, or the subject."""
 
     name: Literal["read", "priced as", "refused", "no matter"]
     why: str = ""
@@ -39,29 +39,29 @@ class Flag:
     """One form of one flag."""
 
     options: tuple[str, ...]
-    """Its spellings. Where `takes` is 0 and `to` is None, spellings that start with --no- switch it off."""
+    """Spellings. If `takes` is 0 and `to` is None, those that start with --no- switch it off."""
     sets: str
     """The name in Megatron's namespace."""
     takes: int | str
-    """How many words follow: a number, or `+` (some), `*` (any)."""
+    """Number of words that follow, or `+` (some), `*` (any)."""
     type: str
     """int, float or text."""
     to: Any
-    """The value it sets if it takes no words; None: True, or False for its --no- form."""
+    """The value set by a flag without words; None: True, or False for its --no- form."""
     choices: tuple[Any, ...]
     default: Any
     group: str
-    """Megatron's own heading for it."""
+    """Megatron's heading."""
     releases: tuple[str, ...]
     kind: FlagKind | None
-    """None if it has not been judged yet."""
+    """Unknown if None."""
 
     @property
     def is_read(self) -> bool:
         return self.kind is not None and self.kind.name == "read"
 
     def switched(self, option: str) -> Any:
-        """What a flag that takes nothing sets, in this spelling."""
+        """The value that this spelling of a flag without words sets."""
         return not option.startswith("--no-") if self.to is None else self.to
 
 
@@ -73,13 +73,12 @@ class FlagTable:
     """Oldest first."""
     flags: tuple[Flag, ...]
     no_flag: frozenset[str]
-    """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds;
-    `activation_func` says the gated unit."""
+    """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds."""
     no_flag_of_bridge: frozenset[str]
-    """The same of `cfg.model` of Megatron-Bridge, or read in another way."""
+    """Fields of `cfg.model` of Megatron-Bridge that are ignored, or read elsewhere."""
 
     def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
-        """The form of an option in the newest of these releases (None: of all) that has it."""
+        """The form of an option in the newest of these releases (by default all) that has it."""
         wanted = set(self.releases if releases is None else releases)
         forms = [flag for flag in self.of_option.get(option, ()) if wanted & set(flag.releases)]
         return max(forms, key=lambda flag: max(self.releases.index(one) for one in flag.releases if one in wanted), default=None)
@@ -90,7 +89,7 @@ class FlagTable:
         return tuple(release for release in self.releases if release in having)
 
     def default(self, name: str, release: str) -> Any:
-        """What a name of the namespace holds if no flag sets it; None where the release does not know it."""
+        """The default of a name in the namespace; None if the release does not have it."""
         return next((flag.default for flag in self.of_name.get(name, ()) if release in flag.releases), None)
 
     @cached_property
@@ -104,7 +103,6 @@ class FlagTable:
 
 @cache
 def flag_table() -> FlagTable:
-    """The recorded table."""
     data = json.loads((Path(__file__).parent / "flags.json").read_text(encoding="utf-8"))
     flags = tuple(_flag(row, data["groups"]) for row in data["flags"])
     return FlagTable(tuple(data["releases"]), flags, frozenset(data["no_flag"]), frozenset(data["no_flag_of_bridge"]))
@@ -126,7 +124,7 @@ def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
 
 
 def _kind(row: dict[str, Any], groups: dict[str, str]) -> FlagKind | None:
-    """`groups`: Megatron's headings that matter as a whole to neither activations nor seconds, and what they are about."""
+    """`groups`: Megatron's headings whose flags change neither activations nor seconds, with their subject."""
     if "kind" in row:
         return FlagKind(row["kind"], row.get("why", ""))
     if (why := REFUSED.get(row["sets"])) is not None:

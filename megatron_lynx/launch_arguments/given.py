@@ -1,10 +1,10 @@
-"""Reads what a launch says, as arguments or as a file in Megatron's YAML form, into values by Megatron's names.
+"""Reads the values of a launch, from arguments or Megatron's YAML form, by Megatron's names.
 
 --num-layers 32 --swiglu --lr 3e-4  ─┐
-                                     ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that take all of it
+                                     ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that accept all of them
 language_model: {num_layers: 32 ...} ─┘
 
-Each becomes a `Fact` about the job, which names the flag that it comes from.
+Values become `Fact`s about the job, which name their flag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_lynx.launch_arguments.command_line import is_flag, pieces
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 
 MISTYPED = 0.9
-"""How alike two words are, from 0 to 1, of which one is the other with a letter or two wrong."""
+"""Similarity, from 0 to 1, of a word and its misspelling by a letter or two."""
 
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 
@@ -36,54 +36,53 @@ AT_LEAST_ONE = frozenset(
 """Sizes and divisors, which must not be 0."""
 
 OPEN = frozenset({"optimizer"})
-"""Flags of which more words are known to those who read them than Megatron's choices."""
+"""Flags whose values are not limited to Megatron's choices: later code knows more."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value that was given."""
-
     flag: Flag
     said: str
-    """The flag as it was written, or the key in a file."""
+    """The flag as written, or the key in a file."""
     value: Any
 
 
 @dataclass(frozen=True)
 class Given:
-    """All values that were given. Of a flag that is given twice the last one counts, as in Megatron."""
+    """All given values. The last of several counts, as in Megatron."""
 
     values: Mapping[str, Value]
     releases: tuple[str, ...]
-    """The releases that take every flag of the launch, oldest first; never empty."""
+    """The releases that accept every flag of the launch, oldest first; never empty."""
     table: FlagTable
     unknown: tuple[str, ...] = ()
-    """Flags that Megatron does not know, each with the words behind it; and values that it does not know of flags that neither
-    activations nor seconds depend on. A fork knows them."""
+    """Flags that Megatron does not have, each with its words, and unknown values of flags that do not matter. A fork may have
+    them.
+    """
     packed: str = ""
-    """What says that sequences are packed, where no flag does: a setting of a data set."""
+    """The setting of a data set that packs sequences, if no flag does."""
 
     @property
     def release(self) -> str:
-        """The newest of them: its defaults are taken."""
+        """The newest release, whose defaults are used."""
         return self.releases[-1]
 
     def __getitem__(self, name: str) -> Any:
-        """What Megatron would find under a name; its default where what was said could not be read."""
+        """Megatron's value under a name; its default if the given one could not be read."""
         said = self.values.get(name)
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
     def unknown_value(self, option: str) -> str | None:
-        """The words after a flag that Megatron does not know; None where it is not given."""
+        """The words after a flag that Megatron does not have; None if it is not given."""
         return next((words.removeprefix(option).strip() for words in self.unknown if words.split()[0] == option), None)
 
     def origin(self, *names: str) -> str:
-        """Where that comes from, in words: the first of these names that was said."""
+        """The first of these names that was given, as written."""
         return next((self.values[name].said for name in names if name in self.values), "Megatron's default")
 
 
 def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, list[Problem]]:
-    """Read arguments, and everything about them that cannot be read."""
+    """Read arguments, and return their values and problems."""
     options = [word.partition("=")[0] for word in arguments if is_flag(word)]
     options = [option for option in options if table.newest(option) is not None]
     releases, problems = _common(options, table)
@@ -101,7 +100,7 @@ def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, 
 
 
 def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], list[Problem]]:
-    """The releases that have all of these options; if none has, what contradicts what, and the newest release."""
+    """The releases that have all of these options; if there is none, the newest, with a problem."""
     narrow: dict[tuple[str, ...], str] = {}
     for option in options:
         narrow.setdefault(table.releases_of(option), option)
@@ -119,14 +118,14 @@ def _stray(word: str) -> Problem:
 
 
 def mistyped(option: str, table: FlagTable) -> str | None:
-    """The flag of Megatron's that an unknown one differs from by a letter or two; None where there is none."""
+    """Megatron's flag that an unknown one is a misspelling of."""
     if option in table.of_option:
         return None
     return next(iter(difflib.get_close_matches(option, table.of_option, n=1, cutoff=MISTYPED)), None)
 
 
 def unknown_problem(words: str, table: FlagTable) -> Problem:
-    """What is wrong with a flag, or a value, that Megatron does not know."""
+    """The problem of a flag, or value, that Megatron does not have."""
     option = words.split()[0]
     close = mistyped(option, table)
     todo = f"did you mean {close}?" if close is not None else "drop it for planning, if it is your own script's"
@@ -136,7 +135,7 @@ def unknown_problem(words: str, table: FlagTable) -> Problem:
 
 
 def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem], unknown: list[str]) -> Any:
-    """What the words behind a flag mean, as its type has it."""
+    """Convert the words after a flag to its type."""
     if flag.takes == 0:
         return flag.switched(option)
     needed = {"+": "one value or more", "*": "values", 1: "a value"}.get(flag.takes, f"{flag.takes} values")
@@ -163,14 +162,14 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown:
         if kind is not None and kind.name == "no matter" and not todo:
             unknown.append(f"{option} {word}")
         elif flag.sets in OPEN:
-            pass  # whoever reads it knows more words
-        elif kind is None or kind.name != "refused":  # else it is refused with the reason, whatever its value
+            pass  # later code knows more values
+        elif kind is None or kind.name != "refused":  # else it is refused with a reason, whatever its value
             problems.append(Problem(option, word, f"one of {', '.join(map(str, flag.choices))}", todo))
     return word
 
 
 def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> float | None:
-    """The number, or None and a problem where it can be no size."""
+    """The number; None, with a problem, if it cannot be a size."""
     if number < 1 and flag.sets in AT_LEAST_ONE:
         problems.append(Problem(where, str(number), "at least 1"))
         return None
@@ -182,14 +181,14 @@ class Fact:
     """One value of the job."""
 
     place: str
-    """Where it stands in a job file: `model.layers`."""
+    """Path in a job file: `model.layers`."""
     value: Any
     origin: str
-    """The flag that says it, or how it follows from other flags."""
+    """The flag that gives it, or how it follows from others."""
 
 
 def as_job_data(facts: Iterable[Fact]) -> dict[str, Any]:
-    """The facts as a job file would have them."""
+    """The facts as nested dicts, like a job file."""
     data: dict[str, Any] = {}
     for fact in facts:
         *path, last = fact.place.split(".")

@@ -1,26 +1,26 @@
-"""What each layer of a launch is made of, where layers differ or have something else than the usual halves.
+"""Layers of a launch that differ from one another, or from the usual halves.
 
-Which layers a flag means: a number, every so manieth; or a list of 0 and 1, one for each.
+Layers of a flag are given by a number, or a list of 0 and 1, one for each.
 
 --moe-layer-freq 2, or '([0]+[1]*2)'                    ──> 2, or [0, 1, 1]
 
-What queries see of the keys before them, and what their softmax has beside these:
+Sliding windows and attention sinks:
 
---window-size 127,0                                     128 keys, the query's own among them; none after it
---window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all. Without: all layers have the window
---softmax-type learnable                                one logit more for each head, which is learned; off-by-one: it is 0
+--window-size 127,0                                     128 keys including the query's own; none after it
+--window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all keys; the default is none
+--softmax-type learnable                                one learned logit more for each head; off-by-one: it is 0
 
-Stacks of `pretrain_hybrid.py` in the words of a GPT; a run has the same layers (`apply.live_run`):
+Stacks of `pretrain_hybrid.py` as layers of a GPT, the same as at run time (`apply.live_run`):
 
 --hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
---spec ... hybrid_stack_spec                            ──> Transformer Engine's layers, as it says
+--spec ... hybrid_stack_spec                            ──> Transformer Engine's layers
 
 Opaque halves (`config.opaque`):
 
 --experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net
-    --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        in which layers: all but every fourth; those with a 1
---linear-attention-type gated_delta_net                 ──> the same, in launches of forks that have it under this name
+    --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        its layers: all but every fourth; those with a 1
+--linear-attention-type gated_delta_net                 ──> the same, in forks
 --attention-output-gate                                 ──> model.opaque gated_attention, in layers with attention
 """
 
@@ -42,13 +42,13 @@ from megatron_lynx.launch_arguments.optimizer_facts import STATES_ON_HOST
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
-"""Limits of a pattern, so that a mistyped number cannot fill the memory."""
+"""Limits of a pattern, so that a mistyped number cannot exhaust memory."""
 
 
 def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str) -> int | list[int] | None:
-    """The number, or the list, of as many layers as the launch has. None for anything else, which is added to `problems`.
+    """The number, or the list for all layers of the launch; None, with a problem, for anything else.
 
-    `example`: a list such as the flag has.
+    `example`: a valid list for the message.
     """
     said, origin, layers = written(given, flag), given.origin(flag), given["num_layers"]
     if said.isdecimal() and len(said) < 10 and int(said) > 0:
@@ -65,7 +65,7 @@ def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str
 
 
 def written(given: Given, flag: str) -> str:
-    """What is said of it, without blanks."""
+    """The value of a flag as text without blanks."""
     return str(given[flag]).replace(" ", "")
 
 
@@ -83,7 +83,7 @@ def pattern_of(text: str) -> list[int]:
 
 
 def _evaluated(node: ast.expr) -> list[int]:
-    """Raises TypeError for anything but sums and products of lists of 0 and 1."""
+    """Raises TypeError for other expressions."""
     match node:
         case ast.List(elts=elements):
             numbers = [element.value if isinstance(element, ast.Constant) else None for element in elements]
@@ -99,14 +99,14 @@ def _evaluated(node: ast.expr) -> list[int]:
 def _few_enough(pattern: list[int], times: int) -> list[int]:
     if len(pattern) * times > MOST_LAYERS:
         raise ValueError(f"a pattern of more than {MOST_LAYERS} layers")
-    return pattern * min(times, MOST_LAYERS)  # an empty list, too
+    return pattern * min(times, MOST_LAYERS)  # an empty list may have any factor
 
 
 WINDOW, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type"
 
 
 def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing where attention sees all keys and has no sinks. What is no window is added to `problems`."""
+    """Yield facts about windows and sinks, if there are any. Malformed ones are added to `problems`."""
     if given[SOFTMAX] == "learnable":
         yield Fact("model.sinks", True, given.origin(SOFTMAX))
     if given[WINDOW] is None:
@@ -137,7 +137,7 @@ STOCK_SPEC = "hybrid_stack_spec"
 
 
 def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
-    """The same launch, its pattern told in layers of a plan. One without a pattern is returned as it is."""
+    """The launch with its hybrid pattern, if it has one, expressed in layers of a GPT."""
     if not (pattern := str(given[PATTERN] or "")):
         return given
     segments = _segments(given)
@@ -162,12 +162,12 @@ def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
 
 
 def is_hybrid(given: Given) -> bool:
-    """Of a launch as `in_words_of_a_gpt` returns it."""
+    """Whether the launch, as returned by `in_words_of_a_gpt`, is a hybrid stack."""
     return given.origin("num_layers") == PATTERN_FLAG
 
 
 def stack_of(given: Given) -> list[StackLayer]:
-    """The layers of a plan in a hybrid stack of known symbols; none where there is no such stack."""
+    """The layers of a hybrid stack with known symbols; empty without one."""
     return [layer for segment in _segments(given) for layer in layers_of(segment)]
 
 
@@ -194,7 +194,7 @@ STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing where attention is the usual one. What no layer can have is added to `problems`."""
+    """Yield the opaque halves, if there are any. Impossible ones are added to `problems`."""
     if any(given[name] is None for name in STATED):
         return
     if stack := stack_of(given):
@@ -218,13 +218,13 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def without_known(given: Given) -> Given:
-    """Without the words of forks that are read here."""
+    """The launch without the flags of forks that are read here."""
     known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
     return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
 
 
 def _in_stack(given: Given, stack: Sequence[StackLayer]) -> Iterator[dict[str, Any]]:
-    """What of a hybrid stack nobody looks into, and the halves that are not there."""
+    """Opaque and missing halves of a hybrid stack."""
     having: dict[str, list[int]] = {}
     for number, layer in enumerate(stack, start=1):
         for name in layer.opaque:
@@ -245,7 +245,7 @@ def _delta_net(given: Given) -> dict[str, Any]:
 
 
 def element_of(given: Given) -> int:
-    """Bytes of one number of an activation."""
+    """Bytes per element of an activation."""
     return 2 if given["bf16"] or given["fp16"] else 4
 
 
@@ -254,7 +254,7 @@ def _in_layers(figures: dict[str, Any], layers: list[int]) -> dict[str, Any]:
 
 
 def _linear(given: Given, problems: list[Problem]) -> list[int]:
-    """The layers with linear attention, as `get_linear_attention_pattern` has them."""
+    """The layers with linear attention, as in `get_linear_attention_pattern`."""
     if given[VARIANT] != KNOWN and TYPE not in given.unknown:
         if given[FREQ] is not None:
             problems.append(Problem(given.origin(FREQ), str(given[FREQ]), f"--experimental-attention-variant {KNOWN} beside it"))

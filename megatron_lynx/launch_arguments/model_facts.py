@@ -1,19 +1,18 @@
-"""What a launch says about its model, and what Megatron assumes where flags are left out.
+"""The model of a launch, with Megatron's defaults.
 
 hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
 vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab
 
 Latent attention (--multi-latent-attention):
 
---q-lora-rank 1536                             ──> model.latent.q_rank              left out: queries are not compressed
+--q-lora-rank 1536                             ──> model.latent.q_rank              without it, queries are not compressed
 --kv-lora-rank 512                             ──> model.latent.kv_rank
 --qk-head-dim 128 --qk-pos-emb-head-dim 64     ──> model.latent.head_size, rope_size
 --v-head-dim 128                               ──> model.latent.value_head_size
 
-A head in pieces has no logits for whatever makes something else of them than a loss. `--fp8-format` switches FP8 on, the other
-flags say how; what of them is not modelled is refused by name.
+`--fp8-format` turns FP8 on; other flags configure it. These change neither bytes nor seconds:
 
---fp8-margin, --fp8-interval, --fp8-amax-history-len, --fp8-amax-compute-algo     numbers alone: neither bytes nor seconds
+--fp8-margin, --fp8-interval, --fp8-amax-history-len, --fp8-amax-compute-algo
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.whole_file import json_in
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
-"""Releases whose NullTokenizer has an end-of-document token beside the entries it is told."""
+"""Releases whose NullTokenizer adds an end-of-document token to the given entries."""
 
 
 GPT2, GPT2_ENTRIES = "GPT2BPETokenizer", 50257
-"""The tokenizer of launches that name none, and how many entries it has."""
+"""The default tokenizer, and its entries."""
 
 
 def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """What the model is made of. What is missing, and what a job cannot say, is added to `problems`."""
+    """Yield the facts of the model. Missing flags and impossible values are added to `problems`."""
     for place, names in {
         "layers": ("num_layers", "encoder_num_layers"),
         "hidden": ("hidden_size",),
@@ -70,7 +69,7 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def ffn_of(given: Given) -> tuple[int, str] | None:
-    """The width of an MLP and where it comes from; None where the hidden size is missing."""
+    """The width of an MLP and its origin; None if the hidden size is missing."""
     hidden = given["hidden_size"]
     if given["ffn_hidden_size"] is not None:
         return given["ffn_hidden_size"], given.origin("ffn_hidden_size")
@@ -106,7 +105,7 @@ def _vocabulary(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _entries(path: Path) -> int | None:
-    """How many entries a vocabulary file (GPT-2's: JSON) has; None where there is none such here."""
+    """Entries of a vocabulary file (GPT-2's: JSON); None if there is none here."""
     try:
         return len(json_in(path, "a vocabulary"))
     except ConfigError:
@@ -148,14 +147,15 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _fusions(given: Given) -> Iterator[Fact]:
-    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled; squared ReLU is not fused
-    with its bias."""
+    """The fusions, if some flag switches one off. Without `jit_fuser` nothing is compiled; squared ReLU is not fused with its
+    bias.
+    """
     flags = {
         "bias_dropout": "bias_dropout_fusion",
         "bias_activation": "bias_swiglu_fusion" if given["swiglu"] else "bias_gelu_fusion",
         "rope": "apply_rope_fusion",
     }
-    if given["transformer_impl"] == "local":  # Transformer Engine's attention has a softmax of its own
+    if given["transformer_impl"] == "local":  # Transformer Engine's attention has its own softmax
         flags["masked_softmax"] = "masked_softmax_fusion"
     if given["squared_relu"] or of_a_fork(given):
         del flags["bias_activation"]
@@ -167,11 +167,11 @@ def _fusions(given: Given) -> Iterator[Fact]:
 
 
 FORKS = ("--xielu", "--xiprelu", "--xiprelup")
-"""Activations of Swiss AI's fork: like squared ReLU each is compiled to one kernel, which keeps what it is given."""
+"""Activations of Swiss AI's fork: each is compiled to one kernel that saves its input, like squared ReLU."""
 
 
 def of_a_fork(given: Given) -> str | None:
-    """The flag of a fork's activation, if a launch has one."""
+    """The flag of a fork's activation, if given."""
     return next((words for words in given.unknown if words in FORKS), None)
 
 
@@ -202,7 +202,7 @@ def _position(given: Given, problems: list[Problem]) -> Fact:
 
 
 def _attention(given: Given) -> Iterator[Fact]:
-    """Transformer Engine's fused kernels unless told otherwise; Megatron's own layers have an unfused one."""
+    """Transformer Engine's fused kernels by default; unfused with Megatron's own layers."""
     if given["transformer_impl"] == "local":
         yield Fact("model.attention", "unfused", given.origin("transformer_impl"))
         return
@@ -224,7 +224,7 @@ SIZES = {
 
 
 def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing without latent attention. What it cannot have beside it is added to `problems`."""
+    """Yield the facts of latent attention, if used. Incompatible flags are added to `problems`."""
     if not given[LATENT]:
         return
     if given["q_lora_rank"] is not None:
@@ -232,7 +232,7 @@ def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     for name, flag in SIZES.items():
         yield Fact(f"model.latent.{name}", given[flag], given.origin(flag))
     positions = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
-    if given["apply_rope_fusion"] and positions == "rope":  # Megatron fuses no others
+    if given["apply_rope_fusion"] and positions == "rope":  # the only one that Megatron fuses
         yield Fact("model.latent.fused_rotary", True, given.origin("apply_rope_fusion"))
         if given["rope_type"] == "rope":
             needed = "--rope-type yarn, or --no-rope-fusion: Megatron fuses no other with latent attention"
@@ -243,7 +243,7 @@ REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
 
 
 def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing where neither it nor FP4 is on."""
+    """Yield the facts of FP8 or FP4, if used."""
     bits = next((bits for bits in ("fp8", "fp4") if given[bits]), None)
     if bits is None:
         return

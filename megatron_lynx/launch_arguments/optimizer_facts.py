@@ -1,9 +1,9 @@
-"""The types of gradients and of the optimizer's state in a launch: what `validate_args` and `OptimizerConfig` make of its flags.
+"""Types of gradients and of the optimizer's state, as in `validate_args` and `OptimizerConfig`.
 
 --bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32
 
---optimizer muon                layers' weights are Muon's (`cost.muon`), all others Adam's, or Lion's (--muon-scalar-optimizer)
+--optimizer muon                layers' weights use Muon (`cost.muon`), all others Adam or Lion (--muon-scalar-optimizer)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AWARE = "use_precision_aware_optimizer"
 SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
 ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
 OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
-"""Arguments that a launch loses whose plan has all of the optimizer on the device."""
+"""Arguments to drop if the plan keeps the optimizer on the device."""
 
 CHUNKED, LEGACY = "--chunked-optimizer-state-offload", "--offload-optimizer-states"
 CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-offload-fraction"
@@ -27,13 +27,13 @@ STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
 MUONS = {"muon": 1, "dist_muon": 1, "adaptive_muon": 2}
-"""Numbers that each remembers of a layer's weights."""
+"""State elements per element of a layer's weight."""
 STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3}
-"""Numbers in fp32 that optimizers remember of each parameter, forks' among them. SOAP's preconditioners are whole matrices."""
+"""State elements in fp32 per parameter, including forks' optimizers. SOAP is missing: its preconditioners are whole matrices."""
 
 
 def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Facts about the optimizer. What Megatron itself would refuse is added to `problems`."""
+    """Yield the facts of the optimizer. Combinations that Megatron refuses are added to `problems`."""
     yield _gradients(given, problems)
     yield from _states(given, problems)
     yield from _states_on_host(given, problems)

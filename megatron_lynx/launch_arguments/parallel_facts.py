@@ -1,31 +1,29 @@
-"""How a launch spreads its model and its batch over ranks, and what these communicate beside computing.
+"""Parallel groups, partition, batch and overlapped communication of a launch.
 
-Which stage owns which layers, in Megatron's ways to say it:
+Megatron's ways to assign layers to stages:
 
-nothing                                                 even, or left open for a plan to decide
+nothing                                                 even, or decided by a plan
 --num-layers-per-virtual-pipeline-stage n               L / n virtual stages, even
 --num-virtual-stages-per-pipeline-rank v                v on each stage, of L / (p v) layers
---decoder-{first,last}-pipeline-num-layers              the ends have their own number, the rest is even
---account-for-{embedding,loss}-in-pipeline-split        either counts as one layer of its end
+--decoder-{first,last}-pipeline-num-layers              the first and last stage have their own number, the rest is even
+--account-for-{embedding,loss}-in-pipeline-split        counts as one layer of its stage
 --pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, m prediction, L loss
 
-How sequences are cut among context-parallel ranks, and how these exchange keys and values:
+Context parallelism and its exchange of keys and values:
 
 --context-parallel-size 4                                                           a ring: Megatron's default
 --context-parallel-size 4 --cp-comm-type a2a                                        the same in every layer
 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
 
-Of what runs beside computing only what differs from a job's own values is said.
+Arguments that slime, and tools based on it, set themselves (`with_packing`):
 
-What slime, and what is made of it, set themselves of Megatron's arguments, which their launches leave out (`with_packing`):
-
---max-tokens-per-gpu 20480   ──> one packed micro-batch of so many tokens on every context-parallel rank
+--max-tokens-per-gpu 20480   ──> one packed micro-batch of this many tokens on every context-parallel rank
                                  --seq-length 20480 x context, --micro-batch-size 1
-without a word               ──> --use-distributed-optimizer, and --bf16 unless --fp16
+always                       ──> --use-distributed-optimizer, and --bf16 unless --fp16
 allgather, given or not      ──> --moe-token-dispatcher-type alltoall
 --num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
 
-Such a micro-batch is priced as one sequence of all its tokens, whose attention takes longer than that of several short ones. From
+A packed micro-batch is priced as one sequence, whose attention takes longer than that of several short ones. Sources:
 `set_default_megatron_args` and `validate_args` in slime's `megatron_utils/arguments.py`; its `utils/arguments.py` for the batch.
 """
 
@@ -48,11 +46,11 @@ GROUP = "microbatch_group_size_per_vp_stage"
 
 
 class _Uneven(Exception):
-    """Raised, with a sentence, where layers cannot be divided as asked."""
+    """Layers cannot be divided as requested."""
 
 
 def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
-    """`left_open`: where the launch says nothing about it, a plan may move layers."""
+    """Yield the partition. `left_open`: if the launch does not give one, a plan may move layers."""
     layers = given["num_layers"] or given["encoder_num_layers"]
     pipeline = given["pipeline_model_parallel_size"]
     if not layers or not pipeline:
@@ -97,7 +95,7 @@ def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
-    """Layers of each stage; what counts as one is still among them."""
+    """Layers of each stage, counting an embedding or loss that counts as one."""
     ends = {0: given[FIRST], pipeline - 1: given[LAST]}
     ends = {stage: count for stage, count in ends.items() if count is not None}
     counted = layers + bool(given[EMBEDDING]) + bool(given[LOSS])
@@ -108,8 +106,10 @@ def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
 
 
 def layers_of_layout(text: str, mtp: int = 0) -> tuple[int, ...]:
-    """How many layers each virtual stage of a layout has. Raises `_Uneven` for what is no layout. `mtp`: layers of multi-token
-    prediction, which the last virtual stage has."""
+    """Layers of each virtual stage of a layout. `mtp`: layers of multi-token prediction, on the last virtual stage.
+
+    Raises `_Uneven` for a malformed layout.
+    """
     plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text.replace(",", ""))
     plain = re.sub(r"(.)\*(\d+)", _repeated, plain)
     if strange := sorted(set(plain) - set("EtmL|")):
@@ -131,8 +131,9 @@ SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_par
 
 
 def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Sizes of Megatron's parallel groups, but for context parallelism's. As in Megatron, sequence parallelism needs more
-    than one tensor-parallel rank."""
+    """Sizes of Megatron's parallel groups, without context parallelism. Sequence parallelism needs more than one tensor-parallel
+    rank.
+    """
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
@@ -149,7 +150,7 @@ def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
-    """Sizes of micro-batch and batch. Of a batch size that ramps up, the last one counts."""
+    """Sizes of micro-batch and batch; the final one if it ramps up."""
     micro = given["micro_batch_size"]
     if micro is None:
         if "micro_batch_size" not in given.values:
@@ -158,7 +159,7 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
     yield Fact("batch.micro", micro, given.origin("micro_batch_size"))
     if given.packed:
         yield Fact("batch.packed", True, given.packed)
-    elif packs(given) and not given["apply_rope_fusion"]:  # lengths decide what its rotary positions cost
+    elif packs(given) and not given["apply_rope_fusion"]:  # lengths of sequences determine the cost of unfused rotary positions
         yield Fact("batch.packed", True, given.origin("seq_length"))
     ranks = given["tensor_model_parallel_size"] * given["context_parallel_size"] * given["pipeline_model_parallel_size"]
     if given["step_batch_size_schedule"] is not None:
@@ -171,8 +172,10 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
 
 
 def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """`0:16 2.4B:320`: from 2.4e9 samples or tokens on, 320. Beside it Megatron takes no --global-batch-size: one that says the
-    same as its end is passed over, and left out of the launch under a plan."""
+    """The final batch size: in `0:16 2.4B:320`, 320 from 2.4e9 samples or tokens on. Megatron refuses --global-batch-size with
+    it; an
+    equal one is ignored here, and dropped from the launch under a plan.
+    """
     origin, text, stated = (
         given.origin("step_batch_size_schedule"),
         str(given["step_batch_size_schedule"]),
@@ -191,7 +194,7 @@ SIZE, EXCHANGE, LEVELS = "context_parallel_size", "cp_comm_type", "hierarchical_
 
 
 def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing is said about exchanges where a sequence is not cut."""
+    """Yield the facts of context parallelism."""
     yield Fact("parallel.context", given[SIZE], given.origin(SIZE))
     if given[SIZE] in (None, 1):
         return
@@ -211,7 +214,7 @@ def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     sizes, context = given[LEVELS], given[SIZE]
     if sizes and None in sizes:
-        return  # what could not be read has been said
+        return  # reported before
     if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
         found = " ".join(map(str, sizes)) if sizes else "nothing"
         problems.append(Problem(given.origin(LEVELS), found, f"two sizes whose product is --context-parallel-size ({context})"))
@@ -229,7 +232,7 @@ LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overl
 
 
 IN_PLACE = "gradient_accumulation_fusion"
-"""Without it a deferred weight gradient has nowhere to go."""
+"""A delayed weight gradient needs it."""
 
 
 def overlap_facts(given: Given) -> Iterator[Fact]:
@@ -260,12 +263,12 @@ def learns_from_rollouts(given: Given) -> bool:
 
 
 def packs(given: Given) -> bool:
-    """Whether it is that flag which says how many tokens a micro-batch has."""
+    """Whether `--max-tokens-per-gpu` sets the tokens of a micro-batch."""
     return "seq_length" in given.values and given.origin("seq_length").startswith(TOKENS)
 
 
 def with_packing(given: Given) -> Given:
-    """The same launch with what they set. Nothing changes where a launch has no such flag, or says how long its sequences are."""
+    """The launch with slime's arguments set. Unchanged without `--max-tokens-per-gpu`, or with a sequence length."""
     tokens = _number(given, TOKENS)
     if tokens is None or given["seq_length"] is not None:
         return given
@@ -291,7 +294,7 @@ def with_packing(given: Given) -> Given:
 
 
 def _batch(given: Given) -> dict[str, tuple[int, str]]:
-    """The batch of a step, where a launch says how many steps there are of the samples of one rollout."""
+    """The batch of a step, if the launch gives the number of steps per rollout."""
     steps, *samples = (_number(given, option) for option in (STEPS, *SAMPLES))
     if not steps or None in samples:
         return {}
@@ -301,6 +304,6 @@ def _batch(given: Given) -> dict[str, tuple[int, str]]:
 
 
 def _number(given: Given, option: str) -> int | None:
-    """What a launch says behind a flag that Megatron does not know; None where that is no number."""
+    """The number after a flag that Megatron does not have, if it is one."""
     word = given.unknown_value(option) or ""
     return int(word) if word.isdecimal() else None

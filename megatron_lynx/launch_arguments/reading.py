@@ -1,11 +1,9 @@
-"""Reading a launch: the job it trains, which flag says what, and what cannot be planned for.
+"""Reads a launch: the job, the flag of each value, and the problems.
 
-words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──> facts ─> a job's data
-          (or --yaml-cfg, or --bridge)                                           ├─ priced as ──> said
-                                                                                 ├─ refused ────> problems
-                                                                                 └─ no matter ──> listed
-
-With a cluster it becomes a job, or everything that prevents it is said.
+words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──────> facts ─> a job's data
+          (or --yaml-cfg, or --bridge)                                           ├─ priced as ─> reported
+                                                                                 ├─ refused ───> problems
+                                                                                 └─ no matter ─> listed
 """
 
 from __future__ import annotations
@@ -50,47 +48,47 @@ from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.validation import validated
 
 EXPERTS_OWN = ("moe_", "expert_")
-"""Flags without effect in a launch without experts begin so."""
+"""Prefixes of flags without effect if there are no experts."""
 USERBUFFERS_OWN = "tp_comm_"
-"""Flags without effect in a launch without userbuffers begin so."""
+"""Prefix of flags without effect if there are no userbuffers."""
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
 POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
-"""Stock settings that a job has a word for."""
+"""Stock settings that are a job's policy."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A launch as it was understood."""
+    """The result of reading a launch."""
 
     command: CommandLine
     given: Given
     facts: tuple[Fact, ...]
     priced_as: tuple[tuple[str, str], ...]
-    """(flag, what it is counted as) of flags that are not modelled as they are."""
+    """(flag, substitute) of flags that are counted as something else."""
     no_matter: dict[str, tuple[str, ...]]
-    """Flags that change neither activations nor seconds, by what they are about."""
+    """Flags that change neither activations nor seconds, by subject."""
     problems: tuple[Problem, ...]
-    """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
+    """Everything that prevents a job: bad values, missing flags, unmodelled features."""
     today: Today
-    """What it does against activation memory as it is written."""
+    """Its own activation memory settings."""
     container: Container | None = None
-    """Megatron-Bridge's, where that is what was read: then there are no flags, and it has the words for them."""
+    """Megatron-Bridge's, if one was read; then there are no flags."""
 
     def spoken(self, problem: Problem) -> Problem:
-        """A problem in the words of whoever wrote the launch."""
+        """A problem in flags, or in Bridge's settings."""
         if self.container is None:
             return problem
         return Problem(*map(self.container.say, (problem.where, problem.found, problem.needed, problem.todo)))
 
     def said(self, flags: Sequence[str]) -> str:
-        """Flags with their values (each as a shell reads it) in the words of whoever wrote the launch."""
+        """Flags with their values (quoted for a shell) as flags, or as Bridge's settings."""
         return " ".join(flags if self.container is None else map(self.container.setting, flags))
 
     @property
     def job_data(self) -> dict[str, Any]:
-        """The facts as a job file would hold them, without a cluster; incomplete where there are problems."""
+        """The facts as a job file has them, without a cluster; incomplete if there are problems."""
         return as_job_data(self.facts)
 
     @property
@@ -101,15 +99,14 @@ class Reading:
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
 
     def with_graphs_of(self, captured: Collection[str]) -> Reading:
-        """The same launch for a plan beside these captured modules: then it keeps its graphs."""
+        """The launch for a plan with these modules captured: it keeps its graphs."""
         return replace(self, today=self.today.beside_graphs) if captured else self
 
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
-        """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
-        `setting`: flags with their words, in place of what the launch says."""
+        """The launch with the flags of `setting`, and without those that the plan replaces or that set a name of `without`."""
         names = {*self.today.replaced, *without}
         if self.given["step_batch_size_schedule"] is not None:
-            names.add("global_batch_size")  # the two are refused together
+            names.add("global_batch_size")  # Megatron refuses the two together
         table, releases = self.given.table, self.given.releases
         return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 
@@ -121,8 +118,9 @@ class Reading:
         without: Collection[str] = (),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
-        `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
+        """The command under a plan; for a launch without a script, a sentence with the changes.
+
+        `environment`: variables that the plan needs, unless the launch sets them. `without`: as in `changed`.
         """
         if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment, runner)
@@ -132,17 +130,19 @@ class Reading:
             text += f", set {self.said(flags)}" if flags else ""
         names = [name for name in without if name in self.given.values]
         dropped = list(dict.fromkeys([*self.today.flags, *map(self.given.origin, names)]))
-        dropped = [said for said in dropped if f" {said}=" not in text]  # it is set anew
+        dropped = [said for said in dropped if f" {said}=" not in text]  # it is set to another value
         return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
-    """Understand a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
+    """Read a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
 
-    `gpus`: instead of what the launcher says. `planning`: for a plan; otherwise for an estimate of the launch as it is, with
-    its own recomputation. `strict`: what Megatron does not know is a problem.
+    Args:
+        gpus: replaces the launcher's number.
+        planning: for a plan; otherwise for an estimate of the launch with its own recomputation.
+        strict: unknown flags are problems.
 
-    Raises `ConfigError` only where there is no launch at all; what else is wrong is in `problems`.
+    Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
     command = command_line(words)
     container = None
@@ -182,12 +182,12 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given), *_softmax(given)]
     given = without_known(given)
-    if strict or problems:  # then a mistyped flag may be why something is missing
+    if strict or problems:  # a mistyped flag may be why something is missing
         problems += [
             unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
         ]
     silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
-    silent = silent if container is None else ()  # a container says everything
+    silent = silent if container is None else ()  # a container has a value for everything
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
     reading = Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems), today)
     if container is None:
@@ -198,7 +198,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
 
 
 def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
-    """A job's word for what the launch does about recomputation, as far as there is one."""
+    """The job's policy: planned, or the one that equals the launch's recomputation."""
     if planning:
         return Fact("policy", "planned", "a plan is asked for")
     name = POLICIES.get(today.setting)
@@ -208,14 +208,14 @@ def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
 
 
 def _in_a_file(given: Given, today: Today) -> Iterator[Problem]:
-    """What a plan replaces is left out of the launch that is printed; a file is the user's."""
+    """Flags in a file that a plan replaces: they can be dropped from a command, but not from a user's file."""
     if given["yaml_cfg"] is not None:
         todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
         yield from (Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags)
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:
-    """What a flag is in this launch: without experts, flags of experts do not matter, and only with userbuffers theirs do."""
+    """The kind of a flag in this launch: flags of experts without experts, and of userbuffers without these, do not matter."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
         return FlagKind("no matter", "a feature that is not switched on")
     if given[USERBUFFERS] and value.flag.sets.startswith(USERBUFFERS_OWN) and value.flag.sets != USERBUFFERS:
@@ -224,7 +224,7 @@ def _judged(given: Given, value: Value) -> FlagKind | None:
 
 
 def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
-    """The circumstances of `limits` that a launch is in."""
+    """The circumstances of `limits` that apply to a launch."""
     latent, flex = given["multi_latent_attention"], given["moe_token_dispatcher_type"] == "flex"
     te = given["transformer_impl"] == "transformer_engine"
     planned = {"plan": True, "te": te, "flex": flex and has_experts(given), "planned latent": latent}
@@ -233,7 +233,7 @@ def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
 
 
 def _refused(given: Given, today: Today, circumstances: Collection[str]) -> Iterator[Problem]:
-    """Every flag that is refused in these circumstances, once. Flags that a plan replaces are left out of its launch."""
+    """Yield every flag that is refused in these circumstances, once, unless a plan replaces it."""
     told = set(today.replaced)
     if not has_experts(given):
         told.update(name for name in given.values if name.startswith(EXPERTS_OWN))
@@ -262,7 +262,7 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
 
 
 def _positions(given: Given) -> Iterator[tuple[str, str]]:
-    """A table of learned positions may be longer than a sequence."""
+    """A table of learned positions that is longer than a sequence."""
     rows, seq = given["max_position_embeddings"], given["seq_length"]
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
@@ -278,19 +278,17 @@ def _softmax(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _activation(given: Given) -> Iterator[tuple[str, str]]:
-    """A fork's."""
     if (fork := of_a_fork(given)) is not None:
         yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Of fused dispatchers not all is priced."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), DISPATCH
 
 
 def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
-    """What nobody looks into is priced by formulas, with a margin."""
+    """Opaque halves, priced by formulas with a margin."""
     for fact in facts:
         for each in fact.value if fact.place == "model.opaque" else ():
             if "kept_bytes" not in each:
@@ -300,17 +298,17 @@ def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
-    """Flags that were read and appear in none of these texts: they change nothing here, or not without another flag."""
+    """Flags that were read and appear in none of these texts: they have no effect in this launch."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
     return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)
 
 
 def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
-    """The job of a launch on a cluster (its name, or its file). `changes`: values of the job that no flag says, by
-    their place in it (`{"budget.memory_gib": 70}`).
+    """The job of a launch on a cluster, given by name or file. `changes`: further values of the job by their place
+    (`{"budget.memory_gib": 70}`).
 
-    Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
+    Raises `ConfigError` with all problems of the launch, the cluster and the job.
     """
     problems: list[Problem] = list(reading.problems)
     if any(place.startswith("head.") for place in changes or {}):
@@ -326,7 +324,7 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
         data = as_job_data([Fact("cluster", machine, "--cluster"), *reading.facts, *asked])
         job = validated(Job, data, "launch")
     except ConfigError as error:
-        # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
+        # Values missing from the job because of a misread flag were reported by the flag's name.
         problems += [] if problems else error.problems
     else:
         problems += against_megatron(reading.given, reading.today, job)
@@ -337,21 +335,21 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
-"""Schedules by their name as a value of the flag, and their name in a job."""
+"""Values of the flag, and their names in a job."""
 
 _NAMES = ("host", "plan", "trace", "trace-step", "outcome", "check", "check-against", "schedule", "log")
 FLAGS = tuple(f"{OURS}{name}" for name in _NAMES)
-"""The launcher's flags, which a launch may already have before it is planned."""
+"""The launcher's flags, which a launch may already have."""
 
 COUNTS = {
     "--lynx-check": ("how many steps, from 1, or frames, or frames:N", re.compile(r"frames|(frames:)?0*[1-9][0-9]*")),
     "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
 }
-"""Flags that are followed by a number, what they need in words, and how that is written."""
+"""Flags with a number: its description and form."""
 
 
 def misread(arguments: Sequence[str]) -> Iterator[Problem]:
-    """What the launcher would refuse of our flags, whatever the plan is."""
+    """Problems of our own flags, for any plan."""
     for flag in dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith(OURS)):
         if flag not in FLAGS:
             near = difflib.get_close_matches(flag, FLAGS, n=1)
@@ -363,7 +361,7 @@ def misread(arguments: Sequence[str]) -> Iterator[Problem]:
 
 
 def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing where the launch does not say: it flushes. The last word counts."""
+    """Yield the schedule, if given; the last one counts."""
     if not (said := list(_values(arguments, SCHEDULE))):
         return
     if said[-1] in SCHEDULES:
@@ -373,7 +371,7 @@ def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterato
 
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:
-    """Every value that is given to a flag, empty where none is."""
+    """Yield the values of a flag; an empty one if it has none."""
     for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
         if name == flag:

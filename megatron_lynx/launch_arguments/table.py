@@ -1,4 +1,4 @@
-"""Shows what was understood of a launch.
+"""Tables and lines that show how a launch was read.
 
 job               value    from
 model.layers      32       --num-layers
@@ -45,7 +45,7 @@ def remarks(reading: Reading) -> Iterator[str]:
 
 
 def unknown_in_words(reading: Reading) -> str | None:
-    """What Megatron does not know, and how the words behind it were read; None where it knows everything."""
+    """A sentence on flags that Megatron does not have; None without any."""
     given = reading.given
     if not given.unknown:
         return None
@@ -63,7 +63,7 @@ LARGE_MASK_BYTES = 2**28
 
 
 def unsaid(reading: Reading) -> Iterator[str]:
-    """A line for each of Megatron's defaults that costs much in this launch and that a flag changes."""
+    """A line for each of Megatron's defaults that is costly in this launch and that a flag changes."""
     given, data = reading.given, reading.job_data
     model, batch = data.get("model", {}), data.get("batch", {})
     if model.get("dtype") == "fp32":
@@ -79,13 +79,12 @@ def unsaid(reading: Reading) -> Iterator[str]:
 
 
 def _masks(reading: Reading) -> bool:
-    """Whether Megatron's own data loader makes masks of all tokens."""
+    """Whether Megatron's data loader makes attention masks."""
     script = reading.command.script or ""
     return Path(script).name.startswith("pretrain_") and bool(reading.given[MASK])
 
 
 def as_json(reading: Reading) -> dict[str, object]:
-    """What was understood, as JSON for programs."""
     return {
         "facts": [{"place": fact.place, "value": fact.value, "from": fact.origin} for fact in reading.facts],
         "today": {"setting": reading.today.name, "flags": list(reading.today.flags)},

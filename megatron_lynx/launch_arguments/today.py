@@ -1,23 +1,23 @@
-"""What a launch does against activation memory today, as it is written: the setting that a plan is held against.
+"""A launch's own settings for activation memory, which a plan is compared with.
 
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1      every layer: `full`
 --recompute-activations                                                              the core attention alone
 --recompute-granularity selective --recompute-modules moe layernorm                  these modules
 --fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
---cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which spare the host's time
---overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
+--cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which save host time
+--overlap-moe-expert-parallel-comm --delay-wgrad-compute                             overlapped exchanges of experts
 --defer-embedding-wgrad-compute --wgrad-deferral-limit 22                            gradients of logits kept until the step's end
 
-The launch under a plan is printed without these flags; with those of graphs and exchanges where a plan can be beside them
-(`stays_overlapped`, `graph_facts`). What is captured runs without the host, and so without any hook. What TransformerConfig would
-refuse is a problem of the launch.
+The launch under a plan is printed without these flags, except those of graphs and exchanges that a plan can run with
+(`stays_overlapped`, `graph_facts`). Captured code runs without the host, and so without our hooks. Settings that
+TransformerConfig refuses are problems of the launch.
 
-Of captured graphs a plan may be beside some (`graph_facts`):
+Captured graphs:
 
 --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router     ──> model.captured attn, moe_router
---external-cuda-graph --cuda-graph-scope attn                                 ──> the same, in words of older releases
+--external-cuda-graph --cuda-graph-scope attn                                 ──> the same, in older releases
 --cuda-graph-impl local --cuda-graph-modules moe_router moe_preprocess        ──> nothing: a GPT model has no such graphs
---cuda-graph-impl local with others, full_iteration, or whole layers          ──> nothing: no plan is beside them
+--cuda-graph-impl local with others, full_iteration, or whole layers          ──> nothing: a plan cannot run with them
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 GRAPHS_BY, LOCAL, EXTERNAL = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
 GRAPH_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
 RANDOM = ("te_rng_tracker", "inference_rng_tracker")
-"""Trackers of random numbers that graphs need; plans are beside each."""
+"""Random number trackers that graphs need; a plan can run with each."""
 GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
-"""What captures layers, or whole iterations."""
+"""Flags that capture layers, or whole iterations."""
 OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
-"""Everything that is kept where a plan is beside graphs, and left out where it is not."""
+"""All flags of graphs: kept if the plan runs with graphs, else dropped."""
 
 NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
 ALL_MODULES = "full"
-"""How some releases say that no module is named."""
+"""The word of some releases for all modules."""
 
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
@@ -60,7 +60,7 @@ SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
     *(OVERLAP, DELAYED, DEFERRED_HEAD, *GRAPHS),
 )
-"""What switches something on that a plan does in its own way, or cannot have beside it."""
+"""Flags that switch on a feature that a plan replaces, or cannot run with."""
 
 REPLACED = (
     *SWITCHES,
@@ -70,72 +70,73 @@ REPLACED = (
     DEFERRED_AT_MOST,
     *OF_GRAPHS[len(GRAPHS) :],
 )
-"""Names of Megatron's namespace whose flags are left out of a launch under a plan."""
+"""Names of Megatron's namespace whose flags are dropped from a launch under a plan."""
 BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
-"""Those of them that stay where a plan is made for overlapped exchanges."""
+"""Those that stay if the plan is made for overlapped exchanges."""
 
 STOPS = "Megatron stops here"
 NOT_PRICED = {
     BY_LAYERS: "what Transformer Engine copies of whole layers, and when it waits for it, is not recorded",
     SHARED_OUT: "inputs that tensor-parallel ranks share out, and gather again, are not priced",
 }
-"""Settings that a launch may have and that nobody has figures for."""
+"""Settings that cannot be priced, and why."""
 
 LOWER_BOUND = {
     "min_offloaded_tensor_size": LEAST_ELEMENTS,
     "delta_offload_bytes_across_pp_ranks": 0,
 }
-"""Settings of offloading that are priced at this value, Megatron's own."""
+"""Settings of offloading that are priced only at Megatron's default."""
 
 
 @dataclass(frozen=True)
 class Today:
-    """What a launch says. `flags`: as they were written, of what a plan replaces."""
+    """The settings. `flags`: those that a plan replaces, as written."""
 
     setting: StockSetting = NONE
     flags: tuple[str, ...] = ()
     not_priced: tuple[str, ...] = ()
-    """Why nobody can say what it takes; empty where it is priced."""
+    """Why it cannot be priced; empty if it can."""
     beside: bool = False
-    """Whether its exchanges are overlapped under a plan, too."""
+    """Whether exchanges stay overlapped under a plan."""
     graphs: bool = False
-    """Whether anything is captured. It is priced as if the host took no time."""
+    """Whether anything is captured; then host time is priced as zero."""
     graph_flags: tuple[str, ...] = ()
-    """Those of `flags` that are about them."""
+    """Those of `flags` for graphs."""
     alone: str = ""
-    """Why no plan is beside them; empty where one may be."""
+    """Why no plan can run with the graphs; empty if one can."""
     keeps_graphs: bool = False
     """Whether the launch under a plan keeps them."""
 
     @property
     def beside_graphs(self) -> Today:
-        """The same of a launch whose plan is beside its graphs."""
+        """The settings for a plan that runs with the graphs."""
         flags = tuple(flag for flag in self.flags if flag not in self.graph_flags)
         return replace(self, flags=flags, keeps_graphs=True)
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Names whose flags are left out of the launch under a plan."""
+        """Names whose flags are dropped from the launch under a plan."""
         kept = (*(BESIDE if self.beside else ()), *(OF_GRAPHS if self.keeps_graphs else ()))
         return tuple(name for name in REPLACED if name not in kept) if self.flags else ()
 
     @property
     def name(self) -> str:
-        """In few words."""
         if self.setting == NONE and self.not_priced:
             return "stock"
         return f"stock {self.setting.name}{', graphs' if self.graphs else ''}"
 
 
 def stays_overlapped(given: Given) -> bool:
-    """Whether exchanges of experts are overlapped, and a plan can be beside them (`plan.overlapped`). In FP8 Megatron frees the
-    rows of an expert that is alone on its rank, and a recomputation would find them empty."""
+    """Whether exchanges of experts are overlapped, and can be under a plan (`plan.overlapped`). In FP8, Megatron frees the rows
+    of an
+    expert that is alone on its rank, and a recomputation would find them empty.
+    """
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
     return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
 
 
 def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:
-    """What the flags say. What Megatron refuses of them whatever the model is goes to `problems`. `planning`: for a plan."""
+    """Read the settings. Those that Megatron refuses for any model are added to `problems`. `planning`: for a plan."""
     problems += _contradictions(given)
     beside = planning and stays_overlapped(given)
     said = [name for name in REPLACED if name in given.values and not (beside and name in BESIDE)]
@@ -152,12 +153,11 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
 
 
 def is_on(given: Given, name: str) -> bool:
-    """Whether a flag switches something on."""
     return given[name] not in (None, False, 0, "none")
 
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
-    """What each release that takes the launch's flags refuses of its setting, for this job: in the words of the newest."""
+    """The refusals of the newest release, if every release that accepts the launch's flags refuses its setting for this job."""
     whys = [_refusals(today.setting, _facts(given, job, release)) for release in given.releases]
     if all(whys):
         where = " ".join([*today.flags, *([given.origin(OVERLAP)] if today.beside else [])])
@@ -165,7 +165,7 @@ def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
 
 
 def cannot_train(given: Given, today: Today, job: Job) -> str | None:
-    """Why stock Megatron cannot train with it, although it starts; None where it can."""
+    """Why stock Megatron fails in training with it, although it starts; None if it does not."""
     return fails(today.setting, _facts(given, job, given.release))
 
 
@@ -175,7 +175,6 @@ def _refusals(setting: StockSetting, facts: Facts) -> list[str]:
 
 
 def _facts(given: Given, job: Job, release: str) -> Facts:
-    """The job's, as the launch's flags have them."""
     facts = Facts.of(job, release)
     grouped: frozenset[StockFact] = frozenset({"grouped_gemm"} if given["moe_grouped_gemm"] else ())
     has = (facts.has - {"grouped_gemm"}) | (grouped if "experts" in facts.has else frozenset())
@@ -184,7 +183,7 @@ def _facts(given: Given, job: Job, release: str) -> Facts:
 
 
 def _setting(given: Given) -> StockSetting:
-    """In the order in which `stock` lists modules."""
+    """The stock setting, with modules in the order of `stock`."""
     overlap, delayed = bool(given[OVERLAP]), bool(given[DELAYED])
     head = given[DEFERRED_AT_MOST] if given[DEFERRED_HEAD] else None
     layered = bool(given["moe_layer_recompute"])
@@ -200,12 +199,12 @@ def _setting(given: Given) -> StockSetting:
 
 
 def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
-    """Each once; unknown ones last, to be refused by name."""
+    """Each name once; unknown ones last, to be refused by name."""
     return (*(name for name in known if name in names), *(name for name in dict.fromkeys(names) if name not in known))
 
 
 def _contradictions(given: Given) -> Iterator[Problem]:
-    """What `validate_args` and TransformerConfig refuse whatever the model is."""
+    """Settings that `validate_args` and TransformerConfig refuse for any model."""
     selective = given["recompute_activations"] or given[GRANULARITY] == "selective"
     if given[GRANULARITY] == "full" and not given["recompute_activations"]:
         if given[METHOD] is None:
@@ -255,7 +254,7 @@ def _of_head(given: Given) -> Iterator[Problem]:
 
 
 def _of_graphs(given: Given) -> Iterator[Problem]:
-    """Two that say the same in words of two releases."""
+    """Two flags that mean the same in two releases."""
     said = [name for name in GRAPHS if is_on(given, name)]
     if len(said) > 1:
         found = f"also {', '.join(given.origin(name) for name in said[1:])}"
@@ -263,12 +262,11 @@ def _of_graphs(given: Given) -> Iterator[Problem]:
 
 
 def captures(given: Given) -> bool:
-    """Whether a launch captures anything."""
     return not captures_nothing(_implementation(given), _modules(given), hybrid=_is_hybrid(given))
 
 
 def why_alone(given: Given) -> str:
-    """Why no plan is beside a launch's graphs; empty where one may be, and where there are none."""
+    """Why no plan can run with a launch's graphs; empty if one can, or without graphs."""
     if not captures(given):
         return ""
     modules = _modules(given)
@@ -283,7 +281,7 @@ def why_alone(given: Given) -> str:
 
 
 def graph_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
-    """Nothing where no plan is asked for, or can be beside the graphs."""
+    """Yield the captured modules, if a plan runs with them."""
     if planning and captures(given) and not why_alone(given):
         named = _modules(given)
         yield Fact("model.captured", [each for each in CAPTURED_MODULES if each in named], given.origin(_named_by(given)))

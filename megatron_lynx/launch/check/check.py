@@ -1,14 +1,14 @@
-"""One checked step, and the count of them.
+"""Checked steps: each runs under stock and under the plan.
 
-Megatron's `train_step` is given another function in the place of its schedule. The first time it is called in a step:
+Megatron's `train_step` gets another function in place of its schedule. At its first call in a step:
 
-    [1] what the pass will read and change is taken
-    [2] once, where memory is counted: a pass under the plan, to measure what stock needs
-    [3] hooks lifted: stock; its losses and gradients go to the host
-    [4] the plan; Megatron's step goes on from what it leaves behind
-    [5] all ranks compare; where one differs, stock runs again, and it is said what differs: stock from itself, or the plan
+    1. the state that the pass will change is saved
+    2. once, if device memory is counted: a pass under the plan, to estimate what stock needs
+    3. hooks lifted: stock; its losses and gradients are copied to the host
+    4. a pass under the plan, from which training continues
+    5. all ranks compare; at a difference stock runs again, to tell whether stock differs from itself
 
-A rank that runs out of memory in [2] to [5] says so and exits, and torchrun ends the others.
+A rank that runs out of memory in 2 to 5 says so and exits, and torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -37,19 +37,23 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank compared in one step."""
+    """One rank's comparison in one step."""
 
     parameters: int
     losses: int
     size_bytes: int
     differences: tuple[Difference, ...]
     near: Mapping[str, float]
-    """Gradients that need not be equal in every bit."""
+    """Tolerances of gradients that need not be equal in every bit, by name."""
 
 
 class Check:
-    """The first `steps` steps of a run. `against`: fitting, none or full. `head_in_pieces`: the gradient of the head's weight
-    need only be near stock's."""
+    """Checks the first `steps` steps of a run.
+
+    Args:
+        against: fitting, none or full.
+        head_in_pieces: whether the gradient of the head's weight need only be near stock's.
+    """
 
     def __init__(self, steps: int, against: str, *, head_in_pieces: bool = False) -> None:
         self._left = steps
@@ -57,13 +61,15 @@ class Check:
         self._head_in_pieces = head_in_pieces
         self._need: Need | None = None
         self._compared: list[_Found] = []
-        """What all ranks compared in the latest step."""
+        """All ranks' results of the latest step."""
         self._settings: set[str] = set()
         self.steps = 0
-        """Steps that were checked so far."""
+        """Steps checked so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """What `train_step` is to call instead. A later call in the same step (a rerun that Megatron asks for) is not checked."""
+        """Return the function that `train_step` calls instead. A later call in the same step (a rerun of Megatron's) is not
+        checked.
+        """
         if self._left == 0:
             return schedule
         self._left -= 1
@@ -85,14 +91,14 @@ class Check:
         return losses
 
     def _setting(self, step: Step) -> ReferenceSetting:
-        """Which stock setting this step is compared with; the same on all ranks."""
+        """Return the stock setting that this step is compared with; the same on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
         device = next(step.run.chunks[0].parameters()).device
         if room_bytes(device) is not None and self._need is None:
             with enough_memory(self.steps + 1, "the plan"):
-                self._need = step.measured()  # [2]
-        room = room_bytes(device)  # behind that pass, whose messages made buffers outside of torch's allocator
+                self._need = step.measured()  # step 2
+        room = room_bytes(device)  # after that pass, whose communication allocated buffers outside of torch's allocator
         lacking = None if room is None or self._need is None else self._need.lacking(room)
         short = [(rank, said) for rank, said in enumerate(of_all_ranks(lacking)) if said is not None]
         if short and "full" not in self._settings:
@@ -100,14 +106,14 @@ class Check:
         return "full" if short else "none"
 
     def _reference(self, step: Step, setting: ReferenceSetting) -> tuple[ReferenceSetting, Outcome]:
-        """Losses and gradients of stock, and the setting that they were made with. [3]"""
+        """Return stock's losses and gradients, and the setting that was used. Step 3."""
         try:
             with enough_memory(self.steps + 1, IN_WORDS[setting]):
                 return setting, step.stock(setting)
         except OutOfMemory:
             if setting == "full" or self._against == "none" or not _alone():
                 raise
-        gc.collect()  # the failed pass, which the error's traceback held
+        gc.collect()  # frees the failed pass, which the error's traceback held
         torch.cuda.empty_cache()
         _say_full("ran out of memory")
         self._against = "full"
@@ -115,7 +121,7 @@ class Check:
             return "full", step.stock("full")
 
     def _settle(self, step: Step, setting: ReferenceSetting, reference: Outcome, planned: Outcome) -> None:
-        """Compare the two passes: returns on all ranks, or ends all of them. [5]"""
+        """Compare the two passes: returns on all ranks, or exits on all of them. Step 5."""
         near = head_tolerances(step.run.chunks) if self._head_in_pieces else {}
         found = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
         self._compared = of_all_ranks(
@@ -134,7 +140,7 @@ class Check:
         agree(plan_differs(self.steps, setting, min(first), count, head_in_pieces=self._head_in_pieces))
 
     def summary(self) -> str | None:
-        """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
+        """A sentence on the checked steps; None without any."""
         if not self._compared:
             return None
         parameters, losses, size_bytes = (
@@ -173,12 +179,12 @@ ReferenceSetting = Literal["none", "full"]
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
 
 USABLE = 0.95
-"""Share of the free memory that is counted on: the allocator's blocks do not always fit, so not all of it can be used."""
+"""Usable share of the free memory; the rest is lost to fragmentation."""
 
 
 @contextmanager
 def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]:
-    """Megatron's own settings are in force inside: its layers read them at each call. Its timers do not count what runs here."""
+    """Run with Megatron's own settings inside: its layers read them at each call. Megatron's timers are off."""
     settings: dict[str, Any] = {"timers": None}
     if setting == "full":
         settings |= {
@@ -203,7 +209,7 @@ def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """Memory that is not in use of the device that a model is on; None for a CPU, where nobody counts it."""
+    """Free memory of the device; None for a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -212,18 +218,18 @@ def room_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Need:
-    """Device memory of a pass on one rank, beside what is there before and after it."""
+    """Device memory of a pass on one rank, in addition to what is allocated before and after it."""
 
     planned_bytes: int
     let_go_bytes: int
-    """What the plan does not hold, of all passes that are in flight at the fullest."""
+    """Activations that the plan frees, of all passes in flight at the peak."""
 
     @property
     def of_none_bytes(self) -> int:
         return self.planned_bytes + self.let_go_bytes
 
     def lacking(self, room: int) -> str | None:
-        """How much is missing, in words and with both numbers; None where it fits."""
+        """How much is missing, in words with both numbers; None if it fits."""
         if self.of_none_bytes <= USABLE * room:
             return None
         return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"
@@ -234,7 +240,7 @@ Schedule = Callable[..., Any]
 
 
 class Step:
-    """A step that runs several times where Megatron would have run it once. The pass that training goes on from runs last."""
+    """A step that runs several times. The pass from which training continues runs last."""
 
     def __init__(
         self,
@@ -254,15 +260,15 @@ class Step:
         self._installation = installation
         self._iterators = DataIterators(data_iterator)
         self._others = others
-        self._state = TrainingState(run.chunks)  # [1]
+        self._state = TrainingState(run.chunks)  # step 1
         self._fresh = True
 
     def planned(self) -> Any:
-        """The losses of a pass under the plan. [4]"""
+        """Run a pass under the plan, and return its losses. Step 4."""
         trace = self._installation.engine.trace
         with self._once_more():
             if trace.enabled:
-                trace.start()  # without what ran before
+                trace.start()  # drops the spans of the other passes
             return self._pass()
 
     def stock(self, setting: ReferenceSetting) -> Outcome:
@@ -291,14 +297,14 @@ class Step:
 
     @contextmanager
     def _once_more(self) -> Iterator[None]:
-        """Restore the state in which Megatron called its schedule: gradients are zero, nothing was read."""
+        """Restore the state in which Megatron called its schedule: gradients zero, nothing read."""
         if not self._fresh:
             self._state.restore()
             self._iterators.again()
             for chunk in self._model:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
-            torch.cuda.empty_cache()  # one pass's blocks would be the next one's fragments
+            torch.cuda.empty_cache()  # blocks of one pass would fragment the memory of the next
         self._fresh = False
         yield
 
@@ -312,21 +318,21 @@ def _most_in_flight(run: LiveRun, microbatches: int) -> int:
 
 
 IN_FP32 = 2.0**-16
-"""Of sums in fp32 (24 bits), whose order differs."""
+"""For sums in fp32 (24 bits) in another order."""
 IN_16_BITS = 2.0**-7
-"""Of sums that are rounded to 8 bits, once a micro-batch, in stock and under the plan."""
+"""For sums rounded to 8 bits once a micro-batch, in stock and under the plan."""
 ADDED_IN_16_BITS = 2.0**-4
-"""Where gradients are added up in 16 bits, each sum is rounded: of every micro-batch in stock, of every piece under the plan."""
+"""For gradients accumulated in 16 bits: each sum is rounded, once a micro-batch in stock, once a piece under the plan."""
 
 
 def head_tolerances(chunks: Sequence[Module]) -> dict[str, float]:
-    """Parameters of these chunks that are the head's weight, by their name in the whole model, and what they may differ by."""
+    """Tolerance of the head's weight in these chunks, by its name in the whole model."""
     weights = {id(weight) for chunk in chunks for weight in _head_weights(chunk)}
     return {name: tolerance_of(chunks[0], parameter) for name, parameter in named_parameters(chunks) if id(parameter) in weights}
 
 
 def tolerance_of(chunk: Module, weight: Parameter) -> float:
-    """Of the largest value of a weight's gradient."""
+    """The tolerance, as a fraction of the largest value of a weight's gradient."""
     gradient, fused = gradient_of(weight), chunk.config.gradient_accumulation_fusion  # type: ignore[union-attr]
     if gradient is not None and gradient.element_size() < 4 and hasattr(weight, "main_grad"):
         return ADDED_IN_16_BITS
@@ -342,7 +348,7 @@ def _head_weights(chunk: Module) -> Iterator[Parameter]:
 
 
 IN_PIECES = "its head is in pieces, whose GEMMs have fewer rows, and a device may compute these otherwise"
-"""Why a plan that is right may differ from stock on a GPU, where a kernel is chosen by the shape of a GEMM."""
+"""Why a correct plan may differ from stock on a GPU, which chooses a kernel by the shape of a GEMM."""
 
 
 def plan_differs(
@@ -357,7 +363,6 @@ def plan_differs(
 
 
 def frames_differ(first: Difference, count: int, compared: int) -> LynxError:
-    """`count` of `compared` tensors of drawn frames are not what their forward had saved."""
     todo = "train without this plan, and report it with the plan and this launch's arguments"
     problem = Problem(first.place, first.found, "the same bits", todo)
     headline = f"--lynx-check frames: {count} of {compared} tensors of backward are not what forward saved; the first of them"
@@ -365,7 +370,7 @@ def frames_differ(first: Difference, count: int, compared: int) -> LynxError:
 
 
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""What `--deterministic-mode` of Megatron 0.19 sets in the environment; before 0.19 it leaves that to the user."""
+"""What `--deterministic-mode` of Megatron 0.19 sets in the environment; before 0.19 the user has to."""
 
 
 def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> LynxError:
@@ -388,7 +393,7 @@ WITHOUT_CHECK = "launch without --lynx-check; where that runs out of memory, too
 
 @contextmanager
 def enough_memory(step: int, what: str) -> Iterator[None]:
-    """Raises `OutOfMemory` where what runs inside (`what` in words) meets the end of device memory."""
+    """Raise `OutOfMemory` if the block runs out of device memory. `what`: the block in words."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -398,6 +403,6 @@ def enough_memory(step: int, what: str) -> Iterator[None]:
 
 
 def _how_much(error: BaseException) -> str:
-    """The allocator's own figures: what was asked for, what the device has, what is free."""
+    """The allocator's figures: bytes requested, capacity, and bytes free."""
     first = str(error).partition("\n")[0].partition(" Including ")[0]
     return first.removeprefix("CUDA out of memory. ").rstrip(".") or "no figures"

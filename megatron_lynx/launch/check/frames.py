@@ -1,11 +1,11 @@
-"""`--lynx-check frames`: what replays and reloads made of some frames is compared with what their forward had saved.
+"""`--lynx-check frames`: compares what recomputations and reloads return for some frames with what their forward saved.
 
-    step 1 ... N    forward     some frames are drawn; what they save is kept on the host, too             (draw, original)
-                    backward    what it gets instead is compared, bit for bit, when it asks for it
-                    its end     all ranks: one that differs ends all of them, before the optimizer has used it
+    step 1 ... N    forward     some frames are drawn; their saved tensors are copied to the host, too
+                    backward    what it gets for them is compared bit for bit when it requests it
+                    end         all ranks exit if one differs, before the optimizer uses the gradients
 
-Nothing runs twice, and nothing is compared that backward computed: kernels that are not deterministic (flash attention's
-backward) change nothing. What it does not see is a fault in backward itself, or in a frame that was not drawn.
+Nothing runs twice, and results of backward are not compared, so kernels need not be deterministic (flash attention's backward is
+not). A fault in backward itself, or in a frame that was not drawn, is not seen.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank compared in one step."""
+    """One rank's comparison in one step."""
 
     frames: int
     again: dict[Again, int]
-    """Tensors, by how they came to be there again."""
+    """Tensors, by how they were restored."""
     size_bytes: int
     kinds: tuple[int, int]
-    """Of frames, since the run began: how many were drawn, of how many."""
+    """Kinds of frames drawn and seen since the run began."""
     first: tuple[Difference, ...]
     differing: int
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """One tensor that was kept."""
+    """One saved tensor of a drawn frame."""
 
     step: int
     frame: tuple[int, FrameKey]
@@ -59,11 +59,11 @@ class _Drawn:
 
 
 class FrameCheck:
-    """The first `steps` steps of a run. The engine's observer while they run.
+    """Checks the first `steps` steps of a run. Observes the engine meanwhile.
 
     Args:
-        seed: of the draws; each rank draws other frames.
-        lag: how many steps a backward may come behind its forward.
+        seed: seed of the draws; each rank draws other frames.
+        lag: steps between a forward and its backward (1 without flushes).
     """
 
     def __init__(self, steps: int, plan: Plan, *, seed: int = 0, lag: int = 0) -> None:
@@ -75,14 +75,16 @@ class FrameCheck:
         self._stage = 0
         self._pending: list[_Drawn] = []
         self._reached: dict[tuple[int, FrameKey], int] = {}
-        """Drawn frames in the order in which backward came to them."""
+        """Drawn frames in the order in which backward reached them."""
         self._compared: list[_Found] = []
-        """Of all ranks and steps."""
+        """All ranks and steps."""
         self.steps = 0
         """Steps in which frames were drawn so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """What `train_step` is to call instead. A later call in the same step (a rerun that Megatron asks for) is not checked."""
+        """Return the function that `train_step` calls instead. A later call in the same step (a rerun of Megatron's) is not
+        checked.
+        """
         if self.over:
             return schedule
         draws, checked = self._left > 0, iter([True])
@@ -98,7 +100,7 @@ class FrameCheck:
                 losses = schedule(model=model, **others)
             except Exception as error:
                 if (known := self._differs()) is not None:
-                    raise known from error  # a backward may well fail on what it should not have got
+                    raise known from error  # a backward may fail on a wrong tensor
                 raise
             finally:
                 installation.engine.observer = None
@@ -112,7 +114,7 @@ class FrameCheck:
         return self._left + self._lag == 0
 
     def summary(self) -> str | None:
-        """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
+        """A sentence on the checked steps; None without any."""
         if not self._compared:
             return None
         frames, size_bytes = (sum(getattr(found, name) for found in self._compared) for name in ("frames", "size_bytes"))
@@ -130,7 +132,7 @@ class FrameCheck:
             "had saved"
         )
 
-    # --- what the engine reports ---------------------------------------------------------------------------------------
+    # --- the engine's observer --------------------------------------------------------------------------------------------
 
     def wants(self, frame: Frame, offloads: bool) -> bool:
         policy = frame.policy
@@ -159,7 +161,7 @@ class FrameCheck:
         self._draw.step_begins()
 
     def _settle(self) -> None:
-        """Look at what was compared: returns on all ranks, or ends all of them."""
+        """Compare on all ranks: returns on all, or exits on all."""
         over = [drawn for drawn in self._pending if drawn.original.over]
         self._pending = [drawn for drawn in self._pending if not drawn.original.over] if self._lag else []
         differing = self._differences(over)
@@ -178,7 +180,7 @@ class FrameCheck:
             agree(frames_differ(min(first), sum(rank.differing for rank in found), compared))
 
     def _differs(self) -> LynxError | None:
-        """What this rank alone knows, in the middle of a step."""
+        """This rank's differences so far, as an error, in the middle of a step."""
         over = [drawn for drawn in self._pending if drawn.original.over]
         differing = self._differences(over)
         return frames_differ(differing[0], len(differing), len(over)) if differing else None
@@ -195,7 +197,7 @@ class FrameCheck:
 
 
 def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
-    """Which tensor it is, for people. Layers count from 1, as in plans."""
+    """The tensor in words. Layers count from 1, as in plans."""
     layer, half = frame.key
     item = "" if place.item is None else f", {place.item}"
     which = f"tensor {place.ordinal}"
@@ -206,14 +208,14 @@ def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
 
 
 PER_STEP = 4
-"""Frames of one rank and step. Of one, the host keeps what one half of a layer saves for one micro-batch."""
+"""Frames drawn per rank and step. The host keeps one half's saved tensors for each."""
 
 
 class Draw:
-    """The draws of one rank."""
+    """Draws the frames of one rank, preferring kinds that were drawn least."""
 
     def __init__(self, seed: int, per_step: int = PER_STEP) -> None:
-        self._random = random.Random(seed)  # its own: training's numbers are not touched
+        self._random = random.Random(seed)  # a generator that training does not use
         self._per_step = per_step
         self._left = 0
         self._seen = Counter[Hashable]()
@@ -222,7 +224,7 @@ class Draw:
 
     @property
     def kinds(self) -> tuple[int, int]:
-        """How many kinds of frames were drawn, of how many that there were."""
+        """Kinds of frames that were drawn, and all kinds."""
         return sum(count > 0 for count in self._drawn.values()), len(self._drawn)
 
     def step_begins(self) -> None:
@@ -241,7 +243,7 @@ class Draw:
             left[kind] -= 1
 
     def takes(self, kind: Hashable) -> bool:
-        """Whether this frame, the next one of its kind in this step, is drawn."""
+        """Whether to draw this frame, the next one of its kind in this step."""
         number = self._seen[kind]
         self._seen[kind] += 1
         self._drawn.setdefault(kind, 0)
@@ -252,7 +254,9 @@ class Draw:
 
 
 class _Compared(NamedTuple):
-    """On the device: how many elements differ, the first that does, and its bits in what backward got and in what was saved."""
+    """On the device: the number of elements that differ, the index of the first, and its bits in the returned and the saved
+    tensor.
+    """
 
     differing: Tensor
     first: Tensor
@@ -261,7 +265,7 @@ class _Compared(NamedTuple):
 
 
 class Original:
-    """One saved tensor of a drawn frame. `made_by` in words: `replayed`, `reloaded`, `gathered`."""
+    """One saved tensor of a drawn frame. `made_by`: `replayed`, `reloaded` or `gathered`."""
 
     def __init__(self, tensor: Tensor, made_by: str) -> None:
         self.made_by = made_by
@@ -273,26 +277,26 @@ class Original:
 
     @torch.no_grad()
     def compare(self, returned: Tensor) -> None:
-        """Backward gets this in the tensor's place. A second time is not looked at."""
+        """Compare with the tensor that backward gets, the first time."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
         self._unlike = unlike(returned, kept, (f"what was {self.made_by}", "what was saved"))
         if self._unlike or kept.numel() == 0:
             return
-        mine = bits(returned).clone().flatten()  # [1]
-        saved = bits(kept).to(mine.device).flatten()  # [2]
+        mine = bits(returned).clone().flatten()
+        saved = bits(kept).to(mine.device).flatten()
         differ = mine != saved
         first = differ.to(torch.uint8).argmax().view(1)
         self._compared = _Compared(differ.sum(), first, mine.index_select(0, first), saved.index_select(0, first))
 
     @property
     def over(self) -> bool:
-        """Whether backward has asked for it."""
+        """Whether backward has requested it."""
         return self._kept is None
 
     def found(self) -> str:
-        """What differs, in words; empty where all bits are equal. [3]"""
+        """The difference in words; empty if all bits are equal. Waits for the device."""
         if self._unlike or self._compared is None:
             return self._unlike
         count = int(self._compared.differing)

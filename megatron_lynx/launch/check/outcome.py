@@ -1,8 +1,8 @@
 """Losses and gradients of one pass over a step, and the first difference between two.
 
-Everything is compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. The first difference is the one that the
-pass would meet first: losses by micro-batch, then gradients as backward comes to them, from the last layer to the first. What
-lies behind the first is mostly its consequence. What a plan does not promise in every bit (`tolerance`) must be near.
+Values are compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. Differences are in the order of the pass:
+losses by micro-batch, then gradients from the last layer to the first, since later ones mostly follow from the first. A gradient
+with a tolerance need only be near.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
 
 _AT_ONCE = 1 << 24
-"""Values that are compared at a time."""
+"""Values compared at a time."""
 
 Gradients = Mapping[str, Tensor | None]
 Position = tuple[int, ...]
-"""When a pass over the step meets a value: smaller is earlier."""
+"""When a pass reaches a value: smaller is earlier."""
 
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """One value of one rank that differs. In the order in which a pass over the step meets them."""
+    """One value of one rank that differs. Ordered by the pass over the step."""
 
     position: Position
     rank: int
@@ -46,18 +46,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one pass left behind on one rank."""
+    """Losses and gradients of one pass on one rank."""
 
     losses: tuple[Any, ...]
-    """What the loss function reported, by micro-batch; nothing where the rank computes no loss."""
+    """Values of the loss function, by micro-batch; empty on ranks without a loss."""
     gradients: Gradients
     """Gradients by their parameter's name in the whole model."""
     positions: Mapping[str, Position]
-    """When backward is done with each parameter."""
+    """When backward reaches each parameter."""
 
     @classmethod
     def of(cls, losses: Any, chunks: Sequence[Module]) -> Outcome:
-        """What the latest pass left. Gradients are views of Megatron's buffers, and valid until these are zeroed."""
+        """Read the latest pass. Gradients are views of Megatron's buffers, valid until these are zeroed."""
         parameters = list(named_parameters(chunks))
         return cls(
             tuple(losses or ()),
@@ -81,13 +81,13 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """The gradient that Megatron's DDP accumulates, or else autograd's."""
+    """The gradient that Megatron's DDP accumulates, or autograd's."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
 
 def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
-    """Parameters by their names in the whole model: layers are numbered from 0 over all stages, as in checkpoints."""
+    """Yield parameters by their names in the whole model: layers are numbered from 0 over all stages, as in checkpoints."""
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
         global_ = {f"decoder.layers.{local}.": f"decoder.layers.{layer.layer_number - 1}." for local, layer in enumerate(layers)}
@@ -105,8 +105,12 @@ def differences(
     names: tuple[str, str],
     tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Difference]:
-    """Every value that is not the same in both. `names`: how to call the two. `tolerances`: by the names of gradients that may
-    differ, by how much of the largest value."""
+    """Return all values that differ, earliest first.
+
+    Args:
+        names: of the two passes, for messages.
+        tolerances: fraction of the largest value by which a gradient may differ, by name.
+    """
     found = [
         Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
         for index, pair in enumerate(_paired(one.losses, other.losses))
@@ -134,7 +138,7 @@ def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
 
 
 def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
-    """How two tensors differ, in words; empty where they are equal."""
+    """How two tensors differ, in words; empty if they are equal."""
     if one is None or other is None:
         there, absent = (names[1], names[0]) if one is None else names
         return "" if one is other else f"a value in {there}, none in {absent}"
@@ -151,9 +155,9 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
 
 
 def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> bool:
-    """Whether no value of two gradients differs by more than this part of the largest value of the first. None: it must not.
+    """Whether two gradients differ by at most `tolerance` times the largest value of the first. False without a tolerance.
 
-    Looked at part by part: a head's gradient may be gigabytes.
+    Compares in pieces: a head's gradient may have gigabytes.
     """
     if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False
@@ -169,10 +173,12 @@ def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> 
 
 def backward_position(name: str, parameter: Parameter) -> Position:
     parts = name.split(".")
-    if parts[0] == "embedding" or getattr(parameter, "shared_embedding", False):  # the first and the last stage add up theirs
+    if parts[0] == "embedding" or getattr(
+        parameter, "shared_embedding", False
+    ):  # the first and the last stage add up their gradients
         return 3, 0
     if parts[:2] != ["decoder", "layers"]:
-        return 1, 0  # behind all layers
+        return 1, 0  # after all layers
     item = next((ITEMS.index(part) for part in reversed(parts) if part in ITEMS), len(ITEMS))
     return 2, -int(parts[2]), -item
 
@@ -186,7 +192,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def unlike(one: Tensor, other: Tensor, names: tuple[str, str]) -> str:
-    """How two tensors differ in shape or type, in words; empty where they can be compared by their bits."""
+    """How two tensors differ in shape or type, in words; empty if their bits can be compared."""
     if (one.shape, one.dtype) == (other.shape, other.dtype):
         return ""
     return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"

@@ -1,14 +1,13 @@
-"""Saves and restores what a forward and backward pass changes beside gradients, so that a step can run again.
+"""Saves and restores what a forward and backward pass changes besides gradients, so that a step can run again.
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
 extra states       of modules that save one in checkpoints
 scales             and amax histories of Transformer Engine's FP8
-logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
-validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
+logged losses      auxiliary losses of routers, multi-token prediction and sparse attention, summed until they are logged
+validated results  of Megatron's rerun state machine
 
-Gradients are zeroed by Megatron's own functions. The calculator of the number of micro-batches, learning rates and the optimizer
-change outside of passes.
+Megatron's own functions zero gradients. The number of micro-batches, learning rates and the optimizer change outside of passes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_lynx.nest import map_nest
 
 
 class AllRandom:
-    """The state of every random number generator that training draws from (a `RandomSource`)."""
+    """The state of every random number generator that training uses (a `RandomSource`)."""
 
     def __init__(self) -> None:
         self._megatron = MegatronRandom()
@@ -50,7 +49,7 @@ class AllRandom:
 
 
 class TrainingState:
-    """What a pass changes on one rank, as it was when this was made."""
+    """The state of one rank that a pass changes, saved when this is created."""
 
     def __init__(self, model: Sequence[Module]) -> None:
         self._random = AllRandom()
@@ -63,7 +62,7 @@ class TrainingState:
         self._validated = [(machine, _copies(vars(machine))) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
-        """Put everything back. This can be repeated."""
+        """Restore everything. Can be repeated."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for module, extra in self._extra:
@@ -84,7 +83,7 @@ _LOGGED = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
 )
-"""The dicts in which releases sum up losses for their log. A module that was never imported holds nothing."""
+"""Dicts in which releases sum up losses for their log. A module that is not imported has none."""
 
 
 def _logged_losses() -> Iterator[dict[str, Any]]:
@@ -104,7 +103,7 @@ def _rerun_state_machine() -> Iterator[Any]:
 
 
 def _has_extra_state(module: Module) -> bool:
-    """Whether a module saves one. Transformer Engine's modules are left out: newer releases refuse to read their own."""
+    """Whether a module has one. Transformer Engine's modules are left out: newer releases refuse to read their own."""
     return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
@@ -113,7 +112,7 @@ def _copies(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with tensors of its own. Entries of a log are dataclasses; process groups in them are shared, not copied."""
+    """A copy with its own tensors. Log entries are dataclasses; their process groups are shared."""
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
     if hasattr(value, "__dataclass_fields__"):
@@ -127,16 +126,16 @@ TensorKey = tuple[int, str, str]
 
 
 def in_fp8(module: Module) -> bool:
-    """Whether it is one of Transformer Engine's, which may run in FP8."""
+    """Whether it is one of Transformer Engine's modules, which may run in FP8."""
     return hasattr(module, "fp8_meta")
 
 
 class Fp8Scales:
-    """FP8 scales and amax histories of some modules, as they were when this was made: every pass in FP8 changes them.
+    """FP8 scales and amax histories of some modules, saved when this is created: every pass in FP8 changes them.
 
-    Transformer Engine makes them in a module's first forward. The modules' extra states, which checkpoints hold, say nothing of
-    a module that has not run yet, so a second pass would begin with the scales of the first; and newer releases refuse to read
-    them.
+    Transformer Engine creates them in a module's first forward, so extra states do not contain those of a module that has not run
+    yet;
+    and newer releases refuse to read extra states.
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
@@ -145,7 +144,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put values back into the same tensors, as lists of the whole process refer to them. New tensors get initial values."""
+        """Write the values back into the same tensors, as process-wide lists refer to them. New tensors get initial values."""
         for key, tensor in self._present():
             before = self._before.get(key)
             tensor.copy_(before if before is not None else torch.full_like(tensor, float(key[2] == "scale")))
@@ -164,11 +163,11 @@ class Fp8Scales:
 class _Read:
     batch: Any
     random_behind: Any
-    """The random state after reading it, where reading drew numbers."""
+    """The random state after reading it, if reading used random numbers."""
 
 
 class Batches:
-    """Stands in for one data iterator of a step."""
+    """Stands in for one data iterator of a step, and repeats its batches."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -177,7 +176,7 @@ class Batches:
         self._next = 0
 
     def again(self) -> None:
-        """The next pass begins with the first batch."""
+        """Begin with the first batch again."""
         self._next = 0
 
     def __iter__(self) -> Batches:
@@ -202,8 +201,7 @@ class Batches:
 
 
 class DataIterators:
-    """Stands in for the data iterators that Megatron hands to its schedule: one, one for each chunk, or None on ranks that read
-    nothing."""
+    """Stands in for the data iterators of Megatron's schedule: one, one for each chunk, or None on ranks that read nothing."""
 
     def __init__(self, given: Any) -> None:
         self._batches: dict[int, Batches] = {}

@@ -1,4 +1,4 @@
-"""What trains under a launch: Megatron-LM's scripts, or Megatron-Bridge's. One file each, with the same face (`host.Host`)."""
+"""The frameworks that a launch can run: Megatron-LM and Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_lynx.launch.hosts.host import Host
 
 
 def host_named(name: str) -> Host:
-    """The host that `--lynx-host` names. Nothing of it is imported before it is asked for its claims."""
+    """The host that `--lynx-host` names."""
     if name == BRIDGE:
         from megatron_lynx.launch.hosts.bridge import Bridge
 

@@ -2,14 +2,15 @@
 
 Replaces              `initialize_megatron` of `setup`, `train` of `pretrain`, and `train_step` of `train`, all in
                       `megatron.bridge.training` (globals of these modules, read at each call).
-Why                   behind the first all ranks can talk and no model is built; the second is the training loop; the third is one
-                      step. Bridge's own callbacks tell less: `on_train_end` never comes where a loop exits or fails.
+Why                   after the first, torch.distributed is initialised and no model is built; the second is the training loop;
+the
+                      third is one step. Bridge's callbacks are not enough: `on_train_end` does not come if a loop exits or fails.
 Calls the original    once per call; a checked step with another `forward_backward_func`.
-Holds                 the configuration, from the first call on; nothing per step.
-Passes through when   no plan was asked for.
+Holds                 the configuration; nothing per step.
+Passes through when   no plan is given.
 
-Bridge logs whatever leaves `pretrain` as a failure, with a traceback. All ranks that end together have said why: so they leave. A
-rank with an error of ours, as where its device has no more memory, says it and leaves.
+Bridge logs every exception that leaves `pretrain`, with a traceback. An error of ours is printed once instead, and the process
+exits.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ TRAINING = "megatron.bridge.training"
 
 
 class Settings:
-    """A resolved `ConfigContainer` under Megatron-LM's names; our own flags are set on it."""
+    """A resolved `ConfigContainer` under Megatron-LM's names. Our flags are set on it."""
 
     def __init__(self, cfg: Any) -> None:
         self._cfg = cfg
         self._state: Any = None
 
     def under(self, state: Any) -> None:
-        """From now on iterations are counted by this state of the training loop."""
+        """Count iterations by this state of the training loop."""
         self._state = state
 
     @property
     def curr_iteration(self) -> int:
-        """Steps that were taken in this and earlier runs."""
+        """Steps of this and earlier runs."""
         return 0 if self._state is None else int(self._state.train_state.step)
 
     iteration = curr_iteration
@@ -60,7 +61,6 @@ class Settings:
         return dist.get_rank()
 
     def has(self, part: str, field: str) -> bool:
-        """Whether the configuration has a setting."""
         return has_setting(self._cfg, part, field)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +79,7 @@ class Bridge:
         self._settings: Settings | None = None
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """Without our flags: scripts hand theirs to a parser that would not know them."""
+        """The script's arguments without our flags, which its parser would refuse."""
         others, taken = [], False
         for word in words:
             ours = word.startswith(PREFIX)
@@ -151,7 +151,7 @@ class Bridge:
 
 
 def _let_our_warnings_through() -> None:
-    """`cfg.logger.filter_warnings` silences every logger that there is, ours too: one says that micro-batches are kept whole."""
+    """Remove the filters of `cfg.logger.filter_warnings` from our loggers: it silences every logger."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "megatron_lynx" and isinstance(logger, logging.Logger):
             for each in [one for one in logger.filters if getattr(one, "__name__", "") == "warning_filter"]:
@@ -160,7 +160,7 @@ def _let_our_warnings_through() -> None:
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """Bridge would log an end that was explained as a failure, and abort groups that others still use."""
+    """Exit at once on an error that was printed: Bridge would log a failure, and abort groups that other ranks still use."""
     try:
         yield
     except Ended as end:

@@ -1,16 +1,15 @@
-"""What a launch asks of the framework whose training script it runs: of nothing else does it know which one that is.
+"""The interface of a framework whose training script a launch runs.
 
-    found(script)        the framework can be imported from where the script would import it
-    claims(told)         hooks that tell the launch       all ranks can talk     told.prepare(arguments)
-                                                          the loop begins, ends  told.training(model, optimizer)
-                                                          a step begins, ends    told.step(arguments of the step)
-    refused(arguments)   settings of the framework's own that no plan can be held under
+    find(script)         the framework can be imported as the script would import it
+    claims(told)         hooks that call the launch       distributed is initialised   told.prepare(arguments)
+                                                          the loop begins, ends        told.training(model, optimizer)
+                                                          a step begins, ends          told.step(arguments of the step)
+    refused(arguments)   settings of the framework that no plan can run with
     writers()            where the framework logs
     spoken(problem)      a problem in the words of the framework's users: flags, or settings of a configuration
 
-`arguments` are what Megatron-LM calls so: an object with its names (`seq_length`, `tensor_model_parallel_size`, ...), on which
-our own flags may be set, and whose `curr_iteration` follows the loop. A step's arguments have `forward_backward_func` and
-`optimizer`.
+`arguments` is an object with the names of Megatron-LM's `args` (`seq_length`, `tensor_model_parallel_size`, ...), on which our
+flags may be set, and whose `curr_iteration` follows the loop. A step's arguments have `forward_backward_func` and `optimizer`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_lynx.errors import Problem
 
 
 class Told(Protocol):
-    """A launch, as far as hooks on a host tell it something."""
+    """The part of a launch that a host's hooks call."""
 
     def prepare(self, args: Any) -> None: ...
 
@@ -36,7 +35,7 @@ class Told(Protocol):
 
 
 def around_step(told: Told) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What replaces a host's function of one step: the same, inside `told.step`, which may change its arguments."""
+    """Return a hook for a host's function of one step: it runs inside `told.step`, which may change its arguments."""
 
     def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -56,14 +55,14 @@ class Host(Protocol):
     """One framework."""
 
     name: str
-    """How messages call it."""
+    """Its name in messages."""
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """What the script is to find in `sys.argv` of the words behind its name: with our flags or without."""
+        """The script's `sys.argv[1:]`, with our flags or without."""
         ...
 
     def find(self, script: str) -> None:
-        """Raises `ConfigError` where the framework cannot be imported."""
+        """Raises `ConfigError` if the framework cannot be imported."""
         ...
 
     def claims(self, told: Told) -> Iterator[Claim]: ...
@@ -71,7 +70,7 @@ class Host(Protocol):
     def refused(self, args: Any) -> Iterator[Problem]: ...
 
     def writers(self) -> tuple[Any, Any]:
-        """For TensorBoard and W&B; on most ranks there are none."""
+        """The writers of TensorBoard and W&B; None on most ranks."""
         ...
 
     def spoken(self, problem: Problem) -> Problem: ...

@@ -1,18 +1,17 @@
-"""Megatron-LM: `pretrain_gpt.py` and its like, which read flags and call `pretrain` of `megatron.training`.
+"""Megatron-LM: `pretrain_gpt.py` and other scripts that read flags and call `pretrain` of `megatron.training`.
 
 Replaces              `add_megatron_arguments` of `megatron.training.arguments` (a global, read by `parse_args`);
                       `_initialize_distributed` of `megatron.training.initialize` (a global, read by `initialize_megatron`);
                       `train` and `train_step` of `megatron.training.training` (globals, read by `pretrain` and by `train`).
-Why                   our flags belong into `--help`, into what Megatron logs, and into the arguments that checkpoints record;
-                      a plan that is wrong is refused by all ranks together as soon as they can talk, before a model is built;
-                      when the loop begins the model is built, wrapped and loaded, and no step has run: the plan is installed
-                      there, and removed when the loop ends, so that evaluating, saving and a second `pretrain` have Megatron's
-                      own objects.
-Calls the original    once per call, with the arguments as they came (they differ by release); a checked step with another
-                      `forward_backward_func`. Of the parser, help texts that argparse cannot format are escaped: a per cent sign
-                      in one of Megatron's ends `--help` of 0.18 and 0.19 in a traceback.
-Holds                 nothing; the installation is the launch's.
-Passes through when   no plan was requested. A script that only evaluates (`--skip-train`) never gets to the loop.
+Why                   our flags appear in `--help`, in Megatron's log, and in the arguments that checkpoints record; all ranks
+                      refuse a wrong plan together as soon as they can communicate, before a model is built; the plan is
+                      installed when the loop begins, with the model built, wrapped and loaded, and removed when it ends, so
+                      that evaluation, saving and a second `pretrain` use Megatron's own objects.
+Calls the original    once per call, with the same arguments (they differ by release); a checked step with another
+                      `forward_backward_func`. Help texts that argparse cannot format are escaped: a per cent sign in one of
+                      Megatron's makes `--help` of 0.18 and 0.19 fail.
+Holds                 nothing.
+Passes through when   no plan is given. A script that only evaluates (`--skip-train`) never reaches the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class MegatronLM:
     name = "Megatron-LM"
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """All: Megatron's parser shows our flags, and records them."""
+        """All of them: Megatron's parser shows and records our flags."""
         return words
 
     def find(self, script: str) -> None:
@@ -53,7 +52,7 @@ class MegatronLM:
         yield from loop_claims(told)
 
     def refused(self, args: Any) -> Iterator[Problem]:
-        """Nothing beside what is asked of the model and of its flags."""
+        """The checks of flags and model are enough."""
         return iter(())
 
     def writers(self) -> tuple[Any, Any]:
@@ -62,12 +61,12 @@ class MegatronLM:
         return get_tensorboard_writer(), get_wandb_writer()
 
     def spoken(self, problem: Problem) -> Problem:
-        """Problems are in Megatron-LM's words."""
+        """Problems are in Megatron-LM's words already."""
         return problem
 
 
 def printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, with help texts escaped where `--help` could not print them."""
+    """Escape help texts that `--help` could not print, and return the parser."""
     for action in parser._actions:
         if action.help is None:
             continue

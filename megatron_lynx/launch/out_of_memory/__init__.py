@@ -1,6 +1,7 @@
-"""What a rank says that ran out of device memory: where and when, what was planned, what is held, and what would fit.
+"""Explains an out-of-memory error of the device: where and when it happened, what was planned, what is allocated, and what would
+fit.
 
-watch        an error in a script, or in a step, that is one of memory becomes ours
-moment       which moment of a step it was: what the engine noted on the error, and what the traceback passes through
-explanation  the allocator's figures, what states take, and the nearest change of plan or launch, as a command
+watch        turns such an error of a script or a step into ours
+moment       finds the moment of the step, from the engine's notes and the traceback
+explanation  writes the message, with the nearest change that fits as a command
 """

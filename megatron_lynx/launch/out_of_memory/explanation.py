@@ -1,11 +1,11 @@
-"""An error of PyTorch's allocator as an error of ours: what happened where, what was planned, and what would fit.
+"""The message for an error of PyTorch's allocator: where it happened, what was planned, and what would fit.
 
-The nearest change after which it fits, as a command:
+The nearest change that fits, as a command:
 
-fragmentation alone   segments that grow where they are, but   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-                      for --use-nccl-ub with an older torch
-something lacks       a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
-                      can have, less what this moment took
+only fragmentation    expandable segments, except with         export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+                      --use-nccl-ub and an older torch
+too few bytes         a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
+                      can use, less what this moment took
                       beyond its prediction
 """
 
@@ -36,15 +36,17 @@ LARGEST = 5
 
 
 class OutOfDeviceMemory(LynxError):
-    """A rank's device has no room for what the next operator makes."""
+    """A rank's device is out of memory."""
 
     def too(self) -> OutOfDeviceMemory:
-        """The same of a rank that is not the first: another one says what would fit."""
+        """The short form, for a rank that did not fail first."""
         return OutOfDeviceMemory(f"{self.headline}, too", self.problems[:1])
 
 
 def explained(error: BaseException, rank: Rank, how_far: str, plan: str) -> OutOfDeviceMemory | None:
-    """What to say of an error, or None where it is none of memory. `how_far`: the run, in words; `plan`: the plan's path."""
+    """Return our error for one of memory, and None for another. `how_far`: progress of the run, in words; `plan`: the plan's
+    path.
+    """
     first = _of_memory(error)
     if first is None:
         return None
@@ -83,7 +85,7 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
 
 
 def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
-    """Experts of this rank that got more tokens than the plan was made for."""
+    """Experts of this rank that got more tokens than planned."""
     where, planned = whereabouts_of(error), rank.plan.model.moe_load
     if where is not None and where.expert_load > planned:
         found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
@@ -105,7 +107,7 @@ def _held(states: Mapping[str, int], allocator: Allocator) -> str:
 
 
 def _largest(kinds: Mapping[str, int]) -> str:
-    """The largest kinds, and how much the others are together."""
+    """The largest kinds, and the sum of the others."""
     ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
     words = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in ordered[:LARGEST]]
     others = sum(size for _, size in ordered[LARGEST:])
@@ -113,7 +115,7 @@ def _largest(kinds: Mapping[str, int]) -> str:
 
 
 def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Problem]:
-    """Which part of what the plan left alone was too small, if one was; nothing where the plan does not say its parts."""
+    """Parts of the plan's reserve that were too small; nothing if the plan does not split it."""
     if device is None or device.outside_bytes is None or device.slack_bytes is None or allocator.outside_bytes is None:
         return
     parts = (
@@ -142,7 +144,7 @@ def _fragmented(allocator: Allocator) -> str:
 
 
 DIGITS = 4
-"""Of a budget, rounded down."""
+"""Digits of a budget, rounded down."""
 
 
 def command(
@@ -154,8 +156,13 @@ def command(
     *,
     may_grow: bool = True,
 ) -> str:
-    """What to paste. `planned_bytes`: of this moment; `asked`: the words with which the plan was asked for; `may_grow`: whether
-    segments may be told to."""
+    """The command to paste.
+
+    Args:
+        planned_bytes: of this moment.
+        asked: the words of the command that made the plan.
+        may_grow: whether expandable segments are possible.
+    """
     name = next((name for name in ALLOCATOR if name in environment), ALLOCATOR[-1])
     present = environment.get(name, "")
     if not allocator.lacking_bytes and GROWING not in present and may_grow:
@@ -166,14 +173,14 @@ def command(
 
 
 def budget_bytes(allocator: Allocator, planned_bytes: int | None) -> int:
-    """What a plan may need so that what it really takes is there. What is fragmented cannot be used."""
+    """Budget of a plan that fits with this run's excess over its prediction. Fragmented memory is lost."""
     lost = 0 if allocator.lacking_bytes else allocator.unused_bytes
     beyond = 0 if planned_bytes is None else max(0, allocator.needed_bytes - planned_bytes)
     return max(0, allocator.limit_bytes - lost - beyond)
 
 
 def rounded_down(gib: float) -> str:
-    """With so many significant digits that models of all sizes get a figure, never above what there is."""
+    """A budget with four significant digits, rounded down."""
     if gib <= 0:
         return "0"
     places = max(0, DIGITS - 1 - math.floor(math.log10(gib)))
@@ -199,9 +206,9 @@ class Allocator:
     unused_bytes: int
     """Reserved and not allocated."""
     free_bytes: int
-    """Not even reserved."""
+    """Free and not reserved."""
     capacity_bytes: int | None = None
-    """Of the device; None where the message does not say."""
+    """The device's; None if unknown."""
 
     @property
     def limit_bytes(self) -> int:
@@ -210,7 +217,7 @@ class Allocator:
 
     @property
     def outside_bytes(self) -> int | None:
-        """What others than PyTorch's allocator use: context, libraries, NCCL, other processes."""
+        """Used outside PyTorch's allocator: context, libraries, NCCL, other processes."""
         return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.limit_bytes)
 
     @property
@@ -219,12 +226,12 @@ class Allocator:
 
     @property
     def lacking_bytes(self) -> int:
-        """What is missing even if every byte that is not allocated could be used; 0 where fragmentation alone is to blame."""
+        """Bytes that would be missing even without fragmentation; 0 if only fragmentation is to blame."""
         return max(0, self.needed_bytes - self.limit_bytes)
 
     @classmethod
     def of(cls, error: BaseException) -> Allocator | None:
-        """Its figures, or None where the message has none (a library's own memory, say)."""
+        """Parse the error; None if it has no figures (another library's memory, say)."""
         text = str(error)
         asked, allocated = _size_in(_ASKED, text), _size_in(_ALLOCATED, text)
         if asked is None or allocated is None:
@@ -238,8 +245,7 @@ def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
-    """Bytes by kind, without kinds of which there are none. Memory that several tensors share counts once, and what an optimizer
-    has on the host not at all."""
+    """Allocated bytes by kind, kinds with 0 left out. Shared memory counts once, an optimizer's host memory not at all."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     devices = {parameter.device.type for parameter in parameters}
     gradients = [gradient for parameter in parameters for gradient in (getattr(parameter, "main_grad", None), parameter.grad)]
@@ -254,7 +260,7 @@ def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
 
 
 def has_state(optimizer: Any) -> bool:
-    """Whether an optimizer has made its state, in a step or from a checkpoint."""
+    """Whether an optimizer has created its state, in a step or from a checkpoint."""
     return any(_states_of(each) for each in _inner(optimizer))
 
 
@@ -277,7 +283,7 @@ def _tensors_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _inner(optimizer: Any) -> Iterator[Any]:
-    """Those of torch's that do the work: Megatron's wrap them, or chain others."""
+    """Torch's optimizers, which Megatron's wrap or chain."""
     if hasattr(optimizer, "chained_optimizers"):
         for chained in optimizer.chained_optimizers:
             yield from _inner(chained)

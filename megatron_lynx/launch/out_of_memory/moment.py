@@ -1,21 +1,21 @@
-"""Which moment of a step an error came from, in the words of a plan's predictions, and in those of people.
+"""The moment of a step in which an error was raised, in words and by its name in a plan's predictions.
 
-    noted by the engine              the traceback passes          moment
+    noted by the engine              the traceback passes through  moment
     -------------------------------  ----------------------------  ------------------------------------------------
-    anything                         a deferred weight gradient    weight_gradient
-    a replay                                                       replay: of the half that is made again
+    anything                         a delayed weight gradient     weight_gradient
+    a recomputation                                                replay, of the half that is recomputed
     a forward, in a half                                           forward
-    a forward, in none               neither layers nor embedding  loss, on the last chunk of the last stage
+    a forward, in no half            neither layers nor embedding  loss, on the last chunk of the last stage
     a backward, in a half                                          backward
-    a backward, in none yet          a loss's own backward         loss
+    a backward, in no half yet       the loss's own backward       loss
                                      anything else                 head_backward, on the last chunk of the last stage
     a backward, or nothing           Megatron's distributed        reduction
     nothing                          the optimizer                 first_update, or update
     nothing                          messages between stages       message
-    nothing                          anything else                 none: it is said how far the run was
+    nothing                          anything else                 None: only the run's progress is reported
 
-Backward runs in C++, so of it the engine knows which half it had reached, and nothing finer: behind the first layer's attention
-half comes the embedding's backward, in front of the last layer's MLP half the head's.
+Backward runs in C++, so the engine only knows which half it has reached: the embedding's backward follows the first layer's
+attention half, and the head's comes before the last layer's MLP half.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ATTENTION, MLP = HALVES
 
 @dataclass(frozen=True)
 class Moment:
-    """When it was. `planned`: the moments of a plan's predictions that this may be, of which there may be none."""
+    """A moment of a step. `planned`: the moments of a plan's predictions that it may be."""
 
     words: str
     name: str | None = None
@@ -51,7 +51,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Rank:
-    """What has to be known of a rank to tell its moments apart."""
+    """The state of a rank that tells its moments apart."""
 
     plan: Plan
     stage: int
@@ -59,22 +59,22 @@ class Rank:
     """Its models, without wrappers."""
     optimizer: Any = None
     stepped: bool = False
-    """Whether the optimizer has made its state."""
+    """Whether the optimizer has created its state."""
     may_grow: bool = True
-    """Whether the allocator's segments may be told to grow. Beside --use-nccl-ub Megatron raises, with an older torch."""
+    """Whether expandable segments are possible. With --use-nccl-ub and an older torch, Megatron raises."""
 
     def is_last(self, chunk: int) -> bool:
         return (self.stage, chunk) == (self.plan.parallel.pipeline - 1, self.plan.parallel.chunks - 1)
 
     def top_half_is_seen(self, chunk: int) -> bool:
-        """Whether the engine knows when backward reaches a chunk's last half: nothing is done where nothing ever happens."""
+        """Whether the engine notices when backward reaches a chunk's last half: it hooks only halves with planned work."""
         entry = self.plan.chunks_of(self.stage)[chunk]
         rule = entry.rule_for(entry.layers.last)
         return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.replays(MLP))
 
 
 class _Passed(NamedTuple):
-    """A function that a traceback passes through."""
+    """A function in a traceback."""
 
     module: str
     function: str
@@ -82,7 +82,7 @@ class _Passed(NamedTuple):
 
 
 def moment_of(error: BaseException, rank: Rank) -> Moment | None:
-    """The moment, or None for an error from outside of passes, updates and messages."""
+    """The moment; None for an error outside of passes, updates and messages."""
     causes, where = [*_causes(error)], None
     for each in causes:
         where = where or whereabouts_of(each)
@@ -146,19 +146,19 @@ def _at(what: str, where: Whereabouts, name: str, planned: Sequence[str] = (), h
 
 
 def _half_called(passed: Sequence[_Passed]) -> FrameKey | None:
-    """The half that the engine was called with, though it passes it over."""
+    """The half that the engine was called with, if it has no planned work."""
     policies = [one.local.get("policy") for one in passed]
     return next(((policy.layer, policy.half) for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
 
 
 def _put_off(passed: Sequence[_Passed]) -> Entry | None:
-    """The deferred weight gradient that is computed now, if one is."""
+    """The delayed weight gradient that is being computed, if any."""
     entries = (one.local.get("entry") for one in reversed(passed) if one.module == WEIGHT_GRADIENTS)
     return next((entry for entry in entries if isinstance(entry, Entry)), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """An error and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -166,7 +166,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _passed(error: BaseException) -> Iterator[_Passed]:
-    """What its traceback passes through, outermost first."""
+    """Functions of its traceback, outermost first."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -175,10 +175,10 @@ def _passed(error: BaseException) -> Iterator[_Passed]:
 
 
 def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
-    """Whether a method of this very module runs."""
+    """Whether a method of this module object runs."""
     return module is not None and any(one.local.get("self") is module for one in passed)
 
 
 def _in(passed: Sequence[_Passed], package: str) -> bool:
-    """Whether a function of a package runs, its models' forwards aside."""
+    """Whether a function of a package runs, other than a module's forward."""
     return any(one.module.startswith(package) and one.function != "forward" for one in passed)

@@ -1,10 +1,10 @@
-"""Watches for a rank that fails by itself, above all for want of device memory: it says what happened, and all ranks end.
+"""Watches for a rank that fails, above all out of device memory: it prints why, and all ranks exit.
 
-    before the model is built   the plan is known       what fails is told by how far the run was
-    the training loop           so are the models       ... and by its moment
-    a step                      what has run so far     ... and by whether the optimizer had made its state
+    before the model is built   the plan is known           reported with the run's progress
+    the training loop           the models are known        ... and the moment of the step
+    a step                      what has run is known       ... and whether the optimizer had its state
 
-One rank speaks. Others that run out at the same time say so in a line, and those that fail because it is gone say nothing.
+The first rank explains. Others that run out of memory print one line, and those that fail because it is gone print nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_lynx.torch_release import nccl_ub_stands_alone
 
 
 class MemoryWatch:
-    """Of one process. Without a plan it watches nothing. `how_far`: where the run is, in words."""
+    """Watches one process. Does nothing without a plan. `how_far` returns the progress of the run in words."""
 
     def __init__(self, how_far: Callable[[], str]) -> None:
         self._how_far = how_far
@@ -40,19 +40,19 @@ class MemoryWatch:
         self._last_word: LastWord | None = None
 
     def under(self, plan: Plan | None, path: str) -> None:
-        """What runs from now on does so under this plan. Ranks can talk."""
+        """Watch runs under this plan from now on. Call after torch.distributed is initialised."""
         self._plan, self._path = plan, path
         self._last_word = None if plan is None else LastWord()
 
     def trains(self, model: Any, optimizer: Any) -> None:
-        """The training loop begins with these."""
+        """Remember the model and optimizer of the training loop."""
         run = live_run(model)
         self._run = run if isinstance(run, LiveRun) else None
         self._optimizer, self._stepped = optimizer, has_state(optimizer)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """An error inside that is one of memory becomes one of ours, with the original as its cause."""
+        """Turn an out-of-memory error inside into ours, with the original as its cause."""
         try:
             yield
         except Exception as error:
@@ -69,8 +69,10 @@ class MemoryWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The same around one step of training, after which the optimizer has its state. An error of ours ends this process here:
-        in Megatron's own clean-up it could wait for other ranks."""
+        """Watch one step, after which the optimizer has its state. On an error of ours, exit at once: Megatron's clean-up could
+        wait for
+        other ranks.
+        """
         try:
             with self.watching():
                 yield
@@ -87,13 +89,13 @@ class MemoryWatch:
 
 
 def _stage_of_rank() -> int:
-    """Before a model is built."""
+    """The stage, before a model is built."""
     from megatron.core import parallel_state
 
     return int(parallel_state.get_pipeline_model_parallel_rank()) if parallel_state.model_parallel_is_initialized() else 0
 
 
 def _may_grow(run: LiveRun) -> bool:
-    """Whether segments of the allocator may be told to grow."""
+    """Whether expandable segments of the allocator are possible."""
     registers = any(getattr(getattr(wrapper, "ddp_config", None), "nccl_ub", False) for wrapper in run.wrappers)
     return not (registers and nccl_ub_stands_alone(torch.__version__, installed_version()))

@@ -1,6 +1,6 @@
-"""A run reports at steps 1, 2 and the end what its plan predicted and what was measured, stage by stage.
+"""Predicted and measured figures of a run, by stage, reported after steps 1 and 2 and at the end.
 
-measuring   seconds of each step, and of its passes; the most that the device held
-rows        the ranks of a stage together, beside what the plan predicts for what came
-reporter    when what is measured, gathered, printed and written; the lines that are printed
+measuring   seconds of a step and its passes; peaks of device memory
+rows        joins the ranks of a stage, and scales predictions to the run's input
+reporter    gathers, prints and writes the figures
 """

@@ -1,11 +1,10 @@
-"""Seconds of steps on the device's clock, without waiting for it, and peaks of a rank's device memory.
+"""Seconds of steps, from events of the device, and peaks of device memory.
 
-step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
+    step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
 
-CUDA    peaks of the caching allocator since the run began, and bytes used outside it, as the driver reports them
-        (context, libraries, NCCL; other processes, too)
-a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps where a
-        `MemoryLimit` counts them after each operator. Memory for offloading is mapped, not allocated: it does not count
+CUDA    peaks of the caching allocator since the run began, and bytes used outside it (context, libraries, NCCL, other processes)
+a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps under a `MemoryLimit`.
+        Host memory for offloading is not counted
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ REMEMBERED = 1000
 
 class StepSeconds(NamedTuple):
     passes_s: float
-    """Megatron's schedule, the reduction of gradients included."""
+    """Megatron's schedule, including the reduction of gradients."""
     step_s: float
 
 
@@ -43,7 +42,7 @@ class StepClock:
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, counts: bool) -> Iterator[None]:
-        """Time one step with these arguments of Megatron's `train_step`, if it `counts`."""
+        """Time one step if it `counts`. `arguments`: those of Megatron's `train_step`."""
         self._clock.runs = counts
         arguments["forward_backward_func"] = self._around(arguments["forward_backward_func"])
         begin = self._clock.begin()
@@ -52,8 +51,6 @@ class StepClock:
         self._take(exact=False)
 
     def _around(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron may call the schedule more than once in a step."""
-
         @wraps(schedule)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             begin = self._clock.begin()
@@ -72,12 +69,12 @@ class StepClock:
                 self._passes_s = 0.0
 
     def latest(self) -> StepSeconds | None:
-        """Of the latest step; waits for the device."""
+        """Seconds of the latest step. Waits for the device."""
         self._take(exact=True)
         return self.known()
 
     def known(self) -> StepSeconds | None:
-        """Of the latest step that the device has finished; does not wait."""
+        """Seconds of the latest step that the device has finished. Does not wait."""
         return self._steps[-1] if self._steps else None
 
     def forget(self) -> None:
@@ -86,7 +83,7 @@ class StepClock:
         self._steps.clear()
 
     def usual(self) -> StepSeconds | None:
-        """Medians of the steps; waits for the device."""
+        """Medians of the steps. Waits for the device."""
         self._take(exact=True)
         return StepSeconds(*map(median, zip(*self._steps, strict=True))) if self._steps else None
 
@@ -95,7 +92,7 @@ class Peak(NamedTuple):
     allocated_bytes: int | None
     reserved_bytes: int | None
     outside_bytes: int | None = None
-    """Used on the device outside PyTorch's allocator; None where unknown."""
+    """Used on the device outside PyTorch's allocator; None if unknown."""
 
     @property
     def slack_bytes(self) -> int | None:
@@ -105,17 +102,17 @@ class Peak(NamedTuple):
 
 
 class DevicePeak:
-    """Peaks of one rank. Make it before the model is built: on a CPU older tensors do not count."""
+    """Peaks of one rank. Must be created before the model: on a CPU, older tensors are not counted."""
 
     def __init__(self) -> None:
-        where = torch.empty(0, device="cuda").device  # the CPU, where that stands in
+        where = torch.empty(0, device="cuda").device  # the CPU, if it stands in for CUDA in tests
         self._on_cuda = where.type == "cuda"
         self._total = None if self._on_cuda else _cpu_total()
         self._most: int | None = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what the block allocates, on a CPU."""
+        """Count allocations of the block, on a CPU."""
         busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
         if self._total is None or busy:
             yield
@@ -133,7 +130,7 @@ class DevicePeak:
         return Peak(self._most, None)
 
     def with_outside(self) -> Peak:
-        """`most` with `outside_bytes`, which the driver reports: too slow for every step."""
+        """`most` with `outside_bytes`, which is too slow to read in every step."""
         peak = self.most()
         if not self._on_cuda:
             return peak

@@ -1,13 +1,15 @@
-"""Measures a run under a plan, and reports figures of each stage beside the plan's predictions.
+"""Measures a run under a plan, and reports figures of each stage next to the plan's predictions.
 
     step of this run    1           2           3        4           5 ...          the loop ends
     measured            timed,      timed,      traced   timed       (8, 16, ...)
                         counted     counted
     reported            a table     a table                                         a table
 
-Seconds of every step are taken from events, without waiting. Recomputations are timed in the steps marked; on a CPU memory is
-counted in the first two. The third is traced for `StepParts`, and left out of the medians, as are steps that are checked, or
-traced for `--lynx-trace`: the next one takes their place. At each table all ranks gather.
+Every step is timed by events, without waiting. Recomputations are timed in the steps marked "timed", memory on a CPU is counted
+in
+the steps marked "counted". The third step is traced for `StepParts`. Traced and checked steps are left out of the medians, and
+the
+next step takes their place. All ranks gather for each table.
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ TRACED = FIRST + 1
 
 
 def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
-    """Path of the outcome file: as stated, else beside the trace, else in TensorBoard's folder, else None."""
+    """Path of the outcome file: the given one, else beside the trace, else in TensorBoard's folder, else None."""
     folder = trace.parent if trace is not None else Path(logs) if logs else None
     return stated or (folder / FILE_NAME if folder is not None else None)
 
@@ -158,7 +160,7 @@ class Reporter:
 
     Args:
         plan_path: the plan's path, as given.
-        path: the outcome file's path; None: none is written.
+        path: the outcome file's path, if one is written.
         shards: ranks that share a sequence.
         checked: whether steps are compared with stock's.
     """
@@ -180,9 +182,9 @@ class Reporter:
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
         self._checked, self._shards = checked, shards
         self._step = self._measured = 0
-        """Steps of this run, and the usual ones among them."""
+        """Steps of this run, and those neither checked nor traced."""
         self._known: dict[str, Any] = {}
-        """The latest figures of this rank, by name; `expert_load` and `fell_back` are the largest of all steps."""
+        """Latest figures of this rank, by name; `expert_load` and `fell_back` are maxima over all steps."""
         self._seen, self._steps_seen = InputSeen(), 0
         """Since the last table."""
         self._input: StepInput | None = None
@@ -190,7 +192,7 @@ class Reporter:
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, usual: bool) -> Iterator[None]:
-        """Measure one step, with these arguments of Megatron's `train_step`. `usual`: neither checked nor traced."""
+        """Measure one step. `arguments`: those of Megatron's `train_step`. `usual`: neither checked nor traced."""
         self._step += 1
         self._measured += usual
         self._engine.clock.runs = timed = usual and self._is_timed
@@ -210,7 +212,7 @@ class Reporter:
 
     @contextmanager
     def _tracing(self, traced: bool) -> Iterator[None]:
-        """A traced step has windows without work in them, too; below torch 2.8 these may hold memory."""
+        """Trace the step. A traced step also has windows without work in them; before torch 2.8 these may hold memory."""
         if not traced:
             yield
             return
@@ -219,7 +221,7 @@ class Reporter:
         self._known["parts"] = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
 
     def step_ends(self, counts: Figures, *, usual: bool) -> None:
-        """A step has ended with these figures of the engine: report it if it is one of the first."""
+        """Report the step that has ended, with these counts of the engine, if it is one of the first."""
         largest = {name: max(self._known.get(name, 0), getattr(counts, name)) for name in ("expert_load", "fell_back")}
         self._known |= (_known(counts) if usual else {}) | largest
         if usual and self._measured <= FIRST:
@@ -227,7 +229,7 @@ class Reporter:
             self._clock.forget()
 
     def ends(self) -> None:
-        """The training loop has ended as it should."""
+        """Report the whole run."""
         if self._measured:
             self._report("end", self._clock.usual())
 

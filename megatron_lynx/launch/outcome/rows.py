@@ -1,22 +1,22 @@
-"""Rows of a report, one for each stage: its ranks' figures joined, beside the plan's predictions scaled to the run's input.
+"""Rows of a report, one for each stage: figures of its ranks joined, and predictions scaled to the run's input.
 
 A traced step is split into halves and waits:
 
     spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ replay attention(3)       in the wait
                                                 │                    └ (the rest of the wait)
                                                 └ replay mlp(3)                                  on demand
-    a half computes             its forward and its backward, less everything inside, and its delayed weight gradients
-    a wait                      the communication, where it outlasts the work inside; else only a bound of it
+    compute of a half           its forward and backward without the spans inside, and its delayed weight gradients
+    a wait                      the communication, if longer than the work inside; else only an upper bound
 
-Receives between stages are left out: their length depends on the other stages.
+Receives between stages are left out: their length depends on other stages.
 
-Predicted seconds are scaled to the micro-batches of the run:
+Predicted seconds are scaled to the run's micro-batches:
 
-    passes   x  (m + f) / (M + f)  x  [(1 - a) t + a q]          m, M   micro-batches, planned ones
-    replays  x   m / M             x  [(1 - a) t + a q]          f      the filling of the pipeline, in micro-batches
-                                                                t      tokens of one, over a full one's
-                                                                q      squares of its lengths, over the planned ones
-                                                                a      core attention's share of the passes; 0 if unknown
+    passes          x  (m + f) / (M + f)  x  [(1 - a) t + a q]   m, M   micro-batches, planned ones
+    recomputations  x   m / M             x  [(1 - a) t + a q]   f      the filling of the pipeline, in micro-batches
+                                                                 t      tokens of one, over those of a full one
+                                                                 q      squares of its lengths, over the planned ones
+                                                                 a      core attention's share of the passes; 0 if unknown
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ ON_COPY_STREAMS = ("offload", "reload")
 COMPUTING = ("forward", "backward")
 
 OVER = 0.02
-"""A wait is over before the work in it if this part of it, or less, is left after the work."""
+"""A wait ends before the work in it if at most this fraction of it remains after the work."""
 
 
 def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageRow, ...]:
-    """A row for each stage, in order, of (stage, figures) of each rank."""
+    """Return a row for each stage, in order. `ranks`: (stage, figures) of each rank."""
     stages: dict[int, list[StageMeasured]] = defaultdict(list)
     for stage, measured in ranks:
         stages[stage].append(measured)
@@ -60,7 +60,7 @@ def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageR
 
 
 def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
-    """The plan's figures of a stage; None where it has none."""
+    """The plan's figures of a stage; None if it has none."""
     chunks = [entry.predicted for entry in plan.chunks_of(stage)]
     first = chunks[0]
     if first.step_s is None and not first.memory_bytes:
@@ -76,7 +76,7 @@ def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
 
 
 def reserve_of(plan: Plan) -> PlannedReserve | None:
-    """None where the plan does not split its reserve."""
+    """The plan's reserve; None if it is not split into parts."""
     device = plan.device
     if device is None or device.outside_bytes is None or device.slack_bytes is None:
         return None
@@ -84,8 +84,10 @@ def reserve_of(plan: Plan) -> PlannedReserve | None:
 
 
 def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInput | None:
-    """The input of one rank over `steps`; waits for the device where lengths are on it. None for a rank without attention.
-    `shards`: ranks that share a sequence."""
+    """The input of one rank over `steps`; None for a rank without attention. Waits for the device if lengths are on it.
+
+    `shards`: ranks that share a sequence.
+    """
     if not seen.microbatches or not steps:
         return None
     full, packed = plan.model.seq * plan.batch.micro, plan.batch.packed
@@ -107,13 +109,13 @@ def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInpu
 
 
 def largest_input(found: Iterable[StepInput | None]) -> StepInput | None:
-    """The input of the rank with most work, for which the others wait; None where it was as planned, or is unknown."""
+    """The input of the rank with most work, which determines the step; None if it was as planned, or is unknown."""
     fullest = max((met for met in found if met is not None), key=lambda met: met.passes, default=None)
     return None if fullest is None or fullest.as_planned else fullest
 
 
 def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
-    """Splits one rank's step. `has_experts` takes the number of a layer."""
+    """Split one rank's step. `has_experts` takes the number of a layer."""
     halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     waits: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
@@ -133,13 +135,13 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
 
 
 def _half(found: Mapping[str, Sequence[float]]) -> HalfSeconds:
-    """`found`: seconds by kind of span. Passes count with their median: other work may have delayed some."""
+    """`found`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
     seconds = sum(len(found[passing]) * median(found[passing]) for passing in COMPUTING if found[passing])
     return HalfSeconds(calls=len(found["forward"]), seconds=seconds + sum(found["weight_gradient"]))
 
 
 def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
-    """`found`: of each wait its length, the rest after the work in it, and the recomputations in it."""
+    """`found`: for each wait its length, its rest after the work in it, and the recomputations in it."""
     longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s > OVER * whole_s]
     shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s <= OVER * whole_s]
     return WaitSeconds(
@@ -152,12 +154,12 @@ def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
 
 
 def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
-    """The part of a profile that a half is priced with."""
+    """The part of a profile that prices a half."""
     return "experts" if half == EXPERTS.half and layer is not None and has_experts(layer) else str(half)
 
 
 def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
-    """Each span with those directly inside it."""
+    """Yield each span with those directly inside it."""
     around: list[tuple[Span, list[Span]]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         while around and around[-1][0].end_s < span.end_s:
