@@ -1,4 +1,4 @@
-"""Says what is to be trained and where: a job, with its model, its cluster and its layout, read from YAML and checked."""
+"""Job files: the model, cluster and layout to train, read from YAML and validated."""
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts

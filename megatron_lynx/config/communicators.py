@@ -1,36 +1,35 @@
-"""The communicators of NCCL that a layout makes, and what their buffers take of each device.
+"""NCCL communicators of a layout, and the size of their buffers on each device.
 
-    who              ranks                      for
-    world            all                        barriers, the loss's time
+    name             ranks                      used for
+    world            all                        barriers, loss timing
     tensor           t                          collectives of layers
-    context          c                          the exchange of keys and values: around a ring, gathered, or traded
+    context          c                          exchange of keys and values: ring, all-gather, or all-to-all
     data             c x d                      gradients, parameters
     optimizer        all                        norms, with the distributed optimizer
-    model            t x p                      norms, whether a step counts
+    model            t x p                      norms, whether a step is skipped
     pipeline         p                          messages to both neighbours
-    embedding        2                          the gradient of a shared embedding, on the ends of a pipeline
-    expert           ep                         exchanges of tokens, with the alltoall dispatcher; DeepEP, HybridEP and the
-                                                allgather dispatcher use the routing group alone
+    embedding        2                          gradient of tied embeddings, on the first and last stage
+    expert           ep                         token exchange with the alltoall dispatcher; DeepEP, HybridEP and the
+                                                allgather dispatcher use only the routing group
     expert tensor    etp                        collectives of experts
-    routing          etp x ep                   how many tokens go where
-    expert data      what remains               gradients of experts
+    routing          etp x ep                   token counts
+    expert data      all others                 gradients of experts
 
-PyTorch makes a communicator when a group is first used; those that Megatron makes and does not use are not here. Buffers, as NCCL
-2.18 to 2.28 allocated them:
+PyTorch makes a communicator at a group's first use; groups that Megatron makes but never uses are not listed. Buffer sizes, as
+allocated by NCCL 2.18 to 2.28:
 
-    collectives   16 MiB + 28 MiB a channel; of two ranks 22     4 A100: 688 and 544 MB, 24 channels (NVIDIA/nccl #964)
-    multicast     32 MiB for each rank of a node, of 8 at most   8 H100: nvlsTotalSize 268435456 in NCCL's log
-    peers         14 MiB a channel and peer of the same node     8 H100: 3.28e9 B for an exchange, 32 channels, 7 peers (#1685)
-                  512 MiB for all those in other nodes           a pool of its own: 536870912 B (#2363, a B300)
+    collectives   16 MiB + 28 MiB per channel (22 for two ranks)      4 A100: 688 and 544 MB, 24 channels (NVIDIA/nccl #964)
+    multicast     32 MiB per rank of a node, at most 8 ranks          8 H100: nvlsTotalSize 268435456 in NCCL's log
+    peers         14 MiB per channel and peer in the same node        8 H100: 3.28e9 B, 32 channels, 7 peers (#1685)
+                  512 MiB for all peers in other nodes                a separate pool: 536870912 B (#2363, a B300)
 
-Every pair of a communicator has as many channels, the least of any pair: of a pair in one NVLink domain twice its NVLinks, filled
-up to a power of two and no more than the collectives have, however many ranks there are; over the network 2, from 2.29 on one for
-each 14 GB/s of NIC (`ncclTopoComputeP2pChannels`, read in 2.18 to 2.30). So an exchange over several nodes has few channels to
-near peers, too, and one among 64 GPUs of an NVL72 rack 63 x 32 x 14 MiB = 28 GiB.
+All pairs of a communicator use the smallest channel count of any pair. A pair in one NVLink domain has twice its NVLinks, rounded
+up to a power of two, at most the channels of collectives. Over the network it has 2; from NCCL 2.29 on, one per 14 GB/s of NIC
+(`ncclTopoComputeP2pChannels`, read in 2.18 to 2.30). So an all-to-all over several nodes has few channels to near peers as well;
+one among 64 GPUs of an NVL72 rack takes 63 x 32 x 14 MiB = 28 GiB.
 
-Together, a check on a run that chose none of them: of a GB300 with t 4, p 8, d 8 6.2 GiB were not PyTorch's
-(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context, libraries and this are 5.8.
-Newer releases connect what is used, when it is used, which makes these the most, not the mean.
+Checked against a GB300 run with t 4, p 8, d 8: 6.2 GiB outside PyTorch (NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 used, PyTorch
+210.08 + 59.51); context, libraries and these buffers predict 5.8. Newer NCCL connects peers lazily, so these are upper bounds.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ BASE_MIB, CHANNEL_MIB, CHANNEL_OF_TWO_MIB = 16, 28, 22
 MULTICAST_MIB, MULTICAST_RANKS = 32, 8
 PEER_MIB, OTHER_NODES_MIB = 14, 512
 PEER_CHANNELS_BETWEEN_NODES = 8
-"""At most, of a communicator over several nodes: a NIC of 800 Gbit/s (ConnectX-8)."""
+"""Upper bound for communicators over several nodes: a NIC of 800 Gbit/s (ConnectX-8)."""
 NEIGHBOURS = 2
-"""Ranks that a stage, or a place on a ring, exchanges messages with."""
+"""Peers of a pipeline stage, or of a rank in a ring."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks that NCCL connects. `within`: how many of them are in one node."""
+    """A group of ranks that NCCL connects. `within`: ranks of it in one node."""
 
     name: str
     ranks: int
@@ -63,7 +62,7 @@ class Communicator:
     use: Use = "collectives"
 
     def buffer_bytes(self, nccl: NcclChannels) -> int:
-        """On one device."""
+        """Bytes of its buffers on one device."""
         mib = BASE_MIB + (self._of_collectives_mib(nccl) if self.use == "collectives" else self._of_peers_mib(nccl))
         return mib * MIB
 
@@ -80,11 +79,13 @@ class Communicator:
 
 
 def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, dispatcher: str | None) -> tuple[Communicator, ...]:
-    """Those of a rank at a pipeline's end, which has the most. Groups of one rank need none. `tied`: whether the model's two ends
-    share the embedding; `dispatcher`: of tokens to experts, None without experts."""
+    """Return the communicators of a rank on the first or last stage, which has the most. Groups of one rank are left out.
+
+    `tied`: the first and last stage share the embedding. `dispatcher`: Megatron's token dispatcher, None without experts.
+    """
 
     def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
-        """A group of every `stride`th rank."""
+        """Return the group of every `stride`th rank."""
         return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)
 
     stage_ranks, model_ranks = gpus // layout.pipeline, layout.tensor * layout.pipeline

@@ -1,10 +1,10 @@
-"""What a job's plan leaves alone on each device: the parts of its cluster's reserve, in bytes.
+"""Device memory that a job's plan cannot use, by part, in bytes.
 
-cluster.reserve_gib   stated: that much, in one piece         a job's own margin, or a paper's
-cluster.reserve       otherwise the parts                     context, libraries, NCCL's buffers by layout, DeepEP's or
-                                                              HybridEP's, allocator's slack
-neither               nothing                                 the testbed
-budget.share, .beside   in addition                           what others have of the same device
+cluster.reserve_gib     a total, if given: the job's own margin, or a paper's
+cluster.reserve         else the parts: context, libraries, NCCL buffers of the layout, DeepEP or HybridEP buffers, allocator
+slack
+neither                 nothing is reserved (testbed)
+budget.share, .beside   in addition: memory of other processes on the device
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.units import GIB
 
 OTHERS = "others' share"
-"""What a job's share of the device leaves to others, by name."""
+"""Key of the memory that `budget.share` leaves to other processes."""
 DISPATCH = "dispatch"
-"""Buffers of DeepEP's and HybridEP's."""
+"""Key of DeepEP's and HybridEP's buffers."""
 SLACK = "allocator"
-"""The part that PyTorch's allocator reserves and nobody has; plan files know it by this name, too (`plan.facts`)."""
+"""Key of the allocator's slack. Plan files use this name too (`plan.facts`)."""
 
 
 @dataclass(frozen=True)
 class DeviceReserve:
-    """Of one device, in bytes."""
+    """Memory of one device, in bytes."""
 
     memory_bytes: int
-    """As PyTorch reports it."""
+    """Total, as PyTorch reports it."""
     parts: Mapping[str, int]
-    """In the order in which they come to the device."""
+    """Ordered by when they are allocated."""
     communicators: Mapping[str, int]
-    """NCCL's part, by who talks."""
+    """The NCCL part by communicator."""
     others: Mapping[str, int] = field(default_factory=dict)
-    """What belongs to others, by whom. In none of the parts."""
+    """Memory of other processes, by name. `parts` excludes them."""
 
     def beside(self, share: float | None, held_gib: Mapping[str, float]) -> DeviceReserve:
-        """The same beside others: all but a `share` of the memory is theirs, and what they hold in GiB, by name."""
+        """Return a copy with other processes: all but `share` of the memory is theirs, and `held_gib` by name."""
         rest = {} if share is None else {OTHERS: self.memory_bytes - int(share * self.memory_bytes)}
         return replace(self, others={**rest, **{name: int(GIB * size) for name, size in held_gib.items()}})
 
     @property
     def left_bytes(self) -> int:
-        """What a plan may use; below 0 where the parts alone are too much."""
+        """Bytes that a plan may use; negative if the parts exceed the device."""
         return self.memory_bytes - sum(self.parts.values()) - sum(self.others.values())
 
     @property
@@ -56,7 +56,7 @@ class DeviceReserve:
 
     @property
     def in_words(self) -> str:
-        """In a line; empty where nothing is left alone."""
+        """One line for people; empty if nothing is reserved."""
         if not self.parts and not self.others:
             return ""
         parts = ", ".join(f"{self._name(part)} {size / GIB:.2f}" for part, size in {**self.others, **self.parts}.items())
@@ -69,7 +69,7 @@ class DeviceReserve:
 def device_reserve(
     cluster: Cluster, groups: Sequence[Communicator], *, expandable_segments: bool, dispatch_bytes: int = 0
 ) -> DeviceReserve:
-    """`groups`: the communicators that the layout makes. `dispatch_bytes`: buffers in which tokens travel to experts."""
+    """Return the reserve of a job. `groups`: communicators of the layout. `dispatch_bytes`: DeepEP or HybridEP buffers."""
     memory_bytes, reserve = int(GIB * cluster.memory_gib), cluster.reserve
     if cluster.reserve_gib:
         return DeviceReserve(memory_bytes, {"stated": int(GIB * cluster.reserve_gib)}, {})

@@ -1,9 +1,9 @@
-"""Mixtures of experts, as a job file states them.
+"""Mixture of experts in a job file.
 
-experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: in every layer
-experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite's: the first layer has an MLP
-experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        one rank's experts get half as many rows again
-experts: {count: 8, per_token: 2, ffn: 14336, holds: 2}                         what they keep is counted for twice as many rows
+experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: every layer
+experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite: the first layer is dense
+experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        the fullest rank gets 1.5 times the mean rows
+experts: {count: 8, per_token: 2, ffn: 14336, holds: 2}                         memory is counted for twice the mean rows
 experts: {count: 128, per_token: 8, ffn: 768, dispatcher: deepep}               Megatron's flex dispatcher with DeepEP
 """
 
@@ -22,16 +22,16 @@ from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.validation import Part
 
 BALANCED = 1.0
-"""The load of experts where every rank's get as many rows."""
+"""Load if all ranks get the same number of rows."""
 
 BESIDE_EXCHANGES = ("overlapped", "shared_beside")
-"""What Megatron refuses where tokens are gathered."""
+"""Options that Megatron refuses with the allgather dispatcher."""
 
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 
 
 def _frozen(value: Any) -> Any:
-    """A file's list is checked as Python's, by then: `Model` looks at its data before they are validated."""
+    """Convert lists to tuples: `Model` reads its data before validation, so strict types see Python values."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -39,54 +39,55 @@ Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | st
 
 
 class Experts(Part):
-    """What stands in place of a layer's MLP: a router, and experts of which every token passes some."""
+    """A router and experts in place of a layer's MLP."""
 
     count: int = Field(ge=1)
-    """Experts of one layer, over all ranks (E)."""
+    """Experts per layer, over all ranks (E)."""
     per_token: int = Field(ge=1)
-    """Experts that each token passes (k)."""
+    """Experts per token (k)."""
     ffn: int = Field(ge=1)
-    """Width inside one expert; with SwiGLU, of each of the two halves."""
+    """Intermediate width of one expert; with SwiGLU, of each of the two halves."""
     shared_ffn: int = Field(default=0, ge=0)
-    """Width inside the shared experts together, which every token passes; 0: none."""
+    """Total intermediate width of the shared experts; 0: none."""
     shared_gate: bool = False
-    """Whether what shared experts return is multiplied with a gate (`--moe-shared-expert-gate`)."""
+    """Whether the output of shared experts is multiplied by a gate (`--moe-shared-expert-gate`)."""
     weighted_relu: bool = False
-    """Whether one kernel computes squared ReLU and its product with the probabilities (`--use-fused-weighted-squared-relu`)."""
+    """Whether squared ReLU and its product with the probabilities are one kernel (`--use-fused-weighted-squared-relu`)."""
     scores: float = Field(default=1.0, ge=0.0, le=16.0)
-    """Numbers in fp32 that the router saves of a token for each expert: 1 for an auxiliary loss, more for other scores."""
+    """fp32 values per token and expert that the router saves: 1 for an auxiliary loss, more for other score functions."""
     layers: Layers = "all"
-    """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
+    """Layers with experts. n: the first of every n, as Megatron's --moe-layer-freq; or a list of layers (3) and ranges (5-8)."""
     load: float = Field(default=BALANCED, gt=0.0, le=1_000.0)
-    """How many times as many rows the fullest rank's experts get as they would if all ranks got as many; 1: a balanced load. What
-    they keep, and how long they take, grows with it."""
+    """Rows of the fullest rank's experts, relative to a balanced load of 1. Scales the experts' activations and time."""
     drops: bool = False
-    """Whether tokens beyond a capacity are dropped (`--moe-expert-capacity-factor`). Then a load may be below 1."""
+    """Whether tokens beyond a capacity are dropped (`--moe-expert-capacity-factor`). Allows loads below 1."""
     holds: float | None = Field(default=None, gt=0.0, le=1_000.0)
-    """The load for which bytes are counted, while seconds are those of `load`: a plan then fits up to it, whatever the router
-    does. None: that of `load`."""
+    """Load for which memory is counted, while `load` gives the time: the plan fits up to this load; None: as `load`."""
     whole: bool = False
-    """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
-    again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
+    """Whether plans keep the experts' half whole, on the device, because Megatron cannot recompute inside it
+    (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
     shared_beside: bool = False
-    """Whether shared experts compute beside the exchanges, on their own stream (`--moe-shared-expert-overlap`). Megatron runs
-    them inside its dispatcher then, so `whole` is needed beside it."""
+    """Whether shared experts overlap the token exchange on their own stream (`--moe-shared-expert-overlap`). Megatron runs them
+    inside
+    its dispatcher then, so this needs `whole`."""
 
     filled: bool = False
-    """Whether routers fill up what each expert gets to a multiple that FP8 needs (`--moe-router-padding-for-quantization`).
-    Otherwise rows are filled up before the experts' GEMMs."""
+    """Whether routers pad each expert's rows to a multiple that FP8 needs (`--moe-router-padding-for-quantization`). Otherwise
+    rows are
+    padded before the experts' GEMMs."""
 
     dispatcher: Dispatcher = "alltoall"
-    """Who brings tokens to experts on other ranks; deepep, hybridep: --moe-token-dispatcher-type flex with this backend.
-    allgather, which is Megatron's default: every rank gathers all tokens."""
+    """Megatron's token dispatcher; deepep, hybridep: --moe-token-dispatcher-type flex with this backend. allgather (Megatron's
+    default):
+    every rank gathers all tokens."""
     multiprocessors: int | None = Field(default=None, ge=2)
-    """How many of them one of its kernels takes while tokens travel (`--moe-flex-dispatcher-num-sms`); None: as many as Megatron
-    sets. None are counted for the all-to-all's."""
+    """Multiprocessors of one dispatch kernel (`--moe-flex-dispatcher-num-sms`); None: Megatron's default. Not counted for
+    alltoall."""
     overlapped: bool = False
-    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
+    """Whether token exchanges overlap the computation of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
     delayed: bool = False
-    """Whether gradients of weights are nodes of their own there (`--delay-wgrad-compute`); of no meaning elsewhere."""
+    """Whether weight gradients are separate nodes of that schedule (`--delay-wgrad-compute`). Unused without `overlapped`."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
@@ -116,36 +117,36 @@ class Experts(Part):
 
     @property
     def one_after_the_other(self) -> Experts:
-        """The same where tokens do not travel beside anything."""
+        """Return a copy whose token exchanges do not overlap."""
         return self.model_copy(update={"overlapped": False, "delayed": False})
 
     @property
     def held_load(self) -> float:
-        """The load for which bytes are counted."""
+        """Load for which memory is counted."""
         return self.load if self.holds is None else self.holds
 
     def numbers(self, layers: int) -> frozenset[int]:
-        """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""
+        """Return Megatron's numbers (from 1) of the layers with experts."""
         return numbers_of(self.layers, layers)
 
     @property
     def section(self) -> Section:
-        """What fills the MLP half of a layer that has them."""
+        """Section of the MLP half of a layer with experts."""
         facts = Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher, overlapped=self.overlapped)
         return sections_of(facts)[1]
 
     def most_load(self, ranks: int) -> float:
-        """The load of one of so many ranks if every token went to as many of its experts as it can."""
+        """Return the load of one of `ranks` ranks if every token chose as many of its experts as possible."""
         return ranks * min(1.0, self.count // ranks / self.per_token)
 
     def beyond(self, layers: int) -> int | None:
-        """The first layer that is named, one by one or in a range, of those that a model with so many does not have."""
+        """Return the first layer number beyond `layers` that the file names, or None."""
         spans = [_numbers(span) for span in self.layers] if isinstance(self.layers, tuple) else []
         return min((max(span.start, layers + 1) for span in spans if span.stop - 1 > layers), default=None)
 
 
 def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
-    """Layer numbers as plans and jobs write them: `(1, "3-5")`."""
+    """Return layer numbers in the notation of plans and jobs: `(1, "3-5")`."""
     runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]))
     ends = ((run[0][1], run[-1][1]) for run in runs)
     return tuple(first if first == last else f"{first}-{last}" for first, last in ends)
@@ -153,7 +154,7 @@ def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
 
 @lru_cache(maxsize=256)
 def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
-    """The layers that a file names, of a model with so many, by Megatron's numbers (from 1)."""
+    """Return Megatron's numbers (from 1) of the layers that a file names."""
     if isinstance(stated, tuple):
         spans = (_numbers(span) for span in stated)
         return frozenset(number for span in spans for number in range(span.start, min(span.stop, layers + 1)))
@@ -161,6 +162,6 @@ def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int
 
 
 def _numbers(span: int | str) -> range:
-    """The layer numbers of a range; empty where the text is none."""
+    """Return the layer numbers of a span such as "5-8"; empty if the text is malformed."""
     match = SPAN.fullmatch(str(span).strip().replace(" ", ""))
     return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)

@@ -1,7 +1,7 @@
-"""Whether a job's model, layout and GPUs go together: what Megatron and Transformer Engine would stop at, said beforehand.
+"""Checks that a job's model, layout and GPUs are compatible, before Megatron or Transformer Engine would fail.
 
 ranks of one stage     tensor x context x data                   attention, router, shared experts
-the same ranks         expert_tensor x expert x expert data      experts: each group of `expert` ranks holds all of them
+the same ranks         expert_tensor x expert x expert data      experts: each group of `expert` ranks has all of them
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lynx.fp8_recipes import STORED
 
 
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
-    """Sizes of the model that the layout cannot divide, in words with both numbers."""
+    """Yield sizes of the model that the layout does not divide."""
     tensor, context = parallel.tensor, parallel.context
     divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
     for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
@@ -35,7 +35,7 @@ def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
 
 
 def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
-    """Layers that do not come out even over stages and chunks, where they must."""
+    """Yield problems of dividing layers over stages and chunks."""
     partition, pipeline = parallel.partition, parallel.pipeline
     if isinstance(partition, tuple):
         if sum(partition) != layers:
@@ -51,7 +51,7 @@ def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
 
 
 def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
-    """What Megatron would stop at, in words with both numbers (`parallel_state.initialize_model_parallel`,
+    """Yield problems of experts that Megatron would reject (`parallel_state.initialize_model_parallel`,
     `TransformerConfig.__post_init__`, `MoELayer.forward`)."""
     experts = model.experts
     if experts is None:
@@ -74,7 +74,7 @@ def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str
 
 
 def instance_problems(parallel: Parallel, gpus: int) -> Iterator[str]:
-    """Ranks that no instances of the distributed optimizer can be made of (`parallel_state.initialize_model_parallel`)."""
+    """Yield rank counts that distributed optimizer instances do not divide (`parallel_state.initialize_model_parallel`)."""
     instances = parallel.optimizer_instances
     for name, ranks in (
         ("parallel.context x replicas", gpus // (parallel.tensor * parallel.pipeline)),
@@ -101,7 +101,7 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
 
 
 def fp8_parameter_problems(model: Model, parallel: Parallel, optimizer: Optimizer) -> Iterator[str]:
-    """What weights that are held in FP8 cannot go with: Megatron stops at these (`validate_args`)."""
+    """Yield conflicts of FP8 parameters that Megatron rejects (`validate_args`)."""
     if model.fp8 is None or not model.fp8.parameters:
         return
     if not parallel.distributed_optimizer:
@@ -113,14 +113,14 @@ def fp8_parameter_problems(model: Model, parallel: Parallel, optimizer: Optimize
 
 
 def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster) -> list[str]:
-    """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
+    """Return problems of FP8; empty without FP8. The testbed's cluster has no figures and emulates a Hopper."""
     if model.fp8 is None:
         return []
     return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster), *_in_bf16(model, parallel)]
 
 
 def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
-    """Of layers that are left in bf16, as Megatron's `TransformerConfig` has it."""
+    """Yield problems of layers left in bf16, by the rules of Megatron's `TransformerConfig`."""
     assert model.fp8 is not None
     most, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
     found = {name: getattr(model.fp8, name) for name in asked}
@@ -161,7 +161,7 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
 
 
 GATHERED = ("model.hidden", "model.latent.q_rank", "model.latent.kv_rank")
-"""Columns of what sequence parallelism gathers for linears."""
+"""Columns of linear inputs that sequence parallelism gathers."""
 
 
 def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
 
 
 def needs_flushes(model: Model) -> list[str]:
-    """Names what in a model does not go together with two versions of its weights, and why."""
+    """Return the reasons why a model cannot be trained with two weight versions."""
     reasons = []
     if model.fp8 is not None:
         reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
@@ -188,6 +188,6 @@ def needs_flushes(model: Model) -> list[str]:
 
 
 def _divisors(number: int) -> str:
-    """What a size could be instead: the first ten that divide, looked for among no more than a thousand."""
+    """Return the first ten divisors up to 1000, as suggestions."""
     found = [str(each) for each in range(1, min(number, 1000) + 1) if number % each == 0]
     return ", ".join(found[:10])

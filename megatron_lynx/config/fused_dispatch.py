@@ -1,23 +1,23 @@
-"""What DeepEP's and HybridEP's kernels take of a device: bytes of their buffers, and multiprocessors while tokens travel.
+"""Device resources of DeepEP's and HybridEP's kernels: buffer bytes, and multiprocessors during token exchanges.
 
-    deepep     a ring for each channel and neighbour: tokens on their way, whatever the batch. Two multiprocessors a channel
+    deepep     a ring per channel and peer, independent of the batch. Two multiprocessors per channel
                NVLink    channels x ranks of a node x chunk x (token + 8 + topk and scales)
                RDMA      channels x nodes x chunk x (token + 8 + topk and scales + 16), to send and to receive
                and a workspace of 32 MiB
-    hybridep   room for the worst case, in which every token of all ranks goes to this one, with scales of each 128 numbers
-               and the probabilities of all experts of a node; a map of all tokens to all experts;
-               over several nodes its own tokens, and one buffer more for what travels out and two for what comes back, each
-               for the tokens of one rank of each other node
+    hybridep   the worst case, in which all ranks send every token here, with a scale per 128 values and the probabilities of
+               all experts of a node; a map of all tokens to all experts;
+               over several nodes also the rank's own tokens, one send and two receive buffers, each for the tokens of one rank
+               of each other node
 
-They are allocated beside PyTorch's allocator, once for each process, when the first layer of experts runs, and so part of what
-a plan leaves alone (`config.device_reserve`); there are none where a rank exchanges with itself alone. Read in deepseek-
-ai/DeepEP at dd758ca (`csrc/legacy/config.hpp`: `get_nvl_buffer_size_hint`, `get_rdma_buffer_size_hint`;
-`deep_ep/buffers/legacy.py`: recommended configurations) and its branch hybrid-ep at 94a9f8f
-(`csrc/hybrid_ep/buffer/intranode.cu`, `internode_doca.cu`, `extension/allgather.cu`), and in Megatron's `fused_a2a.get_buffer`
-and `init_hybrid_ep_buffer` of megatron-core 0.16.1 to 0.19.2. Flags and counters of some kilobytes are not counted.
+They are allocated outside PyTorch's allocator, once per process, when the first MoE layer runs, and count towards the reserve
+(`config.device_reserve`). A rank that exchanges only with itself has none. Read in deepseek-ai/DeepEP at dd758ca
+(`csrc/legacy/config.hpp`: `get_nvl_buffer_size_hint`, `get_rdma_buffer_size_hint`; `deep_ep/buffers/legacy.py`: recommended
+configurations) and its branch hybrid-ep at 94a9f8f (`csrc/hybrid_ep/buffer/intranode.cu`, `internode_doca.cu`,
+`extension/allgather.cu`), and in `fused_a2a.get_buffer` and `init_hybrid_ep_buffer` of megatron-core 0.16.1 to 0.19.2. Flags and
+counters of some kilobytes are not counted.
 
-A kernel holds its multiprocessors for as long as tokens travel, so GEMMs beside it have those that are left. Not priced: that
-HybridEP's own kernels for sorting rows, which nothing runs beside, are given all of them.
+A dispatch kernel occupies its multiprocessors during the whole exchange; overlapped GEMMs run on the others. HybridEP's sorting
+kernels, which overlap nothing, are priced as if they had fewer multiprocessors than they have.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from megatron_lynx.kinds.experts.section import FUSED
 
 FP32_BYTES = 4
 MULTIPROCESSORS = {"deepep": 20, "hybridep": 16}
-"""Of one kernel, as Megatron sets them where a launch says nothing (`moe_deepep_num_sms`, `moe_hybridep_num_sms`)."""
+"""Megatron's defaults for one kernel (`moe_deepep_num_sms`, `moe_hybridep_num_sms`)."""
 NVLINK_PEERS, WORKSPACE_BYTES, META_BYTES = 8, 32 << 20, 8
 TOPK_AND_SCALES_BYTES = 128 * (8 + 4) + 128 * 4
-"""Of a token: the most experts that one may have, with probabilities, and the most scales of one in FP8."""
+"""Bytes per token: the maximum number of experts with probabilities, and the maximum number of FP8 scales."""
 FLAGS_BYTES = 16
 NVLINK_CHUNK = {8: 256, 64: 288, 96: 480, 128: 560}
 NVLINK_CHUNK_BEYOND = 720
 RDMA_CHUNK = {16: 140, 64: 128}
 RDMA_CHUNK_BEYOND = 132
-"""Tokens that one channel has room for from one neighbour, by the most ranks of which that holds: the larger one of dispatch and
-combine, filled up to what is sent at once."""
+"""Tokens per channel and peer, by the largest number of ranks they hold for: the larger of dispatch and combine, rounded up to
+one
+send."""
 HYBRID_CHUNK = 64
-"""Tokens, of which HybridEP's buffers have a multiple."""
+"""HybridEP's buffers are multiples of this many tokens."""
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """`Buffer.get_dispatch_config`."""
 HYBRID_EXPERTS, HYBRID_COLUMNS, HYBRID_TOKENS = 4, 16, (65536 - 2) // 3
-"""`BufferConfig.is_valid`, `hybrid_ep_token_capacity_is_valid`: three entries a token in a queue of fewer than 65536."""
+"""`BufferConfig.is_valid`, `hybrid_ep_token_capacity_is_valid`: three entries per token in a queue of fewer than 65536."""
 SCALED = 128
-"""Numbers with one scale."""
+"""Values per scale."""
 
 
 class FusedDispatch(NamedTuple):
-    """Tokens of one device on their way to experts and back."""
+    """Token exchange of one device."""
 
     model: Model
     parallel: Parallel
@@ -65,7 +66,7 @@ class FusedDispatch(NamedTuple):
 
     @property
     def _by_kernels(self) -> Experts | None:
-        """The experts, where a backend's kernels bring them tokens from other ranks."""
+        """The experts, if fused kernels exchange their tokens with other ranks; else None."""
         experts = self.model.experts
         return None if experts is None or experts.dispatcher not in FUSED or self._ranks == 1 else experts
 
@@ -75,31 +76,31 @@ class FusedDispatch(NamedTuple):
 
     @property
     def _ranks_within(self) -> int:
-        """Of them those of one node, which is a domain of NVLink."""
+        """Ranks of the exchange in one node (one NVLink domain)."""
         return min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
 
     @property
     def multiprocessors(self) -> int:
-        """How many one kernel holds while tokens travel; 0 where none does that."""
+        """Multiprocessors that one kernel occupies during an exchange; 0 without fused kernels."""
         experts = self._by_kernels
         return 0 if experts is None else experts.multiprocessors or MULTIPROCESSORS[experts.dispatcher]
 
     @property
     def computing_kept(self) -> float:
-        """The share of its rate that compute keeps beside such a kernel; 1 where a device's multiprocessors are not known."""
+        """Share of the compute rate left during an exchange; 1 if the device's multiprocessors are unknown."""
         attention = self.cluster.ordered_attention
         return 1.0 if attention is None else max(0.1, 1 - self.multiprocessors / attention.multiprocessors)
 
     @property
     def buffers_bytes(self) -> int:
-        """Of the buffers of one device, on the testbed of none."""
+        """Bytes of one device's buffers; 0 on the testbed."""
         experts = self._by_kernels
         if experts is None or self.cluster.device == "cpu":
             return 0
         return self._deep_ep_bytes if experts.dispatcher == "deepep" else self._hybrid_ep_bytes(experts)
 
     def limits(self) -> Iterator[tuple[str, str]]:
-        """What a backend's kernels stop at, on all ranks when the first tokens travel: found, and needed."""
+        """Yield (found, needed) for limits of the kernels, which fail on all ranks at the first exchange."""
         experts, ranks = self._by_kernels, self._ranks
         if experts is None:
             return

@@ -1,11 +1,11 @@
-"""Host time: how long Python takes to issue the work of a layer, which no pass on a device can be shorter than.
+"""Host time: seconds that Python takes to issue a layer, a lower bound of every pass.
 
-    host      issue a half ──> issue the next ──> ...            seconds of the CPU, however fast the device and small the tensors
+    host      issue a half ──> issue the next ──> ...            CPU seconds, independent of device and tensor sizes
     device         └ runs it         └ runs it
 
-It depends on the CPU, on PyTorch and Megatron, on whose layers they are, and on what becomes of a half: a replay is issued like a
-forward. So each half has one figure for each *setting*, and each *implementation* has halves of its own. Figures are taken with
-tensors so small that next to nothing is computed (`testbed.host_time`).
+It depends on the CPU, on PyTorch and Megatron, on the layer implementation, and on the treatment of a half: a recomputation is
+issued like a forward. Each half has a figure per setting and implementation, measured with tensors so small that device time is
+negligible (`testbed.host_time`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.validation import Part
 
 Setting = Literal["none", "full", "kept", "partly", "replayed", "gathered", "offloaded", "deferred"]
-"""What becomes of a half.
+"""Treatment of a half.
 
-none, full    by stock Megatron: nothing is recomputed; whole layers are
-kept          under a plan, kept whole
-partly        replayed, but no GEMM and no attention: its norm, and the MLP half's activation
-replayed      replayed whole
-gathered      replayed whole, its input gathered once (sequence parallelism)
-offloaded     kept whole, and sent to host memory
-deferred      kept whole, and the weight gradients of all its linears run in waits
+none, full    stock Megatron, without recomputation and with full recomputation
+kept          a plan keeps its activations
+partly        recomputed, except GEMMs and attention: its norm, and the MLP half's activation
+replayed      recomputed whole
+gathered      recomputed whole, its input gathered once (sequence parallelism)
+offloaded     activations kept, and offloaded to host memory
+deferred      activations kept, and the weight gradients of all its linears delayed into waits
 """
 
 Implementation = Literal["local", "transformer_engine"]
-"""Whose layers, as Megatron's `--transformer-impl` says it."""
+"""Layer implementation, as in Megatron's `--transformer-impl`."""
 
 LAYERS: Mapping[Implementation, str] = {"local": "Megatron's own layers", "transformer_engine": "Transformer Engine's layers"}
-"""Their names for people."""
+"""Names of the implementations in messages."""
 
 
 class HostPasses(Part):
-    """One half, one micro-batch: microseconds that the host takes for its forward, and for its backward with its replay."""
+    """Host microseconds of one half and micro-batch: forward, and backward including recomputation."""
 
     forward_us: float = Field(ge=0)
     backward_us: float = Field(ge=0)
@@ -53,7 +53,7 @@ class HostPasses(Part):
 
 
 class HalfHostTime(Part):
-    """One half under every setting."""
+    """Host time of one half under every setting."""
 
     none: HostPasses
     full: HostPasses
@@ -61,22 +61,22 @@ class HalfHostTime(Part):
     partly: HostPasses
     replayed: HostPasses
     gathered: HostPasses | None = None
-    """None: not measured, and counted as `replayed`."""
+    """If None: not measured, taken as `replayed`."""
     offloaded: HostPasses | None = None
-    """None: not measured, and counted as `kept`; so is `deferred`."""
+    """If None: not measured, taken as `kept`. So is `deferred`."""
     deferred: HostPasses | None = None
 
     def under(self, setting: Setting) -> HostPasses:
-        """The figures of a setting, or of the nearest one that was measured."""
+        """Return the figures of a setting, or of the nearest one that was measured."""
         passes: HostPasses | None = getattr(self, setting)
         return passes or (self.replayed if setting == "gathered" else self.kept)
 
 
 class LayerHostTime(Part):
-    """The host time of one layer of one implementation, by half and setting, without the collectives that it issues."""
+    """Host time of one layer by half and setting, without the collectives that it issues."""
 
     made_by: str
-    """With what, and when it is worth knowing, under which circumstances."""
+    """Tool and, where relevant, conditions of the measurement."""
     attention: HalfHostTime
     mlp: HalfHostTime
 
@@ -85,39 +85,39 @@ class LayerHostTime(Part):
         return own
 
     def layer_s(self, setting: Setting) -> float:
-        """Both halves, forward and backward."""
+        """Return the seconds of both halves, forward and backward."""
         return sum(each.forward_s + each.backward_s for each in (self.half(half).under(setting) for half in HALVES))
 
 
 class HostAdam(Part):
-    """How fast PyTorch's fused AdamW steps fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
+    """Speed of PyTorch's fused AdamW on fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
 
     made_by: str
-    """With what it was measured, with how many threads; or where the figures are from."""
+    """Tool and thread count of the measurement, or the source of the figures."""
     alone_million_per_s: float = Field(gt=0)
-    """Parameters of one rank, if no other rank of the node steps."""
+    """Parameters per second of one rank while other ranks of the node are idle."""
     together_million_per_s: float = Field(gt=0)
-    """Of each rank, if all of a node do."""
+    """Parameters per second of each rank while all ranks of the node step."""
 
     def parameters_per_s(self, ranks: int, node_ranks: int) -> float:
-        """Of each of so many ranks of a node, which share what its memory and its cores can do."""
+        """Return the rate of each of `ranks` ranks of a node, which share its memory bandwidth and cores."""
         return 1e6 * min(self.alone_million_per_s, self.together_million_per_s * node_ranks / ranks)
 
 
 class HostTime(Part):
-    """The host time of layers on one CPU. An implementation that was not measured there is counted as the other."""
+    """Host time of layers on one CPU. An implementation that was not measured takes the figures of the other."""
 
     cpu: str
-    """The processor that the figures were taken on, as it names itself."""
+    """Processor name, as reported by the CPU."""
     local: LayerHostTime | None = None
     transformer_engine: LayerHostTime | None = None
     adam: HostAdam | None = None
-    """None: not known."""
+    """If None: unknown."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_one_implementation(cls, data: Any) -> Any:
-        """Files from before figures were told apart have those of one implementation, which `made_by` names."""
+        """Read the older format with figures of one implementation, which `made_by` names."""
         if not isinstance(data, dict) or not data.keys() & HALVES:
             return data
         layer = {name: data[name] for name in ("made_by", *HALVES) if name in data}
@@ -131,23 +131,23 @@ class HostTime(Part):
         return self
 
     def taken_for(self, implementation: Implementation) -> Implementation:
-        """Whose figures count for these layers: their own, if they were measured."""
+        """Return the implementation whose figures are used: the given one if it was measured, else the other."""
         if getattr(self, implementation) is not None:
             return implementation
         return "local" if self.transformer_engine is None else "transformer_engine"
 
     @property
     def measured(self) -> tuple[Implementation, ...]:
-        """The implementations that were."""
+        """Measured implementations."""
         return tuple(each for each in LAYERS if getattr(self, each) is not None)
 
     def of(self, implementation: Implementation) -> LayerHostTime:
-        """The figures that count for these layers."""
+        """Return the figures used for an implementation."""
         layer: LayerHostTime = getattr(self, self.taken_for(implementation))
         return layer
 
     def words_for(self, implementation: Implementation) -> str:
-        """What these figures are, for people."""
+        """Describe these figures for people."""
         taken = self.taken_for(implementation)
         if taken == implementation:
             return f"{LAYERS[taken]} on {self.cpu}"

@@ -1,4 +1,4 @@
-"""A job: what is to be trained, where, and under which memory budget. Every quantity has its unit in its key."""
+"""A job: model, cluster, layout and memory budget. Keys of quantities end in their unit."""
 
 from __future__ import annotations
 
@@ -35,28 +35,27 @@ from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part
 
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
-"""What is recomputed: nothing; stock's core attention; norms and activation (Yuan et al.); whole layers; as planned."""
+"""Recomputation: none; stock's core attention; norms and activation (Yuan et al.); whole layers; by a plan."""
 
 
 MOST_MICROBATCHES = 20_000
-"""The most that a pipeline may have in one step. Each is simulated by itself, and a mistyped number must be answered at once."""
+"""Limit of micro-batches per pipeline and step: each is simulated, and a mistyped number must fail at once."""
 
 
 Schedule = Literal["flush", "double_buffered"]
-"""How a pipeline goes from batch to batch: it is emptied before each update (1F1B; interleaved, where stages have several
-chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
+"""Pipeline schedule. flush: drained before each update (1F1B, interleaved with several chunks per stage). double_buffered: never
+drained, with gradients one update old (PipeDream-2BW)."""
 
 
 class Lengths(Part):
-    """Lengths of packed sequences in tokens. Queries see keys of their own sequence alone.
+    """Lengths of packed sequences in tokens. Queries attend only to keys of their own sequence.
 
-    In a job file also the name of a file of lengths, separated by blanks or lines (`config.loader`).
+    In a job file, `lengths` may also name a file of lengths, separated by blanks or lines (`config.loader`).
     """
 
     mean: float = Field(ge=1, le=1e9)
-    """Of all sequences."""
     mean_square: float | None = Field(default=None, ge=1, le=1e18)
-    """The mean of their squares. None: all are as long as the mean, so that attention takes the least time that it can."""
+    """Mean of the squares; None: all sequences have the mean length, the cheapest case for attention."""
 
     @model_validator(mode="after")
     def _spread(self) -> Lengths:
@@ -65,29 +64,27 @@ class Lengths(Part):
         return self
 
     def seen(self, seq: int) -> float:
-        """Pairs of queries and keys in a pack of `seq` tokens, over those that a causal mask leaves of one sequence of as many.
+        """Return the query-key pairs in a pack of `seq` tokens, relative to one causal sequence of that length.
 
-        l tokens have l (l + 1) / 2 pairs, and there are seq / mean sequences in a pack.
+        l tokens have l (l + 1) / 2 pairs, and a pack has seq / mean sequences.
         """
         return min(1.0, (self.squares_per_token + 1) / (seq + 1))
 
     @property
     def squares_per_token(self) -> float:
-        """The sum of the squares over the sum: how long a sequence is in which a token finds itself."""
+        """Sum of squared lengths over sum of lengths: the mean sequence length over tokens."""
         return self.mean if self.mean_square is None else self.mean_square / self.mean
 
 
 class Batch(Part):
-    """Sizes in sequences."""
-
     micro: int = Field(ge=1)
     """Sequences of one micro-batch (b)."""
     global_: int = Field(ge=1, le=100_000_000, alias="global")
     """Sequences of one optimizer step over all replicas (B)."""
     lengths: Lengths | None = None
-    """Of the sequences that are packed into one of `model.seq` tokens. None: it is a single one."""
+    """Lengths of the sequences packed into `model.seq` tokens; None: one sequence."""
     packed: bool | None = None
-    """Whether sequences are packed. None: where their lengths are stated."""
+    """Whether sequences are packed; None: if `lengths` is given."""
 
     @property
     def is_packed(self) -> bool:
@@ -95,34 +92,34 @@ class Batch(Part):
 
 
 Leaving = Literal["parameters", "gradients", "optimizer"]
-"""What of training may go to host memory while others have the device."""
+"""Training state that may move to host memory while other processes use the device."""
 
 
 class Beside(Part):
-    """Something that stays on each device while training runs: a reference model, what an inference engine does not give back."""
+    """Memory that another component uses on each device during training, such as a reference model or an inference engine."""
 
     what: str = Field(min_length=1)
     gib: float = Field(gt=0, le=1e9)
 
 
 class Budget(Part):
-    """What a plan may use. Without a figure: on GPUs what the device reports, less its cluster's reserve and what others have; on
-    the testbed the planner aims at the least memory."""
+    """Memory that a plan may use. By default, on GPUs: the device's memory without its cluster's reserve and other processes; on
+    the
+    testbed the planner minimizes memory."""
 
     activation_mib: float | None = Field(default=None, gt=0, le=1e12)
-    """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
+    """Activations of one stage's layers, all micro-batches in flight, per rank."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e9)
-    """Everything on one device that PyTorch allocates. None: the cluster's memory, less its reserve."""
+    """PyTorch's allocations on one device; None: the cluster's memory without its reserve."""
     expandable_segments: bool = True
-    """Whether the run has PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves less unused. It decides how much is
-    reserved for that."""
+    """Whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which lowers the allocator's slack."""
     share: float | None = Field(default=None, gt=0, le=1)
-    """Of the device's memory, as PyTorch reports it: what the training process may take, its context, libraries, NCCL's buffers
-    and the allocator's slack included. The rest belongs to others: an inference engine that is told 0.45 leaves 0.55."""
+    """Share of the device memory that PyTorch reports for the training process, including context, libraries, NCCL's buffers and
+    allocator slack. The rest belongs to other processes: an inference engine configured with 0.45 leaves 0.55."""
     beside: tuple[Beside, ...] = ()
-    """What else stays on each device while training runs."""
+    """Other components on each device during training."""
     leaves: tuple[Leaving, ...] = ()
-    """What goes to host memory between phases of training. Nothing that a plan has to fit in: `estimate` shows both phases."""
+    """State that moves to host memory between phases of training. Plans ignore it; `estimate` shows both phases."""
 
     @model_validator(mode="after")
     def _said_once(self) -> Budget:
@@ -132,40 +129,42 @@ class Budget(Part):
 
     @property
     def of_device(self) -> bool:
-        """Whether it says what may be used of a device."""
+        """Whether the budget limits a device's memory."""
         return self.memory_gib is not None or self.share is not None or bool(self.beside)
 
 
 class Head(Part):
-    """A head in pieces, which does not equal stock's in every bit: the gradient of its weight is another sum."""
+    """An output layer computed in pieces. Its bits differ from stock's: the weight's gradient is summed in another order."""
 
     pieces: Literal["auto"] | Annotated[int, Field(ge=2, le=1_000_000)]
-    """Parts of a sequence, whose logits are there one after the other; auto: the planner decides whether, and how many."""
+    """Pieces of a sequence, whose logits are computed one after the other; auto: the planner decides."""
 
 
 class Job(Part):
-    """The whole job. Digest and derived numbers are properties; nothing is changed after loading."""
+    """A whole job, immutable once loaded. Digest and derived numbers are properties."""
 
     model: Model
     cluster: Cluster
     gpus: int = Field(ge=1)
-    """Ranks in the job (processes, on the CPU testbed)."""
+    """Ranks of the job (processes, on the CPU testbed)."""
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
     overlap: Overlap = Overlap()
     batch: Batch
     policy: Policy = "planned"
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the bytes that a chunk saves for backward which goes to host memory; auto: what makes a plan fastest, or for other
-    policies the smallest that fits."""
+    """Share of a chunk's saved bytes that is offloaded to host memory; auto: the fastest share for plans, the smallest that fits
+    for
+    other policies."""
     budget: Budget = Budget()
     schedule: Schedule = "flush"
     defer_updates: bool = True
-    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
+    """double_buffered only: whether stages continue with the next batch, into a second gradient buffer, until all can update
+    together."""
     head: Head | None = None
-    """None: the head is whole, as stock has it."""
+    """If None: the output layer is computed whole, as in stock."""
     learned: Learned = Learned()
-    """What a run has taught (`from_run`). Nobody writes it into a file, and no digest has it: it is the same job."""
+    """Corrections learned from a run (`from_run`). They are in neither job files nor the digest: the job is the same."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Job:
@@ -211,7 +210,6 @@ class Job(Part):
         return self
 
     def _head_problems(self) -> list[str]:
-        """Pieces of a head that cannot be."""
         if self.head is None:
             return []
         rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
@@ -229,7 +227,7 @@ class Job(Part):
         return [] if needed is None else [f"{found} must be {needed} with several chunks on each stage"]
 
     def _flushless_problems(self) -> list[str]:
-        """Two versions of the weights are enough where a batch has a micro-batch for every stage, and stages have one chunk."""
+        """Return what prevents two weight versions: a batch needs a micro-batch per stage, and stages need one chunk."""
         pipeline, found, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
         if pipeline == 1:
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
@@ -260,28 +258,29 @@ class Job(Part):
 
     @property
     def optimizer_sharers(self) -> int:
-        """Ranks among which the optimizer's state of what they all hold is shared out, if it is: experts apart."""
+        """Ranks that share the distributed optimizer's state of non-expert parameters."""
         return self.parallel.context * self.replicas // self.parallel.optimizer_instances
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one pipeline in one step (m)."""
+        """Micro-batches of one pipeline per step (m)."""
         return self.batch.global_ // (self.batch.micro * self.replicas)
 
     @property
     def microbatch_group(self) -> int:
-        """Micro-batches that pass one chunk before the next one has its turn (g)."""
+        """Consecutive micro-batches per chunk in the interleaved schedule (g)."""
         return self.parallel.microbatch_group or self.parallel.pipeline
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether no linear runs again whose input sequence parallelism gathers: it owns a userbuffer, or one gather does not
-        serve its weight gradient as well."""
+        """Whether linears with an input gathered by sequence parallelism are never recomputed: they use a userbuffer, or their
+        weight
+        gradient needs a second gather."""
         return self.userbuffers or (self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe))
 
     @property
     def userbuffers(self) -> bool:
-        """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
+        """Whether linears exchange inside their GEMMs with userbuffers; such exchanges are no windows."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
 
     def with_userbuffers(self, on: bool) -> Job:
@@ -289,18 +288,17 @@ class Job(Part):
 
     @property
     def rotary_asks_host(self) -> bool:
-        """Whether turning queries and keys makes the host wait for the device, to ask how long packed sequences are, each time it
-        runs. The fused kernel need not ask."""
+        """Whether unfused RoPE synchronizes the host with the device to read the lengths of packed sequences."""
         return self.batch.is_packed and self.model.position == "rope" and not self.model.fuses_rotary
 
     @property
     def head_pieces(self) -> int:
-        """Pieces of the head; 1 where it is whole, or the planner has not decided yet."""
+        """Pieces of the output layer; 1 if it is whole or undecided."""
         return 1 if self.head is None or self.head.pieces == "auto" else self.head.pieces
 
     @property
     def chunks(self) -> int:
-        """Chunks of one stage (v); 1 in plain 1F1B."""
+        """Chunks per stage (v); 1 in plain 1F1B."""
         return len(self.partition) // self.parallel.pipeline
 
     @property
@@ -316,15 +314,15 @@ class Job(Part):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """What may be used of one device, by what PyTorch allocates; below 0 where nothing is left beside the reserve.
-        Never more than a run has shown to be there."""
+        """Device memory for PyTorch's allocations, limited to the memory that a run found available; negative if the
+        reserve exceeds the device."""
         stated, found = self.budget.memory_gib, self.learned.device_bytes
         own = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
         return own if found is None else min(own, found)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """What NCCL connects of this layout."""
+        """NCCL communicators of the layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
         tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts
         dispatcher = None if experts is None else experts.dispatcher
@@ -332,12 +330,12 @@ class Job(Part):
 
     @property
     def fused_dispatch(self) -> FusedDispatch:
-        """What brings tokens to experts with kernels of its own, if any does."""
+        """Fused token dispatch, if the job uses it."""
         return FusedDispatch(self.model, self.parallel, self.batch.micro, self.cluster)
 
     @property
     def device_reserve(self) -> DeviceReserve:
-        """What is left alone on one device, by part; counted, whether a budget is stated or not."""
+        """Reserved memory of one device by part, independent of a stated budget."""
         segments = self.budget.expandable_segments
         buffers = self.fused_dispatch.buffers_bytes
         reserve = device_reserve(self.cluster, self.communicators, expandable_segments=segments, dispatch_bytes=buffers)
@@ -345,43 +343,43 @@ class Job(Part):
 
     @property
     def host_sharers(self) -> int:
-        """The job's devices in one node, which share its host memory; all of them where no node is described."""
+        """The job's devices per node, which share its host memory; all devices if no node is described."""
         node = self.cluster.node
         return self.gpus if node is None else min(node.gpus, self.gpus)
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """Megatron's layer numbers (from 1) of one chunk of a stage."""
+        """Return Megatron's layer numbers (from 1) of one chunk of a stage."""
         partition, virtual_stage = self.partition, chunk * self.parallel.pipeline + stage
         first = sum(partition[:virtual_stage]) + 1
         return range(first, first + partition[virtual_stage])
 
     def chunk_layers(self, stage: int) -> tuple[int, ...]:
-        """How many layers each chunk of a stage has."""
+        """Return the layer count of each chunk of a stage."""
         return self.partition[stage :: self.parallel.pipeline]
 
     def layers_on(self, stage: int) -> int:
-        """How many layers a stage has, in all its chunks."""
+        """Return the layer count of a stage over all chunks."""
         return sum(self.chunk_layers(stage))
 
     def experts_of(self, stage: int, chunk: int = 0) -> int:
-        """How many layers of one chunk of a stage have experts."""
+        """Return the count of layers with experts in one chunk of a stage."""
         layers = self.model.expert_layers
         return sum(layer in layers for layer in self.layers_of(stage, chunk)) if layers else 0
 
     def experts_on(self, stage: int) -> int:
-        """How many layers of a stage have experts, in all its chunks."""
+        """Return the count of layers with experts in a stage over all chunks."""
         return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
 
     def kinds_of(self, stage: int, chunk: int = 0) -> Counter[LayerKind]:
-        """How many layers of each kind one chunk of a stage has."""
+        """Return the count of layers by kind in one chunk of a stage."""
         return self.model.kinds_of(self.layers_of(stage, chunk))
 
     def kinds_on(self, stage: int) -> Counter[LayerKind]:
-        """The same of all its chunks."""
+        """Return the count of layers by kind in a stage over all chunks."""
         return self.model.kinds_of(chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks)))
 
     def halves_on(self, stage: int) -> Counter[Section]:
-        """What fills the halves of a stage's layers, and how many times."""
+        """Return the count of halves by section in a stage."""
         counts = Counter[Section]()
         for kind, layers in self.kinds_on(stage).items():
             counts.update(dict.fromkeys(kind, layers))
@@ -389,9 +387,9 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin.
+        """SHA-256 of the job's canonical JSON without later fields at their defaults; plans record it as their origin.
 
-        Host time is not in it: it is measured anew with every release, and makes another plan only where a stage is host-bound.
+        Host time is excluded: it is measured again with every release, and changes a plan only if a stage is host-bound.
         """
         parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
         parts |= {"batch": self.batch}
@@ -403,6 +401,6 @@ class Job(Part):
 
 
 def _nearest(number: int, step: int) -> str:
-    """What a size could be instead: the multiples of `step` around it."""
+    """Suggest the multiples of `step` around a size."""
     below = number // step * step
     return f"such as {below} or {below + step}" if below else f"such as {step}"

@@ -1,7 +1,4 @@
-"""What jobs could not always say, and what it is where it changes nothing.
-
-A job's digest leaves it out, so that old plans know their jobs.
-"""
+"""Job fields added later: the digest leaves them out at their defaults, so that old plans still match their jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "batch": ("lengths", "packed"),
     "optimizer": ("states", "muon_steps", "matrix_states", "offload", "overlap_copies", "states_on_host", "chunk_mib"),
 }
-"""Fields by their part. Each changes nothing where it is as its part has it by default."""
+"""Added fields by part. Each has a default that changes nothing."""
 
 IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16", "copies_kept")
 IN_EXPERTS = (
@@ -52,18 +49,18 @@ IN_EXPERTS = (
     "shared_beside",
 )
 IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
-"""The same of `model.fp8`, of `model.experts`, and of `overlap` where anything else of it is stated."""
+"""Added fields of `model.fp8`, of `model.experts`, and of `overlap` if another of its fields is set."""
 
 
 def as_by_default(part: BaseModel, names: Iterable[str]) -> set[str]:
-    """Those of these fields that are as they are where nobody says anything."""
+    """Return the fields that have their default."""
     return {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
 
 
 def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
-    """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
+    """Return pydantic's `exclude`. `fp8`: the model uses FP8; else the cluster's FP8 figures are left out."""
     off: dict[str, Any] = {part: dict.fromkeys(as_by_default(parts[part], names), True) for part, names in LATER.items()}
-    off["model"]["fusions"] = True  # what a measured profile knows better
+    off["model"]["fusions"] = True  # a measured profile includes them
     if (experts := getattr(parts["model"], "experts", None)) is not None:
         off["model"]["experts"] = as_by_default(experts, IN_EXPERTS)
     if (asked := getattr(parts["model"], "fp8", None)) is not None:

@@ -1,11 +1,11 @@
-"""Reads job files, and the files of models and clusters that they name.
+"""Read job files, and the model and cluster files that they name.
 
-jobs/demo.yaml                                       looked for, in this order
-  model: models/tiny-llama                     ─>    beside the job file, then among the bundled configs (.yaml added if need be)
-  model: {like: models/tiny-llama, seq: 512}   ─>    the same, with other values for these keys
-  cluster: {name: ...}                         ─>    nowhere: written out in the job itself
-    host_time: hosts/amd-epyc                  ─>    in a cluster: as above
-  + overrides                                  ─>    one value each, by its place: {"parallel.tensor": 4, "model.seq": 512}
+jobs/demo.yaml                                       searched in this order
+  model: models/tiny-llama                     ─>    next to the job file, then the bundled configs (with or without .yaml)
+  model: {like: models/tiny-llama, seq: 512}   ─>    the same file, with these keys replaced
+  cluster: {name: ...}                         ─>    no file: given in the job itself
+    host_time: hosts/amd-epyc                  ─>    in a cluster: searched as above
+  + overrides                                  ─>    single values by path: {"parallel.tensor": 4, "model.seq": 512}
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
-"""The keys of a job that may name a file instead of holding a mapping."""
+"""Keys of a job that may name a file instead of a mapping."""
 
 LIKE = "like"
-"""The key that names, in such a mapping, the file that has everything which the mapping does not."""
+"""Key of such a mapping that names a file with the remaining values."""
 
 
 def bundled_configs() -> Path:
-    """The `configs/` that came with this package: inside an installed wheel, at the top of a checkout."""
+    """Return the `configs/` folder of this package: inside an installed wheel, or at the top of a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Job:
-    """The job in a file. `path` may also be a bundled one: `jobs/demo`.
+    """Load and validate a job file. `path` may also name a bundled one: `jobs/demo`.
 
-    `overrides` replace single values, given by their place in the job (`{"batch.micro": 2}`).
+    `overrides` replace single values, by path in the job (`{"batch.micro": 2}`).
     Raises `ConfigError` with every problem of the job and of the files it names.
     """
     overrides = overrides or {}
@@ -81,7 +81,7 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
 
 
 def lengths_in(file: Path) -> dict[str, float]:
-    """What a file of lengths comes to: their mean, and the mean of their squares."""
+    """Return the mean and mean square of the lengths in a file."""
     needed = "lengths of sequences in tokens, whole numbers from 1, separated by blanks or lines"
     headline = "the lengths cannot be read"
     text = text_in(file, needed, headline=headline)
@@ -97,25 +97,26 @@ def lengths_in(file: Path) -> dict[str, float]:
 
 
 def job_path(name: str | os.PathLike[str]) -> Path:
-    """The file that a job's name stands for. Raises `ConfigError` where there is none."""
+    """Return the file of a job name. Raises `ConfigError` if it does not exist."""
     return _named(os.fspath(name), where=os.fspath(name), kind="jobs")
 
 
 def load_cluster(name: str, where: str) -> Cluster:
-    """A cluster by its name among the bundled ones (`a100-80g`, `clusters/a100-80g`), or its file. `where` asked for it."""
+    """Load a cluster by bundled name (`a100-80g`, `clusters/a100-80g`) or by path. `where`: place of the name, for errors."""
     file = _named(name, where, "clusters")
     return validated(Cluster, cluster_data(file), file)
 
 
 def load_model(name: str, where: str) -> Model:
-    """A model by its name among the bundled ones (`llama3-70b`), or its file. `where` asked for it."""
+    """Load a model by bundled name (`llama3-70b`) or by path. `where`: place of the name, for errors."""
     file = _named(name, where, "models")
     return validated(Model, read_yaml(file), file)
 
 
 def _named(name: str, where: str, kind: str) -> Path:
-    """The file that a name on a command line stands for: a path; or a bundled one of a kind, also by the beginning of its name
-    where no other has it, with or without its folder, in any case."""
+    """Return the file of a name on a command line: a path, or a bundled file, also by a unique prefix of its name, with or
+    without its
+    folder, in any case."""
     with suppress(ConfigError):
         return _found(name, Path(), where, kind)
     bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}
@@ -130,7 +131,7 @@ def _named(name: str, where: str, kind: str) -> Path:
 
 
 def cluster_data(file: Path) -> dict[str, Any]:
-    """What a cluster's file says, with the host time that it may name. Raises `ConfigError` where that is not valid."""
+    """Return a cluster file's mapping with the host time it names filled in. Raises `ConfigError` if that is invalid."""
     return _with_host_time(read_yaml(file), file)
 
 
@@ -145,7 +146,7 @@ def _with_host_time(cluster: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any, job_file: Path) -> Any:
-    """What a named file holds, checked under its own name; a mapping as it stands, or with what it does not say from a file."""
+    """Return the mapping of a part: a named file's, validated; or the given one, completed from the file that `like` names."""
     if isinstance(value, dict):
         changed = {name: given for name, given in value.items() if name != LIKE}
         changed = _with_host_time(changed, job_file) if key == "cluster" else changed
@@ -164,7 +165,7 @@ def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any
 
 
 def _found(name: str, beside: Path, where: str, kind: str) -> Path:
-    """The file that a name stands for, or the pipe; `kind`: the folder of the bundled ones that would do."""
+    """Return the file (or pipe) of a name. `kind`: bundled folder for suggestions."""
     for folder in (beside, bundled_configs()):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if os.path.exists(candidate) and not os.path.isdir(candidate):
@@ -178,13 +179,13 @@ def _found(name: str, beside: Path, where: str, kind: str) -> Path:
 
 
 def _by_depth(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Overrides of whole keys (before named files are read), and of values inside them (after)."""
+    """Split overrides into whole keys (set before named files are read) and nested values (set afterwards)."""
     inner = {place: value for place, value in overrides.items() if "." in place}
     return {place: value for place, value in overrides.items() if place not in inner}, inner
 
 
 def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:
-    """Put each value at its place; what has no place is a problem. Misspelt last names are left to the job's own check."""
+    """Set each value at its path and return the problems. The job's own validation finds misspelt last names."""
     problems = []
     for place, value in overrides.items():
         *path, last = place.split(".")
@@ -199,7 +200,7 @@ def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem
 
 
 def _blamed(problem: Problem, file: Path, overrides: Mapping[str, Any]) -> Problem:
-    """The problem, at the override that brought it where it is one's and not the file's."""
+    """Return the problem with the override that caused it as its place, if one did."""
     key = problem.where.removeprefix(f"{file}: ")
     for place in overrides:
         if key == place or (problem.found == "an unknown key" and place.startswith(f"{key}.")):

@@ -1,4 +1,4 @@
-"""The model, as a job file states it: what a GPT is made of, and whose layers and kernels it is made with."""
+"""The model of a job file: GPT sizes, layer implementation and kernels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
 
 Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
-"""Bias, dropout and residual addition (`--no-bias-dropout-fusion` switches it off); bias and activation (`--no-bias-gelu-fusion`,
-`--no-bias-swiglu-fusion`); rotary positions, with a kernel of Transformer Engine's (`--no-rope-fusion`); mask and softmax of
-local layers' scores (`--no-masked-softmax-fusion`)."""
+"""Megatron's fusions: bias, dropout and residual addition (off: `--no-bias-dropout-fusion`); bias and activation
+(`--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`); RoPE with Transformer Engine's kernel (`--no-rope-fusion`); mask and softmax
+of local layers' scores (`--no-masked-softmax-fusion`)."""
 
 
 LISTED = ("fusions", "kinds", "opaque", "captured")
@@ -32,21 +32,23 @@ LISTED = ("fusions", "kinds", "opaque", "captured")
 
 
 class Fp8(Part):
-    """Megatron's `--fp8-format`, `--fp8-recipe` and `--fp8-param-gather`; or `--fp4-format`, `--fp4-recipe`."""
+    """FP8 (Megatron's `--fp8-format`, `--fp8-recipe`, `--fp8-param-gather`) or FP4 (`--fp4-format`, `--fp4-recipe`) linears."""
 
     format: Literal["hybrid", "e4m3", "e2m1"] = "hybrid"
-    """hybrid: E4M3, but gradients in E5M2. e2m1: FP4, of recipe nvfp4."""
+    """hybrid: E4M3, with gradients in E5M2. e2m1: FP4, with recipe nvfp4."""
     recipe: Recipe = "delayed"
     parameters: bool = False
-    """Whether the linears' weights themselves are held in FP8 (`--fp8-param-gather`), and gathered so by the distributed
-    optimizer. Otherwise they stay in the model's type, and have copies in FP8."""
+    """Whether the linears' weights are stored in FP8 (`--fp8-param-gather`), and gathered so by the distributed optimizer.
+    Otherwise
+    they stay in the model's type, with copies in FP8."""
     first_in_bf16: int = Field(default=0, ge=0)
-    """How many layers from the first on compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
+    """Layers at the start that compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
-    """How many up to the last one do (`--num-layers-at-end-in-bf16`)."""
+    """Layers at the end that compute in bf16 (`--num-layers-at-end-in-bf16`)."""
     copies_kept: bool | None = None
-    """Whether a checkpointed half keeps the copy that its last linear has of what it reads, so that this linear need not run
-    again. None: a plan does what is faster."""
+    """Whether a checkpointed half keeps the FP8 copy of its last linear's input, so that this linear is not recomputed; None: a
+    plan
+    takes the faster one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,15 +65,15 @@ class Fp8(Part):
 
 
 class Window(Part):
-    """Attention that sees a window. Seconds and FLOPs of the core attention are the mean of all layers'."""
+    """Sliding-window attention. Seconds and FLOPs of core attention are averages over all layers."""
 
     keys: int = Field(ge=1)
-    """How many keys a query sees, its own among them."""
+    """Keys that a query attends to, including its own."""
     share: float = Field(default=1.0, ge=0, le=1)
-    """Share of the layers in which that is so; in the others it sees all."""
+    """Share of the layers with a window; the others attend to all keys."""
 
     def seen(self, seq: int) -> float:
-        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves of a sequence."""
+        """Return the mean query-key pairs of all layers, relative to a causal sequence."""
         keys = min(self.keys, seq)
         return 1 - self.share + self.share * keys * (2 * seq - keys + 1) / (seq * (seq + 1))
 
@@ -80,7 +82,7 @@ class Model(Part):
     """A decoder-only transformer in Megatron's terms. Sizes count elements, not bytes."""
 
     layers: int = Field(ge=1, le=1_000)
-    """Transformer layers in the whole model (L)."""
+    """Transformer layers of the whole model (L)."""
     hidden: int = Field(ge=1)
     """Width of the residual stream (h)."""
     ffn: int = Field(ge=1)
@@ -90,75 +92,76 @@ class Model(Part):
     kv_groups: int = Field(ge=1)
     """Key/value heads (g); equal to `heads` without grouped-query attention."""
     vocab: int = Field(ge=1)
-    """Entries of the embedding table (V). Megatron pads them to a multiple of 128 x tensor: write that number to count them."""
+    """Entries of the embedding table (V). Megatron pads them to a multiple of 128 x tensor; give the padded number to count the
+    padding."""
     seq: int = Field(ge=1)
-    """Tokens of one sequence (s)."""
+    """Tokens per sequence (s)."""
     kv_channels: int | None = Field(default=None, ge=1)
-    """Width of a head (d), as Megatron's `--kv-channels`. None: hidden / heads."""
+    """Width of a head (d), Megatron's `--kv-channels`; None: hidden / heads."""
     activation: Literal["gelu", "swiglu", "quick_geglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
-    """Default: rope with rmsnorm, as Llama-like models have them, and with latent attention, else learned."""
+    """Default: rope with rmsnorm (Llama-like models) and with latent attention, else learned."""
     bias: bool = True
-    """Whether the linear layers have biases."""
+    """Whether linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
     """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
     attention_kernel: AttentionKernel = "usual"
-    """Whose fused kernels: those that Transformer Engine takes on these GPUs (cuDNN's on Hopper and later), or FlashAttention-2's
+    """Fused attention kernels: Transformer Engine's default on these GPUs (cuDNN on Hopper and later), or FlashAttention-2
     (`--attention-backend flash`, or NVTE_FUSED_ATTN=0)."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     implementation: Implementation = "local"
-    """Whose layers (Megatron's `--transformer-impl`): with Transformer Engine the norms are made inside `linear_qkv` and
-    `linear_fc1`, with its own kernels."""
+    """Layer implementation (Megatron's `--transformer-impl`). Transformer Engine computes the norms inside `linear_qkv` and
+    `linear_fc1`."""
     qk_norm: bool = False
-    """Whether queries and keys are normed, head by head (Megatron's `--qk-layernorm`), as `norm` says."""
+    """Whether queries and keys are normalized per head (Megatron's `--qk-layernorm`), with `norm`."""
     fusions: tuple[Fusion, ...] | None = None
-    """Megatron's fusions that the launch has on: layers are measured and compared with them, and estimated by them. None: what
-    Megatron has on if nothing is said, on GPUs; on CPU ranks none."""
+    """Enabled fusions of Megatron; None: Megatron's defaults on GPUs; none on CPU ranks."""
     glu_offset: bool = True
-    """Whether a gated activation that is not fused adds an offset to its linear half (of SwiGLU 0), as it does since 0.14."""
+    """Whether an unfused gated activation adds an offset to its linear half (0 for SwiGLU), as since megatron-core 0.14."""
     activation_clamped: bool = False
-    """Whether a gated activation is handed clamped values (`--activation-func-clamp-value`)."""
+    """Whether the inputs of a gated activation are clamped (`--activation-func-clamp-value`)."""
     window: Window | None = None
-    """What queries see of the keys before them, in some layers (`--window-size`). None: all, in every layer."""
+    """Sliding window of some layers (`--window-size`); None: full attention in every layer."""
     sinks: bool = False
-    """Whether each head's softmax has a logit more, which is learned (`--softmax-type learnable`)."""
+    """Whether each head's softmax has an additional learned logit (`--softmax-type learnable`)."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
-    """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
-    Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
+    """Kernels of the loss: one per operator, Megatron's fused ones (`--cross-entropy-loss-fusion`), or Transformer Engine's
+    (`--cross-entropy-fusion-impl te`)."""
     deterministic: bool = False
-    """Whether kernels are asked for that add up in one order (`--deterministic-mode`): fused attention's backward is slower, and
-    holds more, by `cluster.ordered_attention`. A measured profile has what was measured."""
+    """Whether kernels sum in a fixed order (`--deterministic-mode`): fused attention's backward takes more time and memory, by
+    `cluster.ordered_attention`. A measured profile includes this."""
     tied_embeddings: bool = False
-    """Whether input and output embedding share their weight."""
+    """Whether input embedding and output layer share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
-    """The format in which the layers' linears compute, if not in `dtype`."""
+    """FP8 or FP4 format of the layers' linears; None: `dtype`."""
     latent: LatentSizes | None = None
-    """The sizes of multi-latent attention (Megatron's `--multi-latent-attention`); `kv_channels` then matters to nothing, and
-    `qk_norm` is of what was compressed. None: the usual attention."""
+    """Multi-latent attention (Megatron's `--multi-latent-attention`); `kv_channels` is then unused, and `qk_norm` normalizes the
+    compressed latents; None: standard attention."""
     experts: Experts | None = None
-    """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
+    """Experts in place of the MLP of some or all layers; `ffn` is the width of the dense ones; None: no experts."""
 
     mtp: int = Field(default=0, ge=0, le=64)
-    """Layers of multi-token prediction (`--mtp-num-layers`): behind the last layer and like it, on the last stage, each with a
-    projection, norms and a loss of its own. No plan treats them: they keep everything."""
+    """Layers of multi-token prediction (`--mtp-num-layers`): on the last stage, like its last layer, each with its own
+    projection, norms
+    and loss. Plans keep all their activations."""
 
     opaque: tuple[Opaque, ...] = ()
-    """Halves of some layers that nobody looks into: plans keep them whole. Of one layer and half the first one that names it."""
+    """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
 
     captured: tuple[CapturedModule, ...] = ()
-    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
+    """Modules of every layer that run as CUDA graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
 
     kinds: tuple[KindName, ...] = ()
-    """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
+    """Further kinds of every layer's halves (`megatron_lynx.kinds`) that no other key selects."""
 
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, data: Any) -> Any:
-        """A file's list is checked as Python's, once somebody has looked at its data."""
+        """Convert lists to tuples: an earlier validator has read the data, so strict types see Python values."""
         if not isinstance(data, dict):
             return data
         return {
@@ -201,7 +204,7 @@ class Model(Part):
         return self
 
     def _beside_latents(self) -> Iterator[str]:
-        """What a model with latent attention cannot have beside it."""
+        """Yield options that latent attention excludes."""
         if self.latent is None:
             return
         if self.kv_groups != self.heads:
@@ -211,43 +214,41 @@ class Model(Part):
 
     @property
     def facts(self) -> Facts:
-        """What decides which kinds fill the halves of layers without experts."""
+        """Facts that select the kinds of the halves of layers without experts."""
         copies_go = self.fp8 is not None and not self.fp8.copies_kept
         return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """What fills the halves of a layer without experts."""
+        """Sections of a layer without experts."""
         return halves_of(self.facts)
 
     @property
     def every_section(self) -> tuple[Section, ...]:
-        """Every content of a half that some layer has, the usual ones first, whether a layer has them or not."""
+        """All sections of the model, those of a layer without experts first, even if no layer has them."""
         mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
         return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one activation element."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def uses_te(self) -> bool:
-        """Whether the layers are Transformer Engine's."""
         return self.implementation == "transformer_engine"
 
     def fuses(self, fusion: Fusion) -> bool:
-        """Whether this fusion is on, on GPUs."""
+        """Return whether a fusion is enabled, on GPUs."""
         return self.fusions is None or fusion in self.fusions
 
     @property
     def fuses_rotary(self) -> bool:
-        """Whether one kernel turns queries and keys."""
+        """Whether RoPE is one kernel."""
         return self.fuses("rope") if self.latent is None else self.latent.fused_rotary
 
     @property
     def fuses_activation(self) -> bool:
-        """Whether the activation and the bias before it are one kernel. Megatron has none for squared ReLU with a bias."""
+        """Whether bias and activation are one kernel. Megatron has none for squared ReLU with a bias."""
         if self.activation == "squared_relu":
             return not self.bias
         return self.fuses("bias_activation")
@@ -258,60 +259,60 @@ class Model(Part):
 
     @property
     def first_in_bf16(self) -> range:
-        """The layers, by number, that compute in bf16 at the beginning of a model in FP8."""
+        """Numbers of the layers at the start of an FP8 model that compute in bf16."""
         return range(1, 1 + (0 if self.fp8 is None else self.fp8.first_in_bf16))
 
     @property
     def last_in_bf16(self) -> range:
-        """The same at its end."""
+        """Numbers of the layers at the end of an FP8 model that compute in bf16."""
         return range(self.layers + 1 - (0 if self.fp8 is None else self.fp8.last_in_bf16), self.layers + 1)
 
     @property
     def fp8_parameters(self) -> bool:
-        """Whether the linears' weights are held in FP8."""
+        """Whether the linears' weights are stored in FP8."""
         return self.fp8 is not None and self.fp8.parameters
 
     @property
     def expert_layers(self) -> frozenset[int]:
-        """Numbers (from 1) of the layers whose MLP half is a mixture of experts."""
+        """Numbers (from 1) of the layers with experts."""
         return frozenset() if self.experts is None else self.experts.numbers(self.layers)
 
     @property
     def shared_experts(self) -> bool:
-        """Whether layers of experts have shared ones, which every token passes."""
+        """Whether layers with experts have shared ones."""
         return self.experts is not None and self.experts.shared_ffn > 0
 
     @property
     def moe_dispatcher(self) -> Dispatcher:
-        """Who brings tokens to experts on other ranks."""
+        """Megatron's token dispatcher; alltoall without experts."""
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
     def moe_delayed(self) -> bool:
-        """Whether gradients of weights are nodes of their own beside overlapped exchanges."""
+        """Whether weight gradients are separate nodes of the overlapped MoE schedule."""
         return self.experts is not None and self.experts.overlapped and self.experts.delayed
 
     @property
     def moe_overlapped(self) -> bool:
-        """Whether tokens travel beside the computing of another micro-batch, in Megatron's combined schedule."""
+        """Whether token exchanges overlap another micro-batch, in Megatron's combined 1F1B schedule."""
         return self.experts is not None and self.experts.overlapped
 
     @property
     def experts_whole(self) -> bool:
-        """Whether plans keep all of the halves that have experts, on the device."""
+        """Whether plans keep halves with experts whole, on the device."""
         return self.experts is not None and self.experts.whole
 
     @property
     def moe_load(self) -> float:
-        """The load of the fullest rank's experts for which bytes are counted."""
+        """Load of the fullest rank's experts for which memory is counted."""
         return BALANCED if self.experts is None else self.experts.held_load
 
     def sections(self, layer: int) -> LayerKind:
-        """What fills the halves of a layer (its number from 1), in the order of a forward."""
+        """Return the sections of a layer (number from 1), in forward order."""
         return self.each_kind([layer])[0]
 
     def each_kind(self, layers: Iterable[int]) -> list[LayerKind]:
-        """The same of every one of these layers."""
+        """Return the sections of each of these layers."""
         contents = [
             (layer in self.expert_layers, tuple(each.kind for each in self.opaque if layer in each.numbers(self.layers)))
             for layer in layers
@@ -320,7 +321,7 @@ class Model(Part):
         return [kinds[content] for content in contents]
 
     def kind_sections(self, *, experts: bool, opaque: tuple[OpaqueName, ...] = ()) -> LayerKind:
-        """The same of one of its kinds of layers."""
+        """Return the sections of one kind of layer."""
         return sections_of(
             self.facts._replace(
                 experts=experts,
@@ -332,11 +333,11 @@ class Model(Part):
         )
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        """How many layers of each kind there are among these."""
+        """Return the count of each kind among these layers."""
         return Counter(self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
-        """The figures of a half that nobody looks into."""
+        """Return the figures of an opaque half."""
         return next(each for each in self.opaque if each.section is section)
 
     @property
@@ -346,7 +347,7 @@ class Model(Part):
 
     @property
     def opaque_layers(self) -> Mapping[OpaqueName, tuple[int | str, ...]]:
-        """The layers of each kind that nobody looks into, as a plan writes them."""
+        """Layers of each opaque kind, in the notation of plans."""
         having: dict[OpaqueName, list[int]] = {}
         for layer in range(1, self.layers + 1) if self.opaque else ():
             for section in self.sections(layer):
@@ -356,7 +357,7 @@ class Model(Part):
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:
-        """The layers of experts as a plan writes them: `("2-27",)`."""
+        """Layers with experts, in the notation of plans: `("2-27",)`."""
         return as_spans(self.expert_layers)
 
     @property
@@ -365,8 +366,9 @@ class Model(Part):
 
     @property
     def query_width(self) -> int:
-        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise. Of
-        latent attention, the rows of that projection alone."""
+        """Columns of all queries, and rows of the attention's output projection: h, unless `kv_channels` differs. With latent
+        attention,
+        rows of the output projection only."""
         return self.heads * (self.head_size if self.latent is None else self.latent.value_head_size)
 
     @property
@@ -376,19 +378,19 @@ class Model(Part):
 
     @property
     def gated(self) -> bool:
-        """Whether one half of what the first linear makes gates the other."""
+        """Whether one half of the first linear's output gates the other."""
         return self.activation in ("swiglu", "quick_geglu")
 
     @property
     def seen(self) -> float:
-        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves."""
+        """Mean query-key pairs of all layers, relative to a causal sequence."""
         return 1.0 if self.window is None else self.window.seen(self.seq)
 
     @property
     def fc1_width(self) -> int:
-        """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H where it is gated."""
+        """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H if gated."""
         return 2 * self.ffn if self.gated else self.ffn
 
     def norm_parameters(self, width: int | None = None) -> int:
-        """Parameters of one norm, of what is so wide: the residual stream where nothing is given."""
+        """Return the parameters of one norm over `width` columns, by default the residual stream."""
         return (width or self.hidden) * (2 if self.norm == "layernorm" else 1)

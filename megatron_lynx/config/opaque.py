@@ -1,25 +1,26 @@
-"""Halves of layers that nobody looks into, as a job file states them: what is kept of a token, and what it costs.
+"""Opaque halves of layers in a job file: their activations per token and their cost.
 
 opaque: [{kind: own_attention, layers: [1-3], parameters: 33554432, kept_bytes: 95232, in_hand_bytes: 73728, flops: 71000000}]
 
-Bytes and FLOPs are of one token, weights of one layer, over all tensor-parallel ranks: each rank has its part of them. A launch
-with `--linear-attention-freq`, `--attention-output-gate` or Mamba layers has them by the formulas below. They were read in the
-code that is named, not measured, so bytes are taken `MARGIN` times. e: bytes of an element, h: width of the residual stream.
+Bytes and FLOPs are per token and weights per layer, over all tensor-parallel ranks, which share them equally. Launches with
+`--linear-attention-freq`, `--attention-output-gate` or Mamba layers get them from the formulas below, read in the named code.
+They
+were not measured, so bytes are multiplied by `MARGIN`. e: element bytes, h: width of the residual stream.
 
     gated delta net   k, v widths of keys and values, a value heads of k', v'       `GatedDeltaNet.forward` (0.16 to 0.19), and
                                                                                     `ChunkGatedDeltaRuleFunction` of fla
         e (2k + v)          input of the convolution
-        e (4k + 2 a k')     queries and keys: in front of their norm, behind it, and, with fewer key heads, repeated
+        e (4k + 2 a k')     queries and keys: before and after their norm, and repeated if there are fewer key heads
         e (6v - v)          values, result, gate, normed result, gated result
-        (64 + 16) e a       of chunks of 64 the scores; what makes decay and step
+        (64 + 16) e a       scores of chunks of 64; inputs of decay and step
     Mamba-2           d inner width, G groups of states of N, a heads               `MambaMixer`, and
-        e (2d + 2GN + a)    what the first linear made                              `MambaSplitConv1dScanCombinedFn` of mamba_ssm
-        2 e d               the scan's result, and the normed one
+        e (2d + 2GN + a)    output of the first linear                              `MambaSplitConv1dScanCombinedFn` of mamba_ssm
+        2 e d               result of the scan, and the normed one
     gated attention   q width of queries, k of keys                                 `SelfAttention` with `attention_output_gate`
-        e (9q + 6k)         what the linear made; queries and keys in front of their norm, behind it, turned; values; result;
+        e (9q + 6k)         output of the linear; queries and keys before and after their norm and rotated; values; result;
                             gate, its sigmoid, and the product
 
-In backward the gradients of the widest of these are there at once, and states of chunks that are made again.
+Transient bytes in backward: the gradients of the widest of these, and the recomputed chunk states.
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ from megatron_lynx.kinds.section import Section
 from megatron_lynx.validation import Part
 
 MARGIN = 1.15
-"""Bytes that nobody has measured are taken so many times."""
+"""Factor on bytes that were not measured."""
 CHUNK, SCAN_CHUNK = 64, 128
-"""Tokens of a chunk of the gated delta rule (fla) and of Mamba's scan (`MambaMixer.chunk_size`)."""
+"""Tokens per chunk of the gated delta rule (fla) and of Mamba's scan (`MambaMixer.chunk_size`)."""
 CONVOLVED = 4
-"""Tokens that Mamba's convolution sees."""
+"""Width of Mamba's convolution in tokens."""
 
 
 class Opaque(Part):
-    """What some layers have in place of a half whose inside is known. It is kept whole, on the device."""
+    """An opaque half of some layers, kept whole, on the device."""
 
     kind: OpaqueName
-    """What it is; `own_attention` and `own_mlp`: a fork's; `no_attention` and `no_mlp`: the layer has no such half."""
+    """Its kind; `own_attention` and `own_mlp`: a fork's own module; `no_attention` and `no_mlp`: the layer has no such half."""
     layers: Layers = "all"
-    """Which layers have it. n: the first of every n; a list of layers (3) and ranges (5-8)."""
+    """Its layers. n: the first of every n; or a list of layers (3) and ranges (5-8)."""
     parameters: int = Field(default=0, ge=0)
-    """Weights that are cut over tensor-parallel ranks."""
+    """Weights, split over tensor-parallel ranks."""
     kept_bytes: int = Field(default=0, ge=0)
-    """What is kept of a token from forward to backward, beside the half's input and what its norm makes."""
+    """Bytes per token kept from forward to backward, besides the half's input and its norm's saved tensors."""
     norm_out_bytes: int = Field(default=0, ge=0)
-    """The part of `kept_bytes` that stock frees with `--recompute-modules gdn_norm_out`."""
+    """Part of `kept_bytes` that stock frees with `--recompute-modules gdn_norm_out`."""
     in_hand_bytes: int = Field(default=0, ge=0)
-    """What backward has in hand of a token at most."""
+    """Peak transient bytes per token in backward."""
     flops: int = Field(default=0, ge=0)
-    """Of a token's forward."""
+    """FLOPs per token in forward."""
     margin: float = Field(default=MARGIN, ge=1.0, le=10.0)
-    """How many times as many bytes are counted, because they were not measured."""
+    """Factor on the bytes, which were not measured."""
 
     @property
     def section(self) -> Section:
@@ -67,15 +68,15 @@ class Opaque(Part):
 
     @property
     def nothing(self) -> bool:
-        """Whether there is no such half."""
+        """Whether the layer has no such half."""
         return self.kind in NOTHING
 
     def numbers(self, layers: int) -> frozenset[int]:
-        """The layers that have it, of a model with so many."""
+        """Return the numbers of its layers."""
         return numbers_of(self.layers, layers)
 
     def beyond(self, layers: int) -> int | None:
-        """The first layer that is named of those that a model with so many does not have."""
+        """Return the first layer number beyond `layers` that the file names, or None."""
         named = numbers_of(self.layers, 1_000) if isinstance(self.layers, tuple) else frozenset[int]()
         return min((number for number in named if number > layers), default=None)
 
@@ -83,7 +84,7 @@ class Opaque(Part):
 def gated_delta_net(
     hidden: int, element: int, *, key_heads: int, key_size: int, value_heads: int, value_size: int, convolved: int
 ) -> dict[str, Any]:
-    """The figures of a gated delta net. `element`: bytes of one number; `convolved`: tokens that its convolution sees."""
+    """Return the figures of a gated delta net. `element`: bytes per value; `convolved`: width of its convolution in tokens."""
     keys, values, repeated = key_heads * key_size, value_heads * value_size, value_heads * key_size
     made = 2 * keys + 2 * values + 2 * value_heads
     inside = 6 * CHUNK * key_size + 4 * CHUNK * value_size + 6 * key_size * value_size
@@ -99,7 +100,7 @@ def gated_delta_net(
 
 
 def mamba(hidden: int, element: int, *, heads: int | None, size: int, groups: int, state: int) -> dict[str, Any]:
-    """The figures of a Mamba-2 layer. `heads` left out: twice the residual stream's width, in heads of `size`."""
+    """Return the figures of a Mamba-2 layer. Default `heads`: twice the residual stream's width, in heads of `size`."""
     heads = 2 * hidden // size if heads is None else heads
     inner = heads * size
     made = 2 * inner + 2 * groups * state + heads
@@ -114,7 +115,7 @@ def mamba(hidden: int, element: int, *, heads: int | None, size: int, groups: in
 
 
 def gated_attention(hidden: int, element: int, *, queries: int, keys: int, seq: int) -> dict[str, Any]:
-    """The figures of attention with a gate on its output, in widths of queries and of keys."""
+    """Return the figures of attention with an output gate, by widths of queries and keys."""
     made = 2 * queries + 2 * keys
     return {
         "kind": "gated_attention",

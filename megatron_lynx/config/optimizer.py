@@ -1,4 +1,4 @@
-"""The types in which gradients and the optimizer's state are held, beside the weights (their type is the model's)."""
+"""Types of gradients and optimizer state. The weights' type is the model's."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from pydantic import Field, model_validator
 from megatron_lynx.validation import Part
 
 ADAMS = 2
-"""States of Adam: its two moments."""
+"""States of Adam: two moments."""
 
 Moment = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 class Optimizer(Part):
-    """Adam, as Megatron holds it, or what remembers more or fewer numbers. `cost.parameters` says how many bytes follow."""
+    """The optimizer and its state per parameter. `cost.parameters` computes the bytes."""
 
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """The type in which gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
+    """Type in which gradients are accumulated and reduced. bf16: the weights' own type, bf16 or fp16."""
     states: int = Field(default=ADAMS, ge=0, le=8)
-    """Numbers that are remembered of each parameter, beside what is stepped: two moments of Adam, one of SGD with momentum and of
-    Lion, three of AdEMAMix."""
+    """Optimizer states per parameter, besides the main parameter: two for Adam, one for SGD with momentum and Lion, three for
+    AdEMAMix."""
     muon_steps: int = Field(default=0, ge=0, le=100)
-    """Newton-Schulz steps with which Muon updates the weights of layers (`cost.muon`); 0: it does not."""
+    """Newton-Schulz steps of Muon for the weights of layers (`cost.muon`); 0: no Muon."""
     matrix_states: int = Field(default=1, ge=0, le=8)
-    """Numbers that are remembered of each of these weights: momentum, and of `adaptive_muon` a second moment."""
+    """States per weight that Muon updates: momentum, and a second moment with `adaptive_muon`."""
     precision_aware: bool = False
-    """Transformer Engine's Adam reads gradients as they are, and holds main parameters and moments itself."""
+    """Whether Transformer Engine's Adam reads gradients in their type, and stores main parameters and moments itself."""
     main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"
-    """What is stepped. remainder: of fp32 only the half that bf16 weights lack, as a precision-aware optimizer holds it."""
+    """Type of main parameters. remainder: the low half of fp32 that bf16 weights lack, as in a precision-aware optimizer."""
     first_moment: Moment = "fp32"
     second_moment: Moment = "fp32"
     offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of what a rank owns that is stepped on the host. auto: what makes a plan fastest; it is 0 until that is known."""
+    """Share of a rank's parameters that is updated on the host. auto: the fastest share; 0 until the planner chooses."""
     overlap_copies: bool = False
-    """Whether its gradients are copied to the host while others are stepped there."""
+    """Whether gradient copies to the host overlap its updates."""
     states_on_host: float = Field(default=0.0, ge=0, le=1)
-    """Share of main parameters and moments that is in host memory between updates, which run on the device
+    """Share of main parameters and moments in host memory between updates, which run on the device
     (`--chunked-optimizer-state-offload`)."""
     chunk_mib: int = Field(default=0, ge=0)
-    """Moments that an update restores in one chunk, of which two are on the device; 0: all at once."""
+    """MiB of moments restored per chunk, two of which are on the device; 0: all at once."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Optimizer:
@@ -68,10 +68,10 @@ class Optimizer(Part):
 
     @property
     def offloaded(self) -> float:
-        """The share, 0 where it is still to be found."""
+        """Share updated on the host; 0 if undecided."""
         return 0.0 if self.offload == "auto" else self.offload
 
     @property
     def on_host(self) -> bool:
-        """Whether host memory holds any of it."""
+        """Whether optimizer state is in host memory."""
         return bool(self.offloaded or self.states_on_host)

@@ -1,4 +1,4 @@
-"""How a job is spread over ranks."""
+"""Parallel sizes of a job."""
 
 from __future__ import annotations
 
@@ -9,48 +9,51 @@ from pydantic import Field, model_validator
 from megatron_lynx.validation import Part
 
 ContextExchange = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
-"""How context-parallel ranks come by each other's keys and values (Megatron's `--cp-comm-type`).
+"""Exchange of keys and values between context-parallel ranks (Megatron's `--cp-comm-type`).
 
-p2p          each passes on what it has, once around a ring, while it works on what it got
-all_gather   each gathers all of them before it begins, and again in backward
-a2a          each trades its part of the sequence in all heads for the whole sequence in a part of the heads, and back
-a2a+p2p      a2a within groups, p2p among them
+p2p          a ring: each rank passes on its block while it computes on the one it received
+all_gather   each rank gathers all of them before attention, and again in backward
+a2a          all-to-all from a part of the sequence with all heads to the whole sequence with a part of the heads, and back
+a2a+p2p      a2a within groups, p2p between them
 """
 
 
 class Parallel(Part):
-    """Sizes of Megatron's parallel groups. Data parallelism is what remains of the job's ranks."""
+    """Sizes of Megatron's parallel groups. The remaining factor of the job's ranks is data parallelism."""
 
     tensor: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
-    """Ranks among which a sequence is cut (c)."""
+    """Ranks that split a sequence (c)."""
     context_exchange: ContextExchange = "p2p"
     context_levels: tuple[int, int] | None = None
-    """With a2a+p2p: ranks of a group, and groups (Megatron's `--hierarchical-context-parallel-sizes`)."""
+    """a2a+p2p only: ranks per group, and groups (Megatron's `--hierarchical-context-parallel-sizes`)."""
     expert: int = Field(default=1, ge=1)
-    """Ranks among which a layer's experts are shared out (EP)."""
+    """Ranks that share a layer's experts (EP)."""
     expert_tensor: int | None = Field(default=None, ge=1)
-    """Ranks among which each expert is cut (ETP); none: as many as `tensor`."""
+    """Ranks that split each expert (ETP); None: as `tensor`."""
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
-    """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
+    """Layers of one virtual stage (l); None: one chunk per stage, plain 1F1B."""
     partition: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Layers of every virtual stage, in layer order, where they differ: p numbers, or p x v with v chunks on each stage.
+    """Layers of every virtual stage, in layer order, if they differ: p numbers, or p x v with v chunks per stage.
 
-    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers: the embedding, the loss, or nothing.
-    None: all alike. auto: as even as may be, until a plan says what is fastest (with `layers_per_chunk`, of as many chunks)."""
+    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers, only the embedding, the loss, or nothing.
+    If None: equal. auto: as equal as possible, until a plan chooses the fastest (with `layers_per_chunk`, with as many chunks).
+    """
     microbatch_group: int | None = Field(default=None, ge=1)
-    """Micro-batches that pass one chunk before the next one has its turn (interleaved 1F1B); none: as many as stages."""
+    """Consecutive micro-batches per chunk (interleaved 1F1B); None: as many as stages."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
     scattered_messages: bool = False
-    """Whether each tensor-parallel rank sends a part of a message between stages, and the receivers gather it: what Megatron did
-    before it had sequence parallelism, under which messages are parts from the beginning."""
+    """Whether each tensor-parallel rank sends a part of a message between stages, gathered by the receivers. Sequence parallelism
+    splits
+    messages already."""
     distributed_optimizer: bool = False
     """Whether optimizer state is sharded over the ranks that share parameters (context x data parallel)."""
     optimizer_instances: int = Field(default=1, ge=1)
-    """Into how many groups these ranks are divided, each of which shares out all of that state
-    (`--num-distributed-optimizer-instances`). Gradients are reduced within them, and then between them."""
+    """Groups of these ranks that each shard the whole state (`--num-distributed-optimizer-instances`). Gradients are reduced
+    within a
+    group, then between groups."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Parallel:
@@ -74,13 +77,14 @@ class Parallel(Part):
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks among which each expert is cut."""
+        """Ranks that split each expert."""
         return self.expert_tensor or self.tensor
 
     @property
     def context_groups(self) -> tuple[int, int]:
-        """Context-parallel ranks that trade heads, and those around a ring: (1, c) with p2p, (c, 1) with a2a. The product is c;
-        with all_gather nothing is said."""
+        """Context-parallel ranks of the all-to-all and of the ring: (1, c) with p2p, (c, 1) with a2a. Their product is c; unused
+        with
+        all_gather."""
         if self.context_exchange == "a2a+p2p" and self.context_levels is not None:
             return self.context_levels
         return (self.context, 1) if self.context_exchange == "a2a" else (1, self.context)
