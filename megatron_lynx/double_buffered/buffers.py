@@ -1,50 +1,50 @@
-"""Two buffers for the memory of some tensors, which are pointed from one buffer to the other.
+"""Two buffers for the memory of some tensors, which are pointed from one to the other.
 
-A tensor keeps its identity, its attributes and its place in the graph; `tensor.data` is what looks elsewhere.
+A tensor keeps its identity, its attributes and its place in the graph; only `tensor.data` changes.
 
-Two versions of the weights, in two buffers that take turns.
+Two versions of the weights, in alternating buffers:
 
-                 start      U0              U1              U2                    Uj the update that batch j makes
+                 start      U0              U1              U2                    Uj the update of batch j
     buffer 0     W(0)       W(0)            copied, W(2)    W(2)
     buffer 1     free       copied, W(1)    W(1)            copied, W(3)
     batch reads  0: W(0)    1: W(0)         2: W(1)         3: W(2)               the older one
     owned        W(0)       W(1)            W(2)            W(3)                  the newer one: by the optimizer and DDP
 
-At update j the buffer of version j - 1 is retired: nobody reads it any more. It is filled with version j, all who own the
-weights are pointed at it, and the optimizer steps there, in place as ever. Version j itself stays where it is: micro-batches
-in flight find in backward the memory that they read in forward, through the parameter or through a view that autograd saved.
+At update j the buffer of version j - 1 is retired. It is filled with version j, all owners of the weights are pointed at it, and
+the optimizer steps there in place. Version j itself is not written: micro-batches in flight read the same memory in backward as
+in
+forward, through the parameter or through a view that autograd saved.
 
-A parameter stays the same object with the same gradient buffer throughout; only `parameter.data` is pointed elsewhere.
+A parameter stays the same object with the same gradient buffer.
 
-Two gradient buffers: one holds a batch's whole gradient until its deferred update, the other one begins the next batch's.
+Two gradient buffers: one has a batch's whole gradient until its deferred update, the other one starts the next batch's.
 
     deferral 2      B(j, last)   B(j+1, 0)   B(j+1, 1)   Uj        B(j+1, 2) ...
     buffer j mod 2   += ─────────  whole gradient of batch j ── step, then cleared for batch j + 2
     buffer j+1 mod 2              += ──────── += ────────────────── += ...
 
-DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one or the other. Between calls they are at the batch
-that was updated last: what Megatron's training clears before each step is that one.
+DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one of them. Between calls they are at the batch
+that was updated last, whose gradient Megatron clears before each step.
 
-Tensors of Megatron's that share memory with weights or gradients, and must follow when they move (`owners`):
+Tensors of Megatron that share memory with weights or gradients, and must follow them (`owners`):
 
     parameter.data                          all of them
     the flat buffer and its buckets         of DDP with the distributed optimizer, which gathers updated weights into them
-    a rank's shards of the buckets          as DDP remembers them between gathers
-    a rank's shards of the parameters       as the distributed optimizer holds them: fp32 ones it updates in place
+    a rank's shards of the buckets          as DDP caches them between gathers
+    a rank's shards of the parameters       of the distributed optimizer: fp32 ones are updated in place
 
-Two loss scales: a batch keeps the one in force at its first backward, whatever updates have done to it since.
+Two loss scales: a batch keeps the scale of its first backward, whatever updates change meanwhile.
 
-    deferral 1       last stage                                                                    scale in force
+    deferral 1       last stage                                                                    current scale
     batch j          B(j, last)         loss * s(j)
     batch j + 1      B(j+1, 0)          loss * s(j+1)      begun, so it stays                      S
-    update Uj        grad / s(j)        overflow or not: the scaler counts, and moves S            S -> S'
+    update Uj        grad / s(j)        overflow or not: the scaler counts, and changes S          S -> S'
     batch j + 1      B(j+1, 1) ...      loss * s(j+1)      still S
-    update Uj+1      grad / s(j+1)      is S, and the scaler moves S'                              S' -> S''
+    update Uj+1      grad / s(j+1)      is S, and the scaler changes S'                            S' -> S''
     batch j + 2      began under S'
 
-So a batch has the scale that was in force with the version of the weights that it reads: S(max(j - 1, 0)) for batch j. Updates
-come in order, each tells the scaler once whether its batch overflowed, and an overflow skips the update of that batch alone.
-What Megatron logs and saves between updates is the scale in force.
+So batch j has the scale of the weights that it reads: S(max(j - 1, 0)). Updates run in order, each reports once to the scaler
+whether its batch overflowed, and an overflow skips the update of that batch only. Megatron logs and saves the current scale.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from megatron_lynx.schedule.double_buffered import buffer_of
 
 
 class TwoBuffers:
-    """The memory that `tensors` look into is buffer 0, and a second one, filled with zeros, buffer 1."""
+    """Buffer 0 is the memory of `tensors`; buffer 1 is a second one of the same size, zeroed."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
@@ -72,11 +72,11 @@ class TwoBuffers:
 
     @property
     def extra_bytes(self) -> int:
-        """The size of the second buffer."""
+        """Size of the second buffer."""
         return sum(storage.nbytes() for storage in self._buffers[1])
 
     def point(self, tensors: Iterable[torch.Tensor], buffer: int) -> None:
-        """Point those of `tensors` that lie in either buffer to the same place in this one."""
+        """Point those of `tensors` that are in either buffer to the same place in this one."""
         for tensor in tensors:
             index = self._place.get(tensor.untyped_storage().data_ptr())
             if index is not None:
@@ -90,7 +90,7 @@ class TwoBuffers:
             copied.copy_(original)
 
     def memory(self, buffer: int) -> list[torch.Tensor]:
-        """The bytes of one buffer."""
+        """Return the bytes of one buffer."""
         empties = [torch.empty(0, dtype=torch.uint8, device=storage.device) for storage in self._buffers[buffer]]
         return [
             empty.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -99,11 +99,11 @@ class TwoBuffers:
 
 
 class TwoVersions:
-    """The weights of one rank, twice.
+    """Two versions of one rank's weights.
 
     Args:
         parameters: all that a forward reads, trained or not; their memory becomes the first buffer.
-        owners: what points into that memory now (`double_buffered.buffers`), parameters included.
+        owners: returns the tensors that point into that memory now, including parameters.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], owners: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -111,13 +111,13 @@ class TwoVersions:
         self._owners = owners
         self.buffers = TwoBuffers(self._parameters)
         self.newest = 0
-        """The version that the optimizer owns: how many updates were made since the start."""
+        """Newest version, the optimizer's: updates since the start."""
         self._first_buffer = 0
         self._shown = 0
 
     @contextmanager
     def seen(self, version: int) -> Iterator[None]:
-        """Show a version inside the block, and afterwards the one that was shown before."""
+        """Show a version inside, and the version before afterwards."""
         shown = self._shown
         self.show(version)
         try:
@@ -134,12 +134,13 @@ class TwoVersions:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """The optimizer's step runs inside: it writes the next version over the one before the newest, which nobody needs."""
+        """Run the optimizer's step inside: it writes the next version over the one before the newest."""
         self.show(self.newest)
         target = self._buffer(self.newest + 1)
         self.refill(self._buffer(self.newest), target)
-        # An in-place step counts up the version that autograd compares in backward. What was saved of these parameters is in
-        # the other buffer, which is not written to.
+        # Keep the version counters that autograd compares in backward: an in-place step increments them, but tensors saved of
+        # these
+        # parameters are in the other buffer, which is not written.
         with ExitStack() as counters:
             for parameter in self._parameters:
                 counters.enter_context(_unsafe_preserve_version_counter(parameter))
@@ -149,11 +150,10 @@ class TwoVersions:
         self._shown = self.newest
 
     def refill(self, source: int, target: int) -> None:
-        """Copy one buffer's bytes over the other's."""
         self.buffers.copy(source, target)
 
     def start_anew(self) -> None:
-        """Count versions from the newest one. Nothing may be in flight."""
+        """Count versions from the newest one. No micro-batch may be in flight."""
         self.show(self.newest)
         self._first_buffer, self.newest, self._shown = self._buffer(self.newest), 0, 0
 
@@ -162,7 +162,7 @@ class TwoVersions:
 
 
 class TwoGradients:
-    """The gradient buffers of one chunk in Megatron's DistributedDataParallel, twice."""
+    """Two gradient buffers of one chunk in Megatron's DistributedDataParallel."""
 
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
@@ -170,7 +170,7 @@ class TwoGradients:
         self._first_buffer = 0
         self._shown = 0
         self._awaited: list[Any] = []
-        """Reductions that were already waited for, and that DDP has not ended yet."""
+        """Reductions that were waited for, and that DDP has not ended yet."""
 
     def show(self, batch: int) -> None:
         """Point all gradients at the buffer of `batch`."""
@@ -180,10 +180,11 @@ class TwoGradients:
             self._shown = batch
 
     def _wait_for_reductions(self) -> None:
-        """Wait for reductions that DDP began in a batch's last backward, before the tensors they reduce are pointed elsewhere.
+        """Wait for reductions that DDP began in a batch's last backward, before their tensors are pointed elsewhere.
 
-        Each is waited for only once, while its batch is shown: at the wait gloo copies its result to where the tensors point.
-        DDP waits again when it ends the reduction, when this batch is shown again.
+        Each is waited for once, while its batch is shown: at the wait gloo copies its result to where the tensors point. DDP
+        waits again
+        when it ends the reduction, when this batch is shown again.
         """
         groups = self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups
         under_way = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
@@ -193,20 +194,22 @@ class TwoGradients:
         self._awaited = under_way
 
     def hidden(self) -> list[torch.Tensor]:
-        """The bytes of the buffer that is not shown."""
+        """Return the bytes of the buffer that is not shown."""
         return self.buffers.memory(buffer_of(self._shown + self._first_buffer + 1))
 
     def start_anew(self) -> None:
-        """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
+        """Count batches from 0, in the shown buffer. Both must be free, or be cleared next."""
         self._first_buffer, self._shown = buffer_of(self._shown + self._first_buffer), 0
 
 
 SHARDS = ("shard_float16_groups", "shard_fp32_groups")
-"""Attributes of Megatron's distributed optimizer that hold groups of views into the flat buffer."""
+"""Attributes of Megatron's distributed optimizer with groups of views into the flat buffer."""
 
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that may share memory with weights. Gathered at each call: DDP makes some of them when it first needs them."""
+    """Return the tensors that may share memory with weights. Looked up at each call: DDP makes some of them when it first needs
+    them.
+    """
     found = [*chunk.parameters(), *_of_ddp(chunk)]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
@@ -224,7 +227,7 @@ def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
 
 
 def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
-    """The tensors that share memory with the gradient buffers of a chunk in DDP, gathered at each call as well."""
+    """Yield the tensors that share memory with the gradient buffers of a chunk in DDP."""
     yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         yield buffer.grad_data
@@ -234,10 +237,10 @@ def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
 
 
 class TwoLossScales:
-    """The scales of an optimizer's parts, of the newest version and of the one before. Without scalers nothing is done.
+    """Loss scales of an optimizer's parts, for the newest version and the one before. Does nothing without scalers.
 
     Args:
-        optimizer: Megatron's, chained or not; none where updates are made at once: a batch then begins behind the last update.
+        optimizer: Megatron's, chained or not; None if updates are not deferred: a batch then begins after the last update.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -248,14 +251,14 @@ class TwoLossScales:
         self._newest = 0
 
     def show(self, version: int) -> None:
-        """Let losses be scaled, and gradients unscaled, as with this version: the newest one or the one before."""
+        """Scale losses, and unscale gradients, as for this version: the newest one or the one before."""
         assert max(self._newest - 1, 0) <= version <= self._newest, f"the scale of version {version} is gone or not there yet"
         for part, scaler in zip(self._parts, self._scalers if version == self._newest else self._older, strict=True):
             part.grad_scaler = scaler
 
     @contextmanager
     def update(self, version: int) -> Iterator[None]:
-        """The step of a batch that was scaled as with this version goes inside; afterwards there is a newer scale in force."""
+        """Run the step of a batch with the scale of `version` inside; afterwards the newest scale is shown."""
         older = [_as_it_is_now(scaler) for scaler in self._scalers]
         self.show(version)
         yield
@@ -263,12 +266,12 @@ class TwoLossScales:
         self.show(self._newest)
 
     def start_anew(self) -> None:
-        """Count versions from the newest one. Nothing may be in flight."""
+        """Count versions from the newest one. No micro-batch may be in flight."""
         self._newest = 0
 
 
 def _as_it_is_now(scaler: Any) -> Any:
-    """A scaler whose scale does not move: an update that unscales with it tells the one in force what it found."""
+    """Return a copy whose scale is constant, and whose `update` is that of the current scaler."""
     kept = copy(scaler)
     kept.update = scaler.update
     return kept

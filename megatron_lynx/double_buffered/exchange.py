@@ -1,18 +1,18 @@
-"""Sends to a stage's neighbours and receives from them, between one action and the next.
+"""Messages between a stage and its neighbours, between one action and the next.
 
     done   next    exchange                                          as in Megatron's 1F1B
     F      F       send forward; receive forward                     warm-up
-    F      B       send forward and receive backward, together       steady: both with the stage behind
-    B      F       send backward and receive forward, together       steady: both with the stage before
+    F      B       send forward and receive backward, together       steady: both with the next stage
+    B      F       send backward and receive forward, together       steady: both with the previous stage
     B      B       send backward; receive backward                   cool-down
     any    none    send                                              the pipeline is empty
 
-`Waiting` returns when all of it has arrived. `Posted` starts it: what is received is waited for when the next action needs it,
-what is sent before the next message in that direction. So a stage that makes a deferred update need not find its neighbour at the
-same place: one message may be on its way meanwhile.
+`Waiting` returns when all of it has arrived. `Posted` starts it: a receive is waited for when the next action needs it, a send
+before the next message in that direction. So a stage that makes a deferred update need not be at the same place as its neighbour:
+one message may be in flight meanwhile.
 
-Behind the last action of a run comes an update, and Megatron may wait there for the device and then for the other ranks. Nothing
-may be posted then that the neighbour matches only behind its own update: such an exchange is postponed until the next run begins.
+After the last action of a run comes an update, where Megatron may wait for the device and the other ranks. A message that the
+neighbour matches only after its own update must not be posted before: such an exchange is postponed until the next run begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRADIENTS = ("send_prev", "recv_next")
 """Megatron's names for the messages of either kind."""
 
 Tensors = list[torch.Tensor | None]
-"""One tensor that stages exchange, in a list as Megatron's schedules keep it; none at the ends of the pipeline."""
+"""One exchanged tensor, in a list as Megatron's schedules keep it; None at the ends of the pipeline."""
 
 
 class Exchange(ABC):
@@ -47,25 +47,25 @@ class Exchange(ABC):
 
     @abstractmethod
     def take(self, action: Action) -> Tensors:
-        """What `action` needs: the input of a forward, the gradient of a backward's output."""
+        """Return the input of a forward, or the gradient of a backward's output."""
 
     @abstractmethod
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
-        """Send what `done` made, and receive what `following` needs."""
+        """Send the result of `done`, and receive the input of `following`."""
 
     def postpone(self, done: Action, made: Tensors, following: Action | None) -> None:
         """Pass on when the next run begins."""
         self._postponed = done, made, following
 
     def begin_postponed(self) -> None:
-        """A run begins: pass on what the run before has postponed."""
+        """Pass on what the run before postponed."""
         postponed, self._postponed = self._postponed, None
         if postponed is not None:
             self.pass_on(*postponed)
 
 
 class Waiting(Exchange):
-    """Exchanges with the communicator's own functions, which wait, as Megatron's schedules do."""
+    """Blocking exchanges with the communicator's functions, as in Megatron's schedules."""
 
     _received: Tensors | None = None
 
@@ -94,20 +94,21 @@ class Waiting(Exchange):
 
 
 class Posted(Exchange):
-    """Exchanges with the operations below the communicator, whose functions for messages in both directions all wait.
+    """Exchanges with the operations below the communicator, whose functions for both directions are blocking.
 
-    Each message is posted on its own. NCCL has one stream for all messages of two ranks in a group, in both directions. With one
-    hardware queue a message behind an unmatched one holds up compute, and the replays there. So gradients go through the group of
-    all ranks, as Megatron does where a pipeline has two stages: that is a stream of its own.
+    Each message is posted separately. NCCL has one stream for all messages of two ranks in a group, in both directions. With one
+    hardware queue a message after an unmatched one stalls compute and recomputations. So gradients use the group of all ranks,
+    which
+    has another stream (Megatron does the same if a pipeline has two stages).
     """
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
         super().__init__(group, config, shape)
         self._group = group
-        self._group_of_gradients = group if group.size() == 2 else dist.group.WORLD  # of two stages Megatron makes two streams
+        self._group_of_gradients = group if group.size() == 2 else dist.group.WORLD  # with two stages Megatron makes two streams
         self._coming: torch.Tensor | None = None
         self._work: dict[str, tuple[Any, torch.Tensor]] = {}
-        """Messages under way, by Megatron's name for the direction, with the tensors that must live until they have arrived."""
+        """Messages in flight, by Megatron's name for the direction, with their tensors."""
         self._begun = False
 
     def take(self, action: Action) -> Tensors:
@@ -130,7 +131,7 @@ class Posted(Exchange):
             self._wait_for(name)
 
     def _receive(self, following: Action) -> None:
-        """Post the receive of what an action needs, if any stage sends it."""
+        """Post the receive that an action needs, if a stage sends it."""
         self._begun = True
         name, at_end = ("recv_prev", self.first) if following.kind == "F" else ("recv_next", self.last)
         if at_end:

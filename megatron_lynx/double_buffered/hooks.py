@@ -1,10 +1,10 @@
-"""Training without flushes, in a training loop written for Megatron's schedules.
+"""Training without flushes in Megatron's training loop.
 
 Replaces              `get_forward_backward_func` in the module of the training loop (`megatron.training.training`), and `step` of
                       its optimizer.
-Why                   the loop's order is ours as well: clear gradients, forward and backward, step. What the function returns
-                      leaves forwards of the next batch in flight, and the step goes to the buffer that is retired.
-Calls the original    `step` once per call; Megatron's own function for everything that only runs forward.
+Why                   the loop's order stays: clear gradients, forward and backward, step. The replaced function leaves forwards
+                      of the next batch in flight, and the step writes the retired buffer.
+Calls the original    `step` once per call; Megatron's own function if it only runs forward.
 Holds                 the pipeline.
 Passes through when   `forward_only`: an evaluation. It is refused while micro-batches are in flight.
 """
@@ -31,12 +31,13 @@ UNPROVEN = (
 
 
 def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:
-    """What to put in place (`apply.hook.put_in_place`) before the first step, with nothing in flight.
+    """Yield the claims (`apply.hook.put_in_place`) for a run that has not begun.
 
     Args:
         loop: the module whose global `get_forward_backward_func` the training loop calls.
-        drains: asked before each batch: whether the pipeline is to be empty behind it, as weights are then evaluated or saved,
-            or training ends. All ranks must answer alike.
+        drains: called before each batch: whether the pipeline must be empty after it, to evaluate or save weights or to end. Must
+        be
+            equal on all ranks.
     """
 
     def get_function(original: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Runs an order given as data, with Megatron's own functions: one action, then the exchange that leads to the next.
+"""Runs an order given as data, with Megatron's own functions: one action, then the exchange before the next.
 
-    take what the action needs ──> forward_step or backward_step ──> pass on what it made, ask for what the next one needs
+    take the action's input ──> forward_step or backward_step ──> send its result, receive the next one's input
 
-A run may end in the middle of an order: the exchange that leads to its next action is begun, what is in flight stays here, and
-the next run goes on. So every stage has sent what the others wait for before it turns to an update, which may be a barrier. An
-exchange that its neighbour comes to only behind its own update is begun with the next run: until then it would not be over.
+A run may end in the middle of an order: the exchange before its next action is begun, micro-batches in flight stay here, and the
+next run continues. So every stage has sent what the others wait for before an update, which may be a barrier. If the neighbour
+reaches this exchange only after its update, it is posted in the next run: it could not complete earlier.
 
-Every function of Megatron's schedules is looked up when it is called, so that hooks on them see these calls too.
+Functions of Megatron's schedules are looked up at each call, so that hooks on them see these calls.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_lynx.schedule.schedule import Action
 
 
 class Interpreter:
-    """One stage of a pipeline. Between runs it holds the micro-batches in flight, and what was received for the next action.
+    """One stage of a pipeline, with the micro-batches in flight and the received input of the next action.
 
     Args:
         chunk: this rank's model, wrapped or not.
         microbatches: of one batch: losses are divided by it.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        exchange: how messages go between stages.
-        before: called before each action, with it; with a batch's last backward again before its gradient is reduced.
+        exchange: how messages are sent between stages.
+        before: called with each action before it; with a batch's last backward again before its gradient is reduced.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Interpreter:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         self._exchange = exchange(group, self.config, shape)
-        model_type = {"model_type": get_model_type(chunk)}  # until 0.17 a backward was told
+        model_type = {"model_type": get_model_type(chunk)}  # an argument until 0.17
         self._told_backward = model_type if "model_type" in inspect.signature(schedules.backward_step).parameters else {}
         self._in_flight: dict[int, tuple[Tensors, Tensors]] = {}
         self._losses: defaultdict[int, list[Any]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Interpreter:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches whose backward is still to come."""
+        """Micro-batches between forward and backward."""
         return tuple(self._in_flight)
 
     def run(
@@ -89,15 +89,15 @@ class Interpreter:
         """Run `actions`; then reduce the gradient of `batch`, as Megatron's schedules do at their end.
 
         Args:
-            actions: forwards and backwards of this stage, among them the last backward of `batch`.
-            forward_step_func: as Megatron's schedules take it.
-            batches: what `forward_step_func` reads from; forwards of the next batch that run ahead read from it too.
-            batch: whose gradient is whole afterwards. Its micro-batches are numbered from `batch * microbatches`.
-            then: the action that a later run begins with; none: nothing is in flight afterwards.
-            postpones: the exchange that leads there is begun by that run. The last of `actions` is a backward then.
+            actions: forwards and backwards of this stage, including the last backward of `batch`.
+            forward_step_func: as in Megatron's schedules.
+            batches: the data of `forward_step_func`; forwards of the next batch that run ahead read from it too.
+            batch: whose gradient is complete afterwards. Its micro-batches are numbered from `batch * microbatches`.
+            then: the first action of the next run; None: nothing is in flight afterwards.
+            postpones: the exchange before `then` is begun by the next run. The last of `actions` is a backward then.
 
         Returns:
-            What the loss function reported, by micro-batch of `batch`: on the last stage, elsewhere nothing.
+            Reports of the loss function, by micro-batch of `batch`, on the last stage; elsewhere an empty list.
         """
         last_backward = Action((batch + 1) * self.microbatches - 1, "B")
         overlaps = self.config.grad_sync_func is None or self.stage == 0
@@ -153,7 +153,9 @@ class Interpreter:
         (self._exchange.postpone if postponed else self._exchange.pass_on)(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:
-        """Reduce over replicas, tensor-parallel ranks and the ends of tied embeddings. What DDP has `begun`, it ends."""
+        """Reduce over replicas, tensor-parallel ranks and the ends of tied embeddings. `begun`: DDP has begun, and only ends it
+        here.
+        """
         config = self.config
         if not begun:
             config.grad_sync_func(self.chunk.parameters())

@@ -4,17 +4,18 @@
     for every batch:
         clear gradients                                       as Megatron's `train_step` does
         pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
-        pipeline.update()                                     the optimizer's step, on the buffer that is retired
+        pipeline.update()                                     the optimizer's step, on the retired buffer
 
-A batch that `drains` starts no forwards of the next one. Nothing is in flight behind its update: only then may weights be
-evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted anew from there, so that going
-on and resuming from what was saved are the same: a checkpoint holds one version.
+A batch that `drains` starts no forwards of the next one. No micro-batch is in flight after its update: only then may weights be
+evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted from there, so that continuing
+equals
+resuming from a checkpoint, which has one version.
 
 The order of a stage's passes, which the runtime follows: by batch, with micro-batches counted since filling.
 
     stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
-    turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those after them: what is
-                                                                              fetched from the host comes before its batch begins
+    turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those after them, for prefetch
+                                                                              before the next batch begins
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ class DoubleBuffered:
 
     Args:
         model: this rank's list of one chunk, wrapped or not.
-        optimizer: what `update` steps: Megatron's, or one of torch's.
+        optimizer: Megatron's, or one of torch's; stepped by `update`.
         microbatches: of one batch, at least as many as there are stages.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        defer_updates: every update of Megatron's optimizer is a barrier between all stages. Let those that would wait for the
-            first one go on with the next batch meanwhile, into a second gradient buffer.
+        defer_updates: every update of Megatron's optimizer is a barrier between all stages. If True, stages that would wait for
+        the
+            first one continue with the next batch, in a second gradient buffer.
 
     Raises:
         ConfigError: fewer micro-batches than stages, or more than one chunk.
-        HookRefused: the run uses something that does not go together with two versions.
+        HookRefused: the run uses a feature that two versions do not support.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class DoubleBuffered:
         self._engine: BatchListener | None = None
 
     def _show(self, action: Action) -> None:
-        """The weights that this micro-batch sees, the scale of its loss, and the gradient that it adds to."""
+        """Show the weights and loss scale of this micro-batch, and the gradient that it adds to."""
         version = version_of(action.micro_batch, self._microbatches)
         self.versions.show(version)
         if action.kind == "B":
@@ -101,24 +103,24 @@ class DoubleBuffered:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is in flight behind the batch that was run last: the same on all stages."""
+        """Whether no micro-batch is in flight after the last batch: the same on all stages."""
         return self._drains
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches of the next batch that had their forward, but no backward yet."""
+        """Number of micro-batches of the next batch between forward and backward."""
         return len(self._interpreter.in_flight)
 
     def forward_backward(self, forward_step_func: Callable[..., Any], batches: Any, *, drains: bool = False) -> list[Any]:
-        """All backwards of one batch; its gradient is then reduced, and the parameters are the newest version.
+        """Run all backwards of one batch and reduce its gradient. Parameters are the newest version afterwards.
 
         Args:
-            forward_step_func: as Megatron's schedules take it.
-            batches: an iterator that goes on from call to call, for forwards run ahead of their batch.
-            drains: whether the pipeline is to be empty afterwards.
+            forward_step_func: as in Megatron's schedules.
+            batches: an iterator that continues from call to call, for forwards that run ahead of their batch.
+            drains: whether the pipeline must be empty afterwards.
 
         Returns:
-            What the loss function reported, by micro-batch of this batch: on the last stage, elsewhere nothing.
+            Reports of the loss function, by micro-batch of this batch, on the last stage; elsewhere an empty list.
 
         Raises:
             HookRefused: a plan was installed since, and not for this pipeline.
@@ -134,7 +136,7 @@ class DoubleBuffered:
         return losses
 
     def _show_newest(self) -> None:
-        """Show the newest weights and scales: these are read, logged and saved between batches."""
+        """Show the newest weights and scales, which are read, logged and saved between batches."""
         self.versions.show(self.versions.newest)
         self._scales.show(self.versions.newest)
 
@@ -147,10 +149,10 @@ class DoubleBuffered:
         self._engine.begin_batch(order, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns.
+        """Run the optimizer's step with the gradient that `forward_backward` left. Returns the step's result.
 
         Args:
-            step: what to call; by default the optimizer's own.
+            step: called instead of the optimizer's own.
         """
         version = version_of(self._batch * self._microbatches, self._microbatches)
         with self.versions.update(), self._scales.update(version):
@@ -170,15 +172,15 @@ class DoubleBuffered:
     # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
 
     def few_batches(self, microbatches: int) -> StageOrder:
-        """What this stage does from filling to draining."""
+        """Return the stage's passes from filling to draining."""
         return order_of_few_batches(self._pipeline, self._stage, microbatches)
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """The weights that this micro-batch (counted since the pipeline was filled) sees."""
+        """Show the weights of this micro-batch (counted since the pipeline was filled) inside."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
     def under(self, engine: BatchListener | None) -> None:
-        """From the next batch on a plan is in force, whose engine this is; None: no plan is."""
+        """Report batches to the engine of a plan from now on; None: no plan."""
         self._engine = engine
 
     def _start_anew(self) -> None:
@@ -189,13 +191,13 @@ class DoubleBuffered:
         self._scales.start_anew()
 
     def _next_forward(self) -> Action:
-        """The first forward that this batch leaves to the next."""
+        """Return the first forward that this batch leaves to the next."""
         ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")
 
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
-"""Optimizers of which it is known which tensors share memory with the weights (`double_buffered.buffers`)."""
+"""Optimizers whose tensors that share memory with weights are known (`double_buffered.buffers`)."""
 
 
 def check_run(
@@ -205,7 +207,7 @@ def check_run(
 
     Raises:
         ConfigError: fewer micro-batches than stages, or several model chunks (interleaving).
-        HookRefused: the run uses something else that does not go together with two versions.
+        HookRefused: the run uses another feature that two versions do not support.
     """
     double_buffered.check(pipeline, microbatches)
     if len(model) != 1:
@@ -234,7 +236,7 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
 
 
 def check_no_plan() -> None:
-    """Raises `HookRefused` where a plan was installed since that knows of no two versions: it would replay with the wrong one."""
+    """Raise `HookRefused` if a plan was installed that ignores versions: it would recompute with wrong weights."""
     if problems := list(_of_a_plan()):
         raise HookRefused("a plan was installed into a run without flushes", problems)
 
@@ -256,11 +258,11 @@ def _unproven(of: str, config: Any, under: str = "two versions") -> Iterator[Pro
 
 
 FEW_BATCHES = 3
-"""Enough batches for everything that can happen: filling, steady running, draining."""
+"""Enough batches for filling, steady running and draining."""
 
 
 def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
-    """The passes of a batch's run and of the run behind it."""
+    """Return the passes of a batch's run and of the next run."""
     batches = [batch] if drains else [batch, batch + 1]
     orders = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
     runs = [[step for step in order if isinstance(step, Action)] for order in orders]
@@ -270,21 +272,22 @@ def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
 
 
 def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
-    """The backwards of a run behind which gradients may be read, or pointed at another buffer: the last one of its batch, and its
-    own last one."""
+    """Backwards of a run after which gradients may be read, or pointed at another buffer: the last one of its batch, and the
+    run's last.
+    """
     own = [step for step in run if step.kind == "B"]
     last = (batch + 1) * microbatches - 1
     return {step.virtual for step in own if step is own[-1] or step.micro_batch == last}
 
 
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
-    """The passes from filling to draining."""
+    """Return the passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
     return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
 def _phased(actions: Sequence[Action], ahead: int) -> Iterator[tuple[Action, Phase]]:
-    """Actions with their phases, as in `schedule.Schedule.phases`: a backward behind another one is in cool-down."""
+    """Yield actions with their phases, as `schedule.Schedule.phases`: a backward after another one is in cool-down."""
     phase: Phase = "cooldown"
     for action in actions:
         if action.kind == "F":

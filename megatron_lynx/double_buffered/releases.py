@@ -1,4 +1,4 @@
-"""The functions of megatron-core that training without flushes relies on, beside those that hooks rely on.
+"""Functions of megatron-core that training without flushes relies on, in addition to those of hooks.
 
 They decide where weights and gradients are stored (`buffers`), and when a batch's gradient is complete.
 """
@@ -16,7 +16,7 @@ KNOWN = releases_in(Path(__file__).with_suffix(".json"))
 
 
 def stale() -> Iterator[Problem]:
-    """Lists the functions of the imported megatron-core that do not read as recorded."""
+    """Yield the functions of the imported megatron-core that differ from the recorded ones."""
     version = installed_version()
     release = KNOWN.get(minor_of(version))
     if release is None:
@@ -27,6 +27,6 @@ def stale() -> Iterator[Problem]:
 
 
 def held_here() -> list[Held]:
-    """What `megatron-lynx hooks` shows of them: nothing where this release cannot train without flushes."""
+    """Return the rows of `megatron-lynx hooks`; empty if this release cannot train without flushes."""
     release = KNOWN.get(minor_of(installed_version()))
     return [] if release is None else list(inventory(release, "double_buffered"))

@@ -1,16 +1,16 @@
-"""What runs inside a training job: it drops what a plan recomputes, and computes it again in waits. Knows torch, never Megatron.
+"""The runtime: drops the activations that a plan recomputes, and recomputes them in waits. Imports torch, never Megatron.
 
-engine                   what hooks talk to; `progress` is the state that its parts share, `order` the passes in flight
+engine                   interface of the hooks; `progress` is the shared state, `order` the passes in flight
   run                    one call of a half, to which its sites and collectives report
-  record                 a half runs, and what it saves for backward becomes handles of its `frame`
-    recorded_graph         which of the saved tensors of autograd's nodes (`saved`) those are; `site` is one submodule's call
-    watched                the same for an observer, who checks what backward gets
-  replay                 the half's code makes them again, under the `surroundings` of the record, without `forward_hooks`
-  tasks                  at each moment that a pass reaches, what the plan has put there runs
-  waits                  which window a wait for communication is
-  weight_gradients       those that backward left for later are `pending`, and run in waits
+  record                 runs a half, and replaces saved tensors by handles of its `frame`
+    recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
+    watched                reports saved tensors to an observer
+  replay                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
+  tasks                  runs the planned work of each moment of a pass
+  waits                  windows: what runs before and after a wait for communication
+  weight_gradients       delayed weight gradients; `pending` ones run in waits
   offload/               activations in host memory
-device, cuda             streams, events and memory of whatever computes; `trace` times them
-refusals                 what a training step may not ask of activations that are recomputed
-loss_in_pieces           logits of a part of the tokens at a time
+device, cuda             streams, events and memory; `trace` times them
+refusals                 errors for training steps that recomputation cannot support
+loss_in_pieces           a loss whose logits are computed for a part of the tokens at a time
 """

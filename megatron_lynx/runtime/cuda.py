@@ -3,11 +3,11 @@
 The host waits in `synchronize` only. A copy may still read memory that is to be unlocked, so it is unlocked once events recorded
 on all streams are reached; they are polled whenever memory is locked or unlocked.
 
-Copies do not run on torch's streams: torch hands out a pool of 32 in turns, also to NCCL's communicators, and a copy on a stream
-shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's.
-CUDA's runtime is no alternative: torch may have linked it statically, and torch's binding (`cudart().cudaStreamCreate`) creates
-streams that synchronize with the default stream, where torch computes. A stream lives as long as the process, because torch's
-allocator and events may refer to it at any time.
+Copies do not run on torch's streams: torch's pool of 32 is also used by NCCL, and a copy on a shared stream would queue after a
+receive. The driver creates streams on the device's primary context, which is torch's. CUDA's runtime may be linked statically
+into
+torch, and `torch.cuda.cudart().cudaStreamCreate` makes streams that synchronize with the default stream. Streams live as long as
+the process, because torch's allocator and events may refer to them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CudaDevice(Device):
 
     def hold(self, held: object, until: Event) -> None:
         assert isinstance(until, CudaEvent)
-        self._pending.append((partial(id, held), [until]))  # a call that does nothing, and refers to it
+        self._pending.append((partial(id, held), [until]))  # a no-op call that refers to it
 
     def random_states(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.where)
@@ -168,9 +168,9 @@ def _processors_near(where: torch.device) -> set[int]:
 
 
 def new_stream(device: int, driver: Any = None) -> int:
-    """The handle of a new stream of a device, by CUDA's number. `driver`: its library, for tests.
+    """Return the handle of a new stream. `driver`: its library, for tests.
 
-    Raises `OSError` where there is no driver, and `RuntimeError` with CUDA's status where it makes none.
+    Raises `OSError` without a driver, and `RuntimeError` with CUDA's status if no stream is made.
     """
     library = driver or ctypes.CDLL(DRIVER)
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()

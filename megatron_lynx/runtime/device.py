@@ -54,7 +54,7 @@ class Stream(Protocol):
         """Work issued from now on starts after the event."""
 
     def record(self, *, timed: bool = False) -> Event:
-        """The point after the work issued so far. `timed`: its seconds are wanted."""
+        """Return the point after the work issued so far. `timed`: needed for `seconds_since`."""
 
 
 class Device(Protocol):
@@ -82,7 +82,7 @@ class Device(Protocol):
         """Set the generators to these states."""
 
     def lock(self, memory: Tensor) -> None:
-        """Page-lock host memory, where that makes copies asynchronous. Raises `RuntimeError` where it cannot be done."""
+        """Page-lock host memory for asynchronous copies. Raises `RuntimeError` if that fails."""
 
     def unlock(self, memory: Tensor) -> None:
         """Undo `lock` when the copies issued so far have finished. Destructors call it: it never waits."""
@@ -150,12 +150,12 @@ class CpuDevice(Device):
 
 
 def device_for(where: torch.device) -> Device:
-    """The device on which a tensor lands that is put there: the same object each time."""
+    """Return the device of tensors created on `where`, the same object each time."""
     return _made(torch.empty(0, device=where).device)
 
 
 def present_device() -> Device:
-    """The device that this process computes on: the current CUDA device where CUDA is in use, else the CPU."""
+    """Return the current CUDA device if CUDA is in use, else the CPU."""
     return device_for(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 

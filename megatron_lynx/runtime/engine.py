@@ -1,6 +1,6 @@
-"""The engine of one rank: hooks report what Megatron does, and it records, replays and hands back.
+"""The engine of one rank: hooks report Megatron's progress; it records and recomputes.
 
-    Megatron                        engine                                     who keeps it
+    Megatron                        engine                                     state
     ------------------------------  -----------------------------------------  ------------------------
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
@@ -9,12 +9,12 @@
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           waits.receive(): pipe.recv_backward        waits
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter(): a checkpoint runs again          ledger, offloader, tasks
+      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, tasks
         a collective is issued      waits.window(): bwd.*                      waits
-        a saved tensor is needed    it was replayed, or is on demand           replays, frame
-        a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
+        a saved tensor is needed    it was recomputed, or is on demand         replays, frame
+        a weight gradient is due    weight_gradients.put_off(): delayed        weight_gradients
 
-An engine belongs to one installation; it keeps nothing on modules (rule R13) and nothing per thread (rule R12).
+An engine belongs to one installation; it stores nothing on modules (rule R13) and nothing per thread (rule R12).
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ from megatron_lynx.timetable import Timetable
 
 
 class Engine:
-    """Everything of one installation that changes while training runs. `timetable`: what runs in which wait; `chunks`: the policy
-    of each chunk of the stage; `reduced_in_backward`: whether gradients are reduced while a chunk's last backward runs."""
+    """All mutable state of one installation.
+
+    Args:
+        timetable: tasks of each moment.
+        chunks: policy of each chunk of the stage.
+        reduced_in_backward: whether gradients are reduced during a chunk's last backward.
+    """
 
     def __init__(
         self,
@@ -88,50 +93,51 @@ class Engine:
             self._surroundings,
             reduced_in_backward=reduced_in_backward,
         )
-        """What the hooks on weight gradients talk to."""
+        """Interface of the hooks on weight gradients."""
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]
         self._tasks = Tasks(self._progress, timetable, depths, self._replays, self.weight_gradients)
         self.waits = Waits(self._progress, self._tasks)
-        """What the hooks on communication talk to."""
+        """Interface of the hooks on communication."""
         self._entered_at: Any = None
         self.observer: Observer | None = None
-        """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
+        """Sees saved tensors and what backward gets instead; normally None."""
         self.met: InputSeen | None = None
-        """Who is told what micro-batches come, if somebody is."""
+        """Optional counts of the micro-batches' tokens and lengths."""
 
     @property
     def in_half(self) -> bool:
-        """Whether a half runs, or its backward does."""
+        """Whether a half, or its backward, runs."""
         return self._progress.in_half
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way (rule R7)."""
+        """Whether a step is in progress (rule R7)."""
         return self._progress.busy
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a backward that comes now is of a step of this engine's model. The order of a step is known to its end."""
+        """Whether a backward that comes now belongs to a step of this engine's model."""
         return self._ledger.expects_backward
 
     def abandon(self) -> None:
-        """Forget the step under way: it failed."""
+        """Forget the step in progress: it failed."""
         self._progress.abandon()
 
     def close(self) -> None:
-        """Nothing will run under this engine any more."""
         self.offloader.close()
 
     def take_counts(self, *, exact: bool = True) -> Figures:
-        """What was done since this was last asked. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
-        passed yet count next time."""
+        """Return the figures since the last call. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
+        passed yet
+        count in the next call.
+        """
         return self._progress.take_counts(exact=exact)
 
-    # --- what the hooks on the schedule report -------------------------------------------------------------------------
+    # --- hooks on the schedule -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """A batch of a schedule whose batches overlap begins (`runtime.order`)."""
+        """Begin a batch of a schedule with overlapping batches (`runtime.order`)."""
         self._ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
@@ -139,13 +145,14 @@ class Engine:
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
-        """The forward of micro-batch `index` of a step of `microbatches` through one chunk. Call what is yielded with its
-        output."""
+        """Run the forward of micro-batch `index` of a step of `microbatches` through one chunk. Call the yielded function with
+        its output.
+        """
         if not torch.is_grad_enabled():
             yield lambda output: None
             return
         if self._ledger.begin_forward(index, chunk, microbatches):
-            self._progress.pending.clear()  # of a step that was given up
+            self._progress.pending.clear()  # of an abandoned step
             self.offloader.step_begins()
         with self._progress.aborting():
             self.offloader.forward_begins(self._ledger)
@@ -153,21 +160,21 @@ class Engine:
 
     @contextmanager
     def backward_pass(self, output: Any) -> Iterator[None]:
-        """One micro-batch's backward, from the output of its forward."""
+        """Run one micro-batch's backward, from the output of its forward."""
         micro_batch = self._ledger.begin_backward(output)
         with self._progress.aborting(micro_batch):
             self.offloader.backward_begins(micro_batch, self._ledger)
             yield
             if (running := self._ledger.running) is not None and self._ledger.completes_gradients:
                 self.weight_gradients.flush(running.chunk)
-            self.offloader.settle()  # in cool-down no forward comes that would let originals go whose copies are over
+            self.offloader.settle()  # in cool-down no forward comes that would free originals whose copies are over
         self._close_backward_span()
         self._ledger.end_backward(micro_batch)
 
-    # --- what the hooks on layers report -------------------------------------------------------------------------------
+    # --- hooks on layers -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
-        """A replacement for a site's own code while a plan is in force: it reports calls to the half that runs."""
+        """Return a replacement for a site's code that reports its calls to the running half."""
         progress, own = self._progress, site.forward
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +189,7 @@ class Engine:
         return call_site
 
     def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of a layer half. Nothing is recorded in evaluation, nor in a half in which the plan has nothing to do."""
+        """Run one call of a layer half. Evaluation is not recorded, nor halves without planned work."""
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does
@@ -242,7 +249,9 @@ class Engine:
         return too_many(frame, rows, balanced, self._ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
-        """What a half is called with, as its frame holds it: without what the half before returned, if that runs again for it."""
+        """Return a half's arguments for its frame: those that the half before returns are replaced by `Fed` if that half is
+        recomputed.
+        """
         fed_by = frame.policy.fed_by
         if fed_by is None:
             return map_nest(Tensor, detached, given)
@@ -253,8 +262,10 @@ class Engine:
         return map_nest(Tensor, lambda tensor: Fed(fed[id(tensor)]) if id(tensor) in fed else detached(tensor), given)
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
-        """Backward reaches a half when the gradient of its output exists: a hook on the node that made that tensor. It has left
-        the half when the gradient of its input exists, which is where it reaches the half before, if anything happens there."""
+        """Hook on the node that made the output: backward reaches the half when the output's gradient exists. Below a half
+        without hooks, a
+        hook on the input's gradient says that backward has left this half.
+        """
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             reached = partial(self._enter, frame)
@@ -264,7 +275,7 @@ class Engine:
             hidden.register_hook(self._left)
 
     def _mark_midway(self, frame: Frame, outputs: Any) -> None:
-        """Backward comes to a site when the gradient of what it returned exists."""
+        """Hook on a site's output: backward reaches the site when its gradient exists."""
         node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
         if node is not None:
             frame.midway = node.register_prehook(partial(self._midway, frame))
@@ -299,26 +310,26 @@ class Engine:
             frame.gathering = None
             frame.take_gathered_gradient(None)
 
-    # --- what the hooks on communication report beside waits ------------------------------------------------------------
+    # --- further hooks on communication ------------------------------------------------------------
 
     def exchange_begins(self) -> None:
-        """Messages between stages are about to be issued."""
+        """Report that messages between stages are about to be issued."""
         with self._progress.aborting():
             self.offloader.exchange_begins()
 
     def experts_got(self, rows: int, balanced: int) -> None:
-        """Experts of this rank are about to run on so many rows. `balanced`: what they would get if all were asked as often."""
+        """Report that experts of this rank are about to run on `rows` rows. `balanced`: rows under uniform routing."""
         if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, rows / balanced)
         if scope is not None:
             scope.experts_got(rows, balanced)
 
     def gathered(self, whole: Any) -> None:
-        """A half has gathered the input of its present site."""
+        """Report the gathered input of the half's present site."""
         if self._progress.scope is not None:
             self._progress.scope.keep_gathered(whole)
 
     @property
     def owns_gathered(self) -> bool:
-        """Whether what the present site gathers must not lie in a buffer that others use, because it is kept for a replay."""
+        """Whether the site's gathered input needs a buffer that is not shared, because it is kept for recomputation."""
         return self._progress.scope is not None and self._progress.scope.owns_gathered

@@ -1,13 +1,13 @@
-"""Forward hooks of modules see each forward once, and what they are shown is what forward computed.
+"""Calls users' forward hooks once per forward, and refuses those that change tensors.
 
-    forward    [1] the half's code calls its modules, and torch their hooks, as without a plan
-    replay     [2] the same code calls the same modules again, some of them on memos that hold no values: no hook is called
+    forward      [1] modules call their hooks as without a plan
+    recompute    [2] the same code calls the same modules, some on memos without values: no hook is called
 
-A hook that records activations, or counts tokens, would otherwise count twice, and record memory that was never written. A hook
-that changes its module's arguments or results, in place or by what it returns, is refused by name in a half that is replayed:
-without it [2] would make tensors of another forward.
+Otherwise a hook that counts tokens would count twice, and one that records activations would read uninitialised memory. A hook
+that
+changes arguments or results is refused by name in a recomputed half: without it [2] would recompute other tensors.
 
-Hooks of whole layers and of the model are outside of halves, and hear what they always heard. Hooks on gradients are not touched.
+Hooks of whole layers and of the model are outside of halves and run as usual; gradient hooks are not touched.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_lynx.runtime.saved import tensors_in
 
 Hook = Callable[..., Any]
 Table = dict[int, Any]
-"""A module's hooks of one kind, by number, in the order in which they are called."""
+"""A module's hooks of one kind, by id, in calling order."""
 
 
 class ForwardHooks:
-    """The forward hooks of one layer's modules, and those that are called for all modules. They come and go while training runs.
+    """Forward hooks of one layer's modules, and global ones. They may change during training.
 
-    `harmless`: whether a hook is known to change nothing, so that nobody need look.
+    `harmless`: whether a hook is known to change nothing.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module] = (), harmless: Callable[[Hook], bool] = lambda hook: False) -> None:
@@ -44,14 +44,14 @@ class ForwardHooks:
         self._tables = (*self._before, *self._behind) if modules else ()
         self._is_harmless = harmless
         self._harmless: set[int] = set()
-        """Numbers of such hooks. torch gives each hook one of its own."""
+        """Ids of harmless hooks. torch gives each hook an id of its own."""
 
     def watched(self, half: str) -> AbstractContextManager[None]:
-        """Inside, a hook that changes what is computed is refused. `half`: its name, for the error."""
+        """Refuse hooks that change tensors, inside the context. `half`: its name, for the error."""
         return self._watching(half) if any(self._tables) and self._unknown() else nullcontext()
 
     def silent(self) -> AbstractContextManager[None]:
-        """Inside, none is called."""
+        """Call no hooks inside the context."""
         return _emptied(self._tables) if any(self._tables) else nullcontext()
 
     def _unknown(self) -> bool:
@@ -80,7 +80,7 @@ class ForwardHooks:
 
 
 class _WatchedHook:
-    """A hook that may change nothing. `behind`: it is called with what a module returned."""
+    """Wraps a hook that must not change tensors. `behind`: the hook gets the module's output."""
 
     def __init__(self, hook: Hook, half: str, *, behind: bool) -> None:
         self._hook = hook
@@ -103,7 +103,7 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 @contextmanager
 def _emptied(tables: Iterable[Table]) -> Iterator[None]:
-    """Inside, the tables are empty, and still the same objects: handles of hooks know them."""
+    """Empty the tables inside, in place: hook handles refer to them."""
     full = [(table, dict(table)) for table in tables if table]
     for table, _ in full:
         table.clear()

@@ -1,17 +1,16 @@
-"""One layer half of one micro-batch: what it let go, and what is needed to regenerate it.
+"""One half of one micro-batch: its dropped tensors, and what is needed to recompute them.
 
-                       record                                replay                            backward
-    half inputs ──> [0] code [1] site [2] code [3] ...    the same code, from the inputs      asks for (frame, key)
+                       record                                recompute                         backward
+    half inputs ──> [0] code [1] site [2] code [3] ...    the same code, from the inputs      requests (frame, key)
                      │        │                            kept sites return their memo        │
-                     │        └ kept: memo of outputs      wanted tensors are collected        └ take: handed over once
-                     └ saved tensors become handles        stops when none is wanted any more
+                     │        └ kept: memo of outputs      wanted tensors are collected        └ returned once, then dropped
+                     └ saved tensors become handles        stops when no tensor is wanted
 
-    checkpoints: attention ──returns──> mlp                the frame of mlp holds no input: it has the frame of attention
-                                                           replayed to its end, which collects its own wanted tensors meanwhile
+    checkpoints: attention ──returns──> mlp                mlp's frame holds no input; recomputing attention to its end
+                                                           returns it, and collects attention's wanted tensors
 
-Segments count sites and the stretches of code between them, so that a key `(segment, ordinal)` means the same tensor in the
-record and in the replay although the replay skips kept sites. A frame is owned by the handles that autograd's graph holds:
-when the graph goes, the frame goes (rule R8).
+Segments number sites and the code between them, so that a key `(segment, ordinal)` names the same tensor in the record and in a
+recomputation that skips kept sites. Handles in autograd's graph own the frame: it is freed with the graph (rule R8).
 """
 
 from __future__ import annotations
@@ -33,39 +32,35 @@ from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 
 RowsOf = tuple[frozenset[str], bool]
-"""Halves whose rows leave the same: by what their rule replays, and whether the plan keeps everything of the micro-batch."""
+"""(items that a half's rule recomputes, whether the plan keeps the whole micro-batch): equal bytes per row."""
 
 
 @dataclass
 class HeldRows:
-    """What halves of experts of one micro-batch hold of rows (`runtime.loads`)."""
+    """Rows that expert halves of one micro-batch hold (`runtime.loads`)."""
 
     halves: int = 0
     rows: int = 0
-    """Of all these halves."""
+    """Sum over the halves."""
 
 
 @dataclass(eq=False)
 class MicroBatch:
-    """One pass of a micro-batch through one chunk of the stage, until its backward is over.
-
-    It knows nothing of frames: a frame knows the micro-batch that it belongs to, the ledger finds the frames of one, and the
-    offloader what of one is on the host.
-    """
+    """One pass of a micro-batch through one chunk of the stage, until its backward is over."""
 
     number: int
-    """Counted from 0 over the whole run; the same for all chunks that it passes through."""
+    """Counted from 0 over the whole run; the same in all chunks."""
     index: int = 0
     """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
     chunk: int = 0
     ahead: set[FrameKey] = field(default_factory=set)
-    """Halves that were regenerated and that backward has not reached."""
+    """Halves that were recomputed and whose backward has not begun."""
     output: weakref.ref[Tensor] | None = None
-    """Held weakly: an alias of the output would keep memory that the schedule frees."""
+    """Weak: an alias would keep memory that the schedule frees."""
     phase: Phase = "steady"
-    """Of its backward."""
+    """Phase of its backward."""
     rows: dict[RowsOf, HeldRows] = field(default_factory=dict)
-    """What its halves hold of rows of experts, where these may fall back."""
+    """Rows that its halves hold, where experts may fall back."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:
@@ -78,10 +73,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for a tensor whose values no replay needs. What it makes has the same geometry, and holds whatever its memory held.
+    """A tensor whose values no recomputation reads. `made` returns an uninitialised tensor of the same geometry.
 
-    Megatron compiles some of the code between sites (`jit_fuser`). What is compiled looks at strides before it runs: were they
-    others than in the record, it would be compiled again in the middle of a replay, and after eight times not at all, and run as
+    Strides are kept because compiled code (`jit_fuser`) guards on them: a mismatch recompiles, and after eight recompilations
+    runs
     plain code, which draws another dropout mask.
     """
 
@@ -106,8 +101,10 @@ class Absent:
 
 
 class _Made(torch.autograd.Function):
-    """A tensor that asks for a gradient as one does that a site returned. A leaf would not: code may add to what it is given in
-    place, as Megatron's experts add their second linear's bias."""
+    """Makes a non-leaf tensor that requires grad. Code may write into what a site returned in place (Megatron's experts add a
+    bias),
+    which a leaf forbids.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -119,20 +116,23 @@ class _Made(torch.autograd.Function):
 
 
 def absent(tensor: Tensor) -> Any:
-    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
+    """Return a stand-in for a tensor's values. Integer tensors are kept: they are small, and code may branch on them (tokens per
+    expert).
+    """
     if is_parameter(tensor):
         return tensor
     return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
 
 
 WHOLE_NUMBERS = (torch.int32, torch.int64)
-"""Types of numbers that count."""
 
 
 @dataclass(frozen=True)
 class Memo:
-    """What a site returned (tensors, or `Absent` for those that are not needed), and the random state behind it where the site
-    may have drawn from it. The record makes those of kept sites, a replay up to a site those of the sites that it ran."""
+    """What a site returned (`Absent` for tensors that are not needed), and the random state after it if it may have drawn. The
+    record
+    makes those of kept sites; a recomputation that stops at a site makes those of the sites that it ran.
+    """
 
     outputs: Any
     random: Any | None
@@ -140,41 +140,39 @@ class Memo:
 
 @dataclass(frozen=True)
 class Fed:
-    """Stands in a frame's inputs for a tensor that it does not hold: what the half before returns when it runs again whole."""
+    """Placeholder in a frame's inputs for a tensor that recomputing the half before returns."""
 
     place: int
-    """Which of the tensors that that half returns it is."""
+    """Index among the tensors that the half before returns."""
 
 
 @dataclass
 class UnderWay:
-    """What a replay communicates that nobody has waited for."""
+    """Communication that a stopped recomputation left in flight."""
 
     works: list[Any] = field(default_factory=list)
-    """What to wait for before anything of it is used."""
     passed: set[int] = field(default_factory=set)
-    """The segments of the sites that the replay ran before: nothing behind reads the values of what they returned."""
+    """Segments of the sites that ran before it stopped. Their outputs' values are not read again."""
     marks: tuple[dict[str, Any], ...] = ()
-    """What the half's code had left on the objects that it marks (`HalfPolicy.marked`)."""
+    """Attributes that the half's code left on the objects that it marks (`HalfPolicy.marked`)."""
 
     def wait(self) -> None:
-        """Whoever uses what travelled comes behind this."""
         for work in self.works:
             work.wait()
 
 
 @dataclass(frozen=True)
 class GatheredGradient:
-    """The gradient of what a half returned, which is gathered before its backward comes to that."""
+    """An early gather of the gradient of a half's output."""
 
     source: Tensor
     whole: Tensor
     work: Any
     version: int
-    """Of the source, when it began."""
+    """Version of the source when the gather began."""
 
     def is_of(self, gradient: Tensor) -> bool:
-        """Whether nothing has changed the gradient on its way from the half's output to where it is gathered."""
+        """Return whether this gradient is unchanged since the gather began."""
         source = self.source
         same = source.data_ptr() == gradient.data_ptr() and source.numel() == gradient.numel() and source.dtype == gradient.dtype
         return same and source._version == self.version
@@ -186,58 +184,59 @@ def _never(frame: Frame) -> None:
 
 @dataclass(eq=False)
 class Frame:
-    """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
+    """The record of one half. A recorder fills it; recomputations and backward empty it."""
 
     policy: HalfPolicy
     micro_batch: MicroBatch
     code: Callable[..., Any]
-    """The half's own code, without hooks."""
     on_demand: Callable[[Frame], None] = _never
-    """Computes again all that was let go and is not there yet."""
+    """Recomputes all dropped tensors that are still missing."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     draws: bool = False
     """Whether it may have drawn random numbers."""
     random: Any = None
-    """The random state that it began with, where it may have drawn. A half that is fed begins with the one that the half before
-    leaves, and holds none if that one may draw: it is there again when that one has run again."""
+    """Random state at its begin, if it may have drawn. A fed half begins with the state that the half before leaves; if that one
+    may draw,
+    this is None until that one was recomputed.
+    """
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """By segment, what sites that a replay may run keep from call to call (scales of FP8)."""
+    """State that its sites keep between calls (FP8 scales), by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
-    """How to find the tensors that share memory with an argument of their site, and are not the argument itself."""
+    """Views of a site's argument among the saved tensors."""
     sites: dict[int, SiteGraph] = field(default_factory=dict)
-    """Where the sites' tensors were let go, by segment."""
+    """Saved tensors that were dropped, by segment."""
     lets_go_in: Collection[int] = ()
-    """The segments in which anything was let go."""
+    """Segments with dropped tensors."""
     shortcut: tuple[ShortcutStep, ...] = ()
-    """What a replay runs instead of the half's code, where that is enough."""
+    """Steps that a recomputation runs instead of the half's code, if they suffice."""
     offloaded: bool = False
-    """Whether what its replay needs may be on the host."""
+    """Whether its inputs or memos may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
     let_go_bytes: int = 0
     source: Frame | None = None
-    """The frame of the half before, where that is run again for inputs of this one, which stand there as `Fed`."""
+    """Frame of the half before, if that is recomputed for inputs of this one (`Fed`)."""
     returned: tuple[weakref.ref[Tensor], ...] = ()
-    """What the half returned, where the one behind it may not keep it."""
+    """Its outputs, if the half after may not keep them."""
     under_way: UnderWay | None = None
-    """What its replay, which stopped there, communicates meanwhile."""
+    """Communication in flight of its stopped recomputation."""
     gathered: dict[int, Any] = field(default_factory=dict)
-    """What replayed sites gathered in the record and find again in the replay, by segment."""
+    """Gathered inputs that the record keeps for the recomputation, by segment."""
     gathering: tuple[Tensor, Any] | None = None
-    """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
+    """(gathered input, the `Work` that fills it), from its start to the end of this half's backward."""
     gradient: Tensor | None = None
-    """That of what it returned, while it runs again, where it is to be gathered behind its input."""
+    """Gradient of its output while it is recomputed, if it is to be gathered after the input."""
     gathered_gradient: GatheredGradient | None = None
-    """From then on, until its backward comes to it."""
+    """Set from then until backward reaches it."""
     told: Callable[[Tensor], None] | None = None
-    """Whom to show the gathered input when this half's backward has waited for it; usually nobody (`watched`)."""
+    """Called with the gathered input when this half's backward has waited for it (`watched`)."""
     mark: Any = None
-    """The hook in the graph that tells when backward reaches this half. It owns the frame, until the half's backward is over."""
+    """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
     midway: Any = None
-    """Likewise the one that tells when backward comes to `policy.midway`."""
+    """Hook handle on the graph: backward reaches `policy.midway`."""
     key: FrameKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +244,9 @@ class Frame:
 
     @property
     def lets_go(self) -> bool:
-        """Whether its replay is still to come: an empty one, where gathering the input ahead of time made all that was wanted."""
+        """Whether it is still to be recomputed. An early gather of the input can leave nothing wanted; the frame is then still
+        open.
+        """
         return not self.replayed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
 
     @property
@@ -254,19 +255,19 @@ class Frame:
         return self.lets_go or bool(self.found)
 
     def keep(self, key: Key, tensor: Tensor) -> None:
-        """Hold a tensor that was regenerated until backward takes it, if it is wanted."""
+        """Store a recomputed tensor until backward takes it, if it is wanted."""
         if key in self.wanted:
             self.wanted.discard(key)
             self.found[key] = tensor.detach()
 
     def want(self, key: Key, tensor: Tensor) -> Handle:
-        """The handle that autograd gets instead of a tensor that is let go."""
+        """Return the handle that autograd stores instead of a dropped tensor."""
         self.let_go_bytes += tensor.nbytes if type(tensor) is Tensor else sum(part.nbytes for part in memory_of([tensor]))
         self.wanted.add(key)
         return Handle(self, key)
 
     def gather_gradient(self) -> None:
-        """Begin to gather the gradient of what it returned."""
+        """Start to gather the gradient of its output."""
         assert self.policy.gather is not None, f"{self.policy.name} has no way to gather"
         assert self.gradient is not None, f"{self.policy.name} has no gradient to gather"
         whole, work = self.policy.gather(self.gradient)
@@ -274,8 +275,10 @@ class Frame:
         self.gradient = None
 
     def take_gathered_gradient(self, gradient: Tensor | None) -> GatheredGradient | None:
-        """Returns the gather of this gradient, once, if it was begun. A gather that is of no use is waited for and dropped: NCCL
-        writes its buffer until then."""
+        """Return the gather of this gradient, once, if it was started. A gather of another gradient is waited for and dropped:
+        NCCL writes its
+        buffer until then.
+        """
         begun, self.gathered_gradient = self.gathered_gradient, None
         if begun is None or (gradient is not None and begun.is_of(gradient)):
             return begun
@@ -283,14 +286,14 @@ class Frame:
         return None
 
     def left(self) -> None:
-        """Its backward is over. The graph may live on: a router of experts keeps a tensor of its last call."""
+        """Remove the hooks: its backward is over, but the graph may live on (a router keeps a tensor of its last call)."""
         for hook in (self.mark, self.midway):
             if hook is not None:
                 hook.remove()
         self.mark = self.midway = None
 
     def give_up_inputs(self) -> None:
-        """The replay is over; nothing will run from the inputs again."""
+        """Drop everything that recomputation needs."""
         self.replayed = True
         self.inputs = self.random = self.source = None
         self.memos.clear()
@@ -301,7 +304,7 @@ class Frame:
 
 
 class Handle:
-    """What autograd holds instead of a tensor that was let go."""
+    """What autograd stores instead of a dropped tensor."""
 
     __slots__ = ("frame", "key")
 
@@ -310,9 +313,9 @@ class Handle:
         self.key = key
 
     def tensor(self) -> Tensor:
-        """The tensor, which is replayed now if no window did that. It is handed over for good.
+        """Return the tensor, recomputing it now if no window did, and drop it here.
 
-        Raises `ReplayError` when it is asked for again.
+        Raises `ReplayError` if it is requested again.
         """
         frame = self.frame
         if torch.is_grad_enabled():
@@ -326,5 +329,5 @@ class Handle:
 
 
 def tensor_of(held: Any) -> Tensor:
-    """The tensor in whose place autograd holds this: a `Handle`, an `OffloadedTensor`, or the tensor itself."""
+    """Return the tensor that this stands for: a `Handle`, an `OffloadedTensor`, or a tensor."""
     return held if isinstance(held, Tensor) else held.tensor()

@@ -1,16 +1,17 @@
-"""Decides whether a micro-batch's rows still fit into the bytes of a plan: if not, a half of experts falls back.
+"""Decides whether a half of experts falls back: a micro-batch's rows exceed the plan's bytes.
 
-    router ─> dispatch ─> [1] so many rows came to this rank's experts ─> experts, combine, ...
-              held by halves in flight  +  these rows  >  what the plan holds for?
-                    no    the half keeps what its rule keeps
-                    yes   the rows stay; the experts' first linears and activation run again    [2]
+    router ─> dispatch ─> [1] rows of this rank's experts ─> experts, combine, ...
+              rows of halves in flight  +  these rows  >  the plan's?
+                    no    the half follows its rule
+                    yes   the rows are kept; the experts' first linears and activation are recomputed    [2]
 
-[1] the number of rows is the shape of what the dispatch returned, so the host waits for nothing
-[2] this communicates nothing, so each rank decides for itself
+[1] the number of rows is the shape of the dispatched tensor, so the host does not wait
+[2] this does not communicate, so each rank decides for itself
 
-Rows are added up over halves whose rules replay the same, because a row then leaves the same bytes. A half falls back as soon as
-halves in flight hold more than the plan's load on average; the rows of those that fell back count in full. With `w` of a row's
-bytes left, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
+Rows are added up over halves with the same rule, because their rows have the same bytes. A half falls back if halves in flight
+exceed the plan's load on average; rows of those that fell back count in full. If a fallen-back half keeps the share `w` of a
+row's
+bytes, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megatron_lynx.runtime.frame import Frame, HeldRows, MicroBatch
 
 
 def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBatch], *, whole: bool) -> bool:
-    """Whether these rows of a half that is recorded are more than there is room for; counts them as held.
+    """Return whether a half's rows exceed the plan's, and count them as held.
 
     Args:
         frame: of the half.
-        rows: how many its experts get on this rank.
-        balanced: how many they would get if all experts were asked as often.
+        rows: rows of its experts on this rank.
+        balanced: rows under uniform routing.
         in_flight: the other micro-batches between forward and backward.
         whole: whether the plan keeps everything of this micro-batch.
     """

@@ -1,17 +1,15 @@
-"""A loss over a large vocabulary whose logits are never all there: logits, loss and gradients of a piece of the tokens at a time.
+"""A loss over a large vocabulary that computes logits, loss and gradients for a piece of the tokens at a time.
 
     rows of the input     0 ........ k ........ 2k ........ 3k
 
     forward    [1]        logits, loss
                [2]                   logits, loss
-                          ...                              kept: the input, the labels; the losses go on, logits are let go
+                          ...                              saved: input and labels; logits are dropped
     backward   [3]        logits and loss again, gradient of the logits ──> of these rows of the input
                [4]                                                      └─> of the weight: a summand
 
-What a loss mask makes of each token's loss is known in backward alone, and a gradient of the weight cannot be corrected for it
-afterwards. So logits are computed twice, one GEMM more, and the gradients are right for every mask.
-
-Each row's loss and gradient depend on that row alone, so only the weight's gradient is another sum than without pieces.
+Backward needs the gradients of the losses (loss mask), so logits are computed twice: one GEMM more. Each row's loss and gradient
+depend on that row only; the weight's gradient is summed in another order than without pieces.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ LossOfRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 def loss_in_pieces(
     input_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor, pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
 ) -> Tensor:
-    """The losses (B, S) of all tokens, computed in so many pieces of the sequence, of which the last one may be shorter.
+    """Return the losses (B, S) of all tokens, computed in `pieces` of the sequence; the last one may be shorter.
 
-    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a block in its place.
+    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a dummy.
     """
     losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, labels_BS, pieces, loss_of, adds_in_place)  # type: ignore[no-untyped-call]
     return losses
@@ -50,7 +48,7 @@ class _LossInPieces(torch.autograd.Function):
         adds_in_place: bool,
     ) -> Tensor:
         ctx.save_for_backward(input_SBH, labels_BS)
-        ctx.weight = weight_VH  # the same object in backward, whatever hooks saved tensors have (rule R11)
+        ctx.weight = weight_VH  # saved tensors lose a parameter's identity under hooks (rule R11)
         ctx.loss_of, ctx.adds_in_place = loss_of, adds_in_place
         ctx.rows = -(-len(input_SBH) // pieces)
         rows = zip(input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), strict=True)
@@ -75,14 +73,14 @@ class _LossInPieces(torch.autograd.Function):
 
 
 class _Sum:
-    """The weight's gradient, summed up in fp32; where each piece adds its own to `main_grad`, the last block in place of it."""
+    """The weight's gradient, summed in fp32; with `adds_in_place`, the last dummy."""
 
     def __init__(self, weight: Tensor, *, adds_in_place: bool) -> None:
         self._dtype, self._adds_in_place = weight.dtype, adds_in_place
         self._sum: Tensor | None = None
 
     def make_room(self) -> None:
-        """A new block comes: the one before it, which says nothing, need not lie beside it."""
+        """Drop the previous dummy before the next one is made."""
         if self._adds_in_place:
             self._sum = None
 

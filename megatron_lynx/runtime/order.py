@@ -1,24 +1,23 @@
-"""Which passes are in flight on this stage, which one's backward runs, and which comes next.
+"""Which passes of this stage are in flight, which backward runs, and which is next.
 
-Whoever replays ahead of time must know for whom: the ledger follows the passes that Megatron runs, by the order that the schedule
-has for this stage. Megatron's schedule functions tell a backward neither its micro-batch nor its phase, and wait for a gradient
-before they say what it is for; whoever installs the hooks knows the schedule, and hands its order in.
+Megatron's schedule functions pass a backward neither its micro-batch nor its phase, and wait for a gradient before they say which
+micro-batch it is for. The ledger follows the passes by the schedule's order for this stage, which the installer supplies.
 
     forward_step(i, chunk)   ──>  a micro-batch begins; its recorded halves enter their frames
-    a gradient is received   ──>  the next backward by the order of the stage: its frames may be replayed now
-    backward_step(output)    ──>  the micro-batch whose forward gave that output, recognised by the tensor's identity
+    a gradient is received   ──>  the next backward by the order of the stage: its frames may be recomputed now
+    backward_step(output)    ──>  the micro-batch whose forward returned that output, by the tensor's identity
 
     1F1B, stage s of p (w = p-1-s)    F0 .. F(w-1) | F(w) B0   F(w+1) B1  ...            | B .. B
     interleaved, stage 0 of 2         0F0 1F0 0F1 1F1 | 2F0 0B1   3F0 1B1   2F1 0B0  ... | 2B1 3B1 2B0 3B0
-                                       warm-up          steady: the collectives of a       cool-down: only the
-                                                        forward hide replays of the        receive hides replays
-                                                        backward right behind it
+                                       warm-up          steady: a forward's collectives   cool-down: only the
+                                                        hide recomputations of the        receive hides
+                                                        backward that follows             recomputations
 
-Where batches overlap, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) runs the
-batches instead of Megatron's functions, so it tells where one begins, and under which weights a replay has to run:
+With overlapping batches, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) reports
+each batch's begin and says which weights a recomputation needs:
 
     a batch begins           ──>  begin_batch(order, fills=); micro-batches are counted since the pipeline was last filled
-    a replay of i            ──>  as_recorded(i): the weights are those of micro-batch i while it runs
+    recomputation of i       ──>  as_recorded(i): context with the weights of micro-batch i
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
 
 
 class StageOrder:
-    """All passes that a stage runs in one step, in order."""
+    """All passes of a stage in one step, in order."""
 
     def __init__(
         self,
@@ -47,9 +46,10 @@ class StageOrder:
         *,
         in_turns: bool = False,
     ) -> None:
-        """`completing`: backwards right behind which gradients may be read; by default the last one of each chunk. `in_turns`:
-        of one chunk, whose backwards run beside the next micro-batch's forward, layer by layer: each begins when its own forward
-        is over."""
+        """`completing`: backwards after which gradients may be read; by default the last one of each chunk. `in_turns`: backwards
+        of the one
+        chunk overlap the next micro-batch's forward layer by layer, and each begins when its own forward is over.
+        """
         self.all, self.in_turns = tuple(passes), in_turns
         self._backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
         self._completing = {one.chunk: one.virtual for one, _ in self._backwards}.values() if completing is None else completing
@@ -64,24 +64,26 @@ class StageOrder:
         }
 
     def hidden_by(self, forward: VirtualMicroBatch) -> VirtualMicroBatch | None:
-        """The micro-batch whose replays a forward's collectives hide. None where its own backward is next, or no backward is."""
+        """Return the micro-batch whose recomputations a forward's collectives hide: that of the backward that follows, unless it
+        is its own.
+        """
         return self._behind.get(forward)
 
     def at_once(self, micro_batch: VirtualMicroBatch) -> bool:
-        """Whether a forward's own backward begins when that is over."""
+        """Return whether a forward's own backward follows it."""
         return micro_batch in self._at_once
 
     def completes_gradients(self, micro_batch: VirtualMicroBatch) -> bool:
-        """Whether gradients may be read right behind a backward: it is the last one that adds to them."""
+        """Return whether gradients may be read after this backward: it is the last one that adds to them."""
         return micro_batch in self._completing
 
     def backward(self, count: int) -> tuple[Action, Phase] | None:
-        """The backward that runs when `count` of them have begun."""
+        """Return the backward that runs after `count` others."""
         return self._backwards[count] if count < len(self._backwards) else None
 
 
 OrderOfStep = Callable[[int], StageOrder]
-"""From the number of micro-batches of a step to the order in which this stage runs their passes."""
+"""From the number of micro-batches of a step to this stage's order of passes."""
 
 
 class Ledger:
@@ -93,38 +95,38 @@ class Ledger:
         self._begun = 0
         """Backwards of this step that have begun."""
         self.running: Action | None = None
-        """The backward that runs, where the order of the step knows it."""
+        """The backward that runs, if the order of the step is known."""
         self._overlapping = False
-        """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
+        """Whether batches overlap, and begin by `begin_batch`."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
-        """All that live, by number of the micro-batch and half. Frames belong to autograd's graph, so they are held weakly."""
+        """Living frames by (micro-batch number, half). Autograd's graph owns them."""
         self._first = self._count = 0
-        """Number of this step's first micro-batch, and of the next one that begins."""
+        """Numbers of this step's first micro-batch, and of the next one."""
         self._recording: MicroBatch | None = None
         self._in_forward = False
         self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
-        """How many collectives this half's backward has issued."""
+        """Collectives that this half's backward has issued."""
 
     @property
     def entered(self) -> Frame | None:
-        """The half whose backward runs. Held weakly: outside of Megatron's schedules nobody says when a backward is over."""
+        """The half whose backward runs. Weak: outside of Megatron's schedules the end of a backward is not reported."""
         return self._entered() if self._entered is not None else None
 
     @property
     def busy(self) -> bool:
-        """Whether a micro-batch is between the beginning of its forward and the end of its backward."""
+        """Whether a micro-batch is between the begin of its forward and the end of its backward."""
         waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self._recording)
         return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
     @property
     def expects_backward(self) -> bool:
-        """Whether the step under way has a backward to come. Without an order nobody knows."""
+        """Whether the step has a backward to come; True if its order is not known."""
         return self._overlapping or not self._order.all or self._order.backward(self._begun) is not None
 
     def begin_batch(self, order: StageOrder, fills: bool) -> None:
-        """A batch begins, of a schedule that does not empty the pipeline in between. `order` begins with its first pass.
+        """Begin a batch of a schedule that does not drain the pipeline between batches. `order` starts with its first pass.
 
         `fills`: nothing is in flight, and micro-batches are counted from 0.
         """
@@ -135,21 +137,23 @@ class Ledger:
             self._in_flight.clear()
 
     def begin_forward(self, index: int, chunk: int, microbatches: int) -> bool:
-        """Micro-batch `index` of `microbatches` goes through a chunk. The first one through the first chunk begins a step, unless
-        batches overlap: whether it does."""
+        """Begin the forward of micro-batch `index` of `microbatches` through a chunk. Returns whether it begins a step: it is the
+        first one
+        through the first chunk, and batches do not overlap.
+        """
         begins = not self._overlapping and (index, chunk) == (0, 0)
         if self._overlapping:
             index = self._count - self._first
         elif begins:
             self._order, self._begun, self._first = self._order_of_step(microbatches), 0, self._count
-            self._in_flight.clear()  # what is left had its graph dropped without a backward
+            self._in_flight.clear()  # leftovers had their graph dropped without a backward
         self._in_forward = True
         self._recording = MicroBatch(self._first + index, index, chunk)
         self._count = max(self._count, self._recording.number + 1)
         return begins
 
     def end_forward(self, output: Any) -> MicroBatch | None:
-        """The micro-batch that is in flight from now on, if a backward can come."""
+        """End the forward. Returns the micro-batch if a backward can come."""
         tensor = first_in(Tensor, output)
         micro_batch, self._recording = self._recording, None
         self._in_forward = False
@@ -160,7 +164,7 @@ class Ledger:
         return micro_batch
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
-        """The micro-batch that `output` came from, or None when it was not recorded."""
+        """Begin a backward. Returns the micro-batch of `output`, or None if it was not recorded."""
         self.hidden_by_receive()
         backward = self._order.backward(self._begun)
         self.running = None if backward is None else backward[0]
@@ -175,7 +179,7 @@ class Ledger:
         self.leave()
 
     def abort(self) -> None:
-        """Forget a step that failed: nothing of it is continued."""
+        """Forget a failed step."""
         self._in_flight.clear()
         self._recording = None
         self._in_forward = False
@@ -184,8 +188,10 @@ class Ledger:
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
-        """The micro-batch that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another
-        chunk, begins the next."""
+        """Return the micro-batch of a frame that is recorded now. Outside of Megatron's schedules a repeated layer, or another
+        chunk, begins
+        a new one.
+        """
         recording = self._recording
         if not self._in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
             recording = self._recording = MicroBatch(self._count, self._count, chunk)
@@ -194,15 +200,15 @@ class Ledger:
         return recording
 
     def keep(self, frame: Frame) -> None:
-        """Remember the frame of a half that is being recorded, for as long as the graph owns it."""
+        """Register the frame of a half for as long as the graph owns it."""
         self._frames[frame.micro_batch.number, frame.key] = frame
 
     def frame_of(self, micro_batch: MicroBatch, key: FrameKey) -> Frame | None:
-        """What was recorded of a half of this micro-batch, if its graph still lives."""
+        """Return a half's frame, if its graph still lives."""
         return self._frames.get((micro_batch.number, key))
 
     def enter(self, frame: Frame) -> None:
-        """Backward reaches a half, and so has left the one before."""
+        """Report that backward reaches a half, and has left the one before."""
         self.leave()
         self._entered = weakref.ref(frame)
         frame.micro_batch.ahead.discard(frame.key)
@@ -215,40 +221,41 @@ class Ledger:
         self.ordinal = 0
 
     def hidden_by_forward(self) -> MicroBatch | None:
-        """The micro-batch whose replays the running forward's collectives hide: the one whose backward comes right behind it."""
+        """Return the micro-batch whose recomputations the running forward's collectives hide."""
         if not self._in_forward or self._recording is None:
             return None
         return self._living(self._order.hidden_by(self._recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
-        """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next, told its phase."""
+        """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
             _, micro_batch.phase = backward
         return micro_batch
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """Those whose forward is over and whose backward is not, but this one. Equal on all ranks of a stage: it follows from the
-        order of passes alone."""
+        """Return the micro-batches between forward and backward, except one. The order of passes determines them, so they are
+        equal on all
+        ranks of a stage.
+        """
         return [each for each in self._in_flight.values() if each is not micro_batch]
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether gradients may be read right behind the backward that runs."""
+        """Whether gradients may be read after the running backward."""
         return self.running is not None and self._order.completes_gradients(self.running.virtual)
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
-        """Whether its backward begins when its forward is over."""
+        """Return whether its backward begins when its forward is over."""
         return self._order.at_once(micro_batch.virtual)
 
     def coming(self, ahead: int) -> MicroBatch | None:
-        """The micro-batch whose backward begins after `ahead` others."""
+        """Return the micro-batch whose backward begins after `ahead` others."""
         backward = self._order.backward(self._begun + ahead)
         return self._living(backward[0].virtual) if backward is not None else None
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward runs."""
         return self._in_forward
 
     @property
@@ -266,10 +273,10 @@ class Ledger:
 
 
 class BatchListener(Protocol):
-    """An engine, as far as such a schedule calls it."""
+    """The engine as a schedule with overlapping batches sees it."""
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """A batch begins. `order` starts with its first pass; `fills`: nothing is in flight."""
+        """Begin a batch. `order` starts with its first pass; `fills`: nothing is in flight."""
         ...
 
 
@@ -277,17 +284,17 @@ class Overlapping(Protocol):
     """Runs the batches of one stage."""
 
     def few_batches(self, microbatches: int) -> StageOrder:
-        """What the stage does from filling the pipeline to draining it; as many batches as show everything."""
+        """Return the passes from filling to draining, over enough batches to show all cases."""
         ...
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Inside, the parameters are what the forward of this micro-batch saw."""
+        """Context in which parameters have the values that this micro-batch's forward saw."""
         ...
 
     def check_drained(self, what: str) -> None:
-        """Raises `HookRefused` where micro-batches are in flight."""
+        """Raise `HookRefused` if micro-batches are in flight."""
         ...
 
     def under(self, engine: BatchListener | None) -> None:
-        """From now on, tell this engine (or none) when a batch begins."""
+        """Report batches to this engine (or none) from now on."""
         ...

@@ -1,12 +1,13 @@
-"""Weight gradients that were deferred and are still to be computed: one queue for each linear, first in, first out.
+"""Pending weight gradients: one FIFO queue per linear.
 
-    backward of linear_fc1(3) ──> Entry: operands, and what computes with them ──┐
-                                                                                 ▼
+    backward of linear_fc1(3) ──> Entry: operands, computation ──┐
+                                                                 ▼
     linear_fc1(3)   [micro-batch 0] [micro-batch 1]          a wait, or a flush ──> the oldest of a linear, or of a chunk
     experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
 
-Each addition to a parameter's gradient keeps its place among those to the same parameter, so that every sum is stock's in each
-bit. An entry owns what it reads: nobody else may overwrite it, and it counts until the entry is computed.
+Additions to a parameter's gradient keep their order, so that each sum equals stock's in every bit. An entry owns its operands,
+and
+their bytes count until it is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatron_lynx.anatomy import Half
 
 Linear = tuple[int, str]
-"""(layer, item): whose weight gradient it is."""
+"""(layer, item)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +34,22 @@ class Entry:
     half: Half
     chunk: int
     micro_batch: int
-    """Its number over the whole run."""
+    """Number over the whole run."""
     compute: Callable[[], None]
     """Adds the weight gradient to where it belongs."""
     blocks: Mapping[int, int]
-    """The blocks of memory that its operands hold, by address: their bytes. Experts' may look into the same ones."""
+    """Bytes of each block of memory that its operands hold, by address. Entries of experts may share blocks."""
     surroundings: Any = ()
 
 
 class Pending:
-    """The entries of one engine."""
-
     def __init__(self) -> None:
         self._of: dict[Linear, deque[Entry]] = {}
         self._in_order: dict[int, dict[Entry, None]] = {}
-        """The entries of each chunk, the oldest first."""
+        """Entries of each chunk, oldest first."""
         self._bytes: Counter[int] = Counter()
         self._holders: Counter[tuple[int, int]] = Counter()
-        """How many entries hold a block, by chunk and address."""
+        """How many entries hold a block, by (chunk, address)."""
 
     def __len__(self) -> int:
         return sum(map(len, self._in_order.values()))
@@ -61,11 +60,10 @@ class Pending:
         return self._bytes.total()
 
     def bytes_of(self, chunk: int) -> int:
-        """Bytes that the entries of a chunk hold."""
         return self._bytes[chunk]
 
     def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
-        """Bytes that they would hold with one more."""
+        """Return the chunk's bytes after one more entry with these blocks."""
         return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
 
     def add(self, entry: Entry) -> None:
@@ -75,8 +73,7 @@ class Pending:
         self._holders.update((entry.chunk, block) for block in entry.blocks)
 
     def take(self, linear: Linear, micro_batch: int | None = None) -> Entry | None:
-        """The oldest one of a linear, which is no longer pending; None where there is none, or where it is not of the
-        `micro_batch` that is asked for."""
+        """Remove and return the oldest entry of a linear; None if there is none or it is not of `micro_batch` (when given)."""
         queue = self._of.get(linear)
         if not queue or micro_batch not in (None, queue[0].micro_batch):
             return None
@@ -90,12 +87,11 @@ class Pending:
         return entry
 
     def take_oldest(self, chunk: int) -> Entry | None:
-        """The oldest one of a chunk, likewise."""
+        """Remove and return the oldest entry of a chunk, or None."""
         oldest = next(iter(self._in_order.get(chunk, ())), None)
         return None if oldest is None else self.take(oldest.linear)
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._of.clear()
         self._in_order.clear()
         self._bytes.clear()
@@ -103,6 +99,6 @@ class Pending:
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """What tensors keep alive, by address: the whole of the memory that they look into, once."""
+    """Return the bytes of each storage that the tensors keep alive, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}

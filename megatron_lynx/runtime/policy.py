@@ -1,4 +1,4 @@
-"""What becomes of one half of one layer, as the plan says it: the runtime knows no plan, only policies."""
+"""What the plan does with one half of one layer. The runtime knows policies, not plans."""
 
 from __future__ import annotations
 
@@ -14,102 +14,98 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
-"""Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
+"""Starts an all-gather of a tensor. Returns (its own buffer, `Work`)."""
 
 
 @dataclass(frozen=True)
 class DeferralPolicy:
-    """Of one chunk: whose weight gradients are deferred, and how much they may hold meanwhile."""
+    """Delayed weight gradients of one chunk."""
 
     linears: frozenset[tuple[int, str]] = frozenset()
-    """(layer, item) of each linear that defers."""
+    """(layer, item) of each linear that delays."""
     most_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """What becomes of one chunk of the stage."""
-
     ahead_depth: int = 0
-    """How many halves of a micro-batch may be regenerated before backward reaches them (rule R4)."""
+    """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""
     whole: Container[int] = ()
-    """Micro-batches of a step that keep everything, whatever the halves' policies say."""
+    """Indices of micro-batches that keep everything."""
     deferral: DeferralPolicy = field(default_factory=DeferralPolicy)
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a half of experts does with a micro-batch of which its rank gets more rows than the plan's bytes hold for."""
+    """When a half of experts falls back."""
 
     hold: float
-    """The load that they hold for, on average over what the stage holds at once (`runtime.loads`)."""
+    """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`runtime.loads`)."""
     replay: frozenset[str]
-    """Items that then run again as well, where backward enters the half."""
+    """Items that are recomputed in addition."""
     rule: frozenset[str]
-    """What the half replays otherwise, as the plan says: a micro-batch with more tokens than planned keeps everything, and
-    the ranks that share out experts need not have as many."""
+    """Items that the plan's rule recomputes."""
 
 
 @dataclass(frozen=True)
 class HalfPolicy:
-    """There is one for each half of each layer; `apply.assignment` makes it from a rule of the plan."""
+    """One half of one layer; `apply.assignment` makes it from a rule of the plan."""
 
     layer: int
     section: Section
-    """What fills the half."""
     replay: frozenset[str]
-    """Items whose saved tensors are let go."""
+    """Items whose saved tensors are dropped."""
     gather_site: str | None = None
-    """The replayed site whose first argument is gathered once (sequence parallelism)."""
+    """The recomputed site whose first argument is gathered once (sequence parallelism)."""
     gather: Gather | None = None
     keeps_gathered: frozenset[str] = frozenset()
-    """The replayed sites whose gathered argument is small, and kept (sequence parallelism)."""
+    """Recomputed sites whose gathered argument is small, and kept (sequence parallelism)."""
     chunk: int = 0
-    """Which of the stage's chunks the layer is in."""
+    """Index of the layer's chunk in the stage."""
     may_draw: Callable[[], bool] = lambda: True
     """Whether the half may draw random numbers in the call that begins now."""
     stays: bool = False
-    """Whether nothing of what it keeps goes to the host, although what others of its chunk keep does."""
+    """Whether its kept tensors stay on the device although its chunk offloads."""
     ahead: int = 1
-    """How many halves before its own backward a replay of it may begin, and asks for what it needs; 1 where none does."""
+    """How many halves before its own backward its recomputation may begin."""
     midway: str | None = None
     """The site before whose backward something begins."""
     passed_over: bool = False
-    """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
+    """Whether it is kept on the device and its collectives have no tasks, so that it needs no record."""
     below_passed_over: bool = False
-    """Whether that holds of the half before it, whose backward comes next."""
+    """Whether the half before it is passed over."""
     checkpoint: bool = False
-    """Whether it is checkpointed: what its replay communicates is communicated, and so it runs where backward enters the half."""
+    """Whether its recomputation includes collectives, and so runs where backward enters the half."""
     feeds: bool = False
-    """Of a checkpointed half: whether the half behind it keeps no input, but has this one run again to its end."""
+    """Whether this checkpointed half is recomputed to its end for the input of the half after it."""
     fed_by: FrameKey | None = None
-    """The half before it, where that is so."""
+    """The half before it, if that feeds this one."""
     marked: tuple[object, ...] = ()
-    """Objects on which each call leaves what only its own code reads: a replay leaves them as they were (rule R13)."""
+    """Objects on which each call of its code leaves attributes; a recomputation restores them (rule R13)."""
     beyond: Beyond | None = None
-    """None: it does the same whatever comes."""
+    """Set if it may fall back."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
-    """Of the modules that the half calls; given where anything is replayed."""
+    """Hooks of the modules that it calls, if anything is recomputed."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:
-        """The same half where nothing is let go."""
+        """The same half with everything kept."""
         without = replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
         return replace(without, checkpoint=False, feeds=False, fed_by=None)
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        """The same half where more rows come than its plan holds for: nothing is kept of them but themselves."""
+        """The same half after falling back."""
         assert self.beyond is not None, f"{self.name} never falls back"
         return replace(self, replay=self.replay | self.beyond.replay, beyond=None)
 
     @cached_property
     def may_replay(self) -> bool:
-        """Whether a call of it may be replayed at all."""
+        """Whether a call of it may be recomputed."""
         return bool(self.replay) or self.beyond is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:
-        """Whether what it keeps may go to the host. `offloading`: chunks that send something there."""
+        """Return whether its kept tensors may go to the host. `offloading`: chunks that offload."""
         return self.chunk in offloading and not self.stays
 
     @cached_property

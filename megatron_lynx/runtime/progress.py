@@ -1,14 +1,14 @@
-"""What an engine is in the middle of and what it has done. The parts of an engine share it, so that none has to know the others.
+"""State that the parts of one engine share.
 
 ledger     passes in flight, and the half whose backward runs
-pending    weight gradients that were deferred
-scope      the call of a half that runs now
-counts     what was done since somebody last asked
-trace      when it was done, if somebody asked for that
-clock      how long replays took, likewise
+pending    delayed weight gradients
+scope      the running call of a half
+counts     figures since the last report
+trace      spans
+clock      seconds of recomputations
 
-When something fails in a step, the innermost call notes on the error where the engine was, because the engine forgets a failed
-step; who explains the error asks for it (`whereabouts_of`). Nothing of this costs a step that does not fail.
+If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`), because the engine forgets failed
+steps.
 """
 
 from __future__ import annotations
@@ -34,34 +34,32 @@ _NAME = "_megatron_lynx_whereabouts"
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A moment of one rank's step, as its engine saw it."""
+    """Where a rank's step was."""
 
     passing: Literal["forward", "backward"]
     micro_batch: int | None = None
-    """Counted from 0 in the step. None: it was not recorded."""
+    """Counted from 0 in the step. None if it was not recorded."""
     chunk: int = 0
     half: FrameKey | None = None
-    """The half that ran, or that backward had reached; of a replay, the half that was made again."""
+    """The half that ran, was recomputed, or was reached by backward."""
     replays: bool = False
     expert_load: float = 0.0
-    """The largest load of this step so far, as `Figures` has it."""
+    """Largest load of this step so far (`Figures`)."""
 
 
 def note(error: BaseException, where: Whereabouts) -> None:
-    """Remember where an error came up, unless somebody further in has."""
+    """Attach the whereabouts to an error, unless an inner call has."""
     if whereabouts_of(error) is None:
         setattr(error, _NAME, where)
 
 
 def whereabouts_of(error: BaseException) -> Whereabouts | None:
-    """Where it came up; None for errors that did not come out of a pass."""
+    """Return where an error was raised; None for errors from outside of a pass."""
     found = getattr(error, _NAME, None)
     return found if isinstance(found, Whereabouts) else None
 
 
 class Progress:
-    """The state that the parts of one engine share."""
-
     def __init__(self, ledger: Ledger, offloader: Offloader, clock: Clock) -> None:
         self.ledger = ledger
         self.trace: Trace = offloader.trace
@@ -73,16 +71,16 @@ class Progress:
 
     @property
     def in_half(self) -> bool:
-        """Whether a half runs, or its backward does."""
+        """Whether a half, or its backward, runs."""
         return self.scope is not None or self.ledger.entered is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way (rule R7)."""
+        """Whether a step is in progress (rule R7)."""
         return self.scope is not None or self.ledger.busy or len(self.pending) > 0
 
     def abandon(self) -> None:
-        """Forget the step under way: it failed."""
+        """Forget the step in progress: it failed."""
         self.scope = None
         self.ledger.abort()
         self.pending.clear()
@@ -90,7 +88,7 @@ class Progress:
 
     @contextmanager
     def aborting(self, backward_of: MicroBatch | None = None) -> Iterator[None]:
-        """An exception that leaves this context ends the step. `backward_of`: whose backward runs, where one does."""
+        """Abandon the step if an exception leaves this context. `backward_of`: the micro-batch whose backward runs, if any."""
         try:
             yield
         except BaseException as error:
@@ -118,7 +116,7 @@ class Progress:
         return counts
 
     def run(self, scope: Run, *given: Any) -> Any:
-        """Run this call. Sites and collectives that are met inside belong to it."""
+        """Run this call; sites and collectives inside report to it."""
         outer, self.scope = self.scope, scope
         try:
             return scope.run(*given)
@@ -129,6 +127,5 @@ class Progress:
             self.scope = outer
 
     def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
-        """Something was done for a frame since `begin`, which was asked of the trace."""
         if begin is not None:
             self.trace.add(kind, begin, *frame.key, frame.micro_batch.number, window)

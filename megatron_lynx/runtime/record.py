@@ -1,20 +1,20 @@
-"""Recording a half: run it once, and let go of every saved tensor that its replay will regenerate.
+"""Records a half: runs it once, and drops every saved tensor that its recomputation regenerates.
 
-[1] code of a replayed item between sites runs under default hooks: what it saves becomes a handle
-[2] a replayed site without parameters runs the same way
+[1] recomputed code between sites runs under default hooks: its saved tensors become handles
+[2] a recomputed site without parameters runs the same way
 [3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
-      replayed site   all but parameters
-      kept site       only those that share memory with an argument which the replay regenerates anyway
-    Which these are is read in the half's first call, and is in its recorded graph for later ones (`recorded_graph`)
-[4] what a kept site returned is remembered, as far as a replay will have to pass it
-[5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
-[6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
-[7] with an offload group, what is kept is pushed to it, and the group decides whether its data goes to the host
-[8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
-[9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
-[10] a replay may need the half's first sites alone, without the code around them (a shortcut: `site`)
-[11] a half of experts that may fall back follows its rule until its experts are called. Then the number of rows decides whether
-     their first linears and activation run again as well (`loads`)
+      recomputed site   all but parameters
+      kept site         those that share memory with an argument that is recomputed anyway
+    The half's first call learns which ones; later calls follow its recorded graph (`recorded_graph`)
+[4] outputs of a kept site are remembered if a recomputation passes it
+[5] code after a kept item keeps its saved tensors, and so the input of the next site
+[6] a site's first part is an item: its tensors among the site's node's become handles if it is recomputed
+[7] with an offload group, kept tensors are pushed to it, and the group decides which ones go to the host
+[8] a site's state between calls (FP8 scales) is captured after its call, which does not change it
+[9] the gathered input of a recomputed up-projection of latent attention is kept: it is small, and saves the second gather
+[10] a recomputation may need the half's first sites only (a shortcut: `site`)
+[11] a half of experts that may fall back follows its rule until its experts are called. The number of rows then decides whether
+     their first linears and activation are recomputed as well (`loads`)
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
 
 GATHERED = Item("gathered latents", "code")
-"""What ranks gather between the sites of latent attention: always kept."""
+"""All-gathers between the sites of latent attention; always kept."""
 
 
 @dataclass(frozen=True)
 class FallBack:
-    """Whether a half of experts falls back, and which recorded graph it then follows."""
+    """Decides whether a half of experts falls back."""
 
     needed: Callable[[int, int], bool]
-    """From rows, and from rows if all experts were asked as often."""
+    """Called with (rows, rows under uniform routing)."""
     graph: Callable[[frozenset[str]], RecordedGraph | None]
-    """Of calls that fell back before, by what they replayed; None before the first."""
+    """Recorded graph of earlier calls that fell back, by recomputed items; None before the first."""
 
 
 class Recorder(Run):
-    """Records one call of one half. Without a `graph` it is the first call. `fall_back`: given where the half may."""
+    """Records one call of one half. Without a `graph` it is the first call. `fall_back`: set if the half may fall back."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class Recorder(Run):
         self._replay = frame.policy.replay
         self._random = random
         self._packing: Packing
-        """There while the half runs."""
         self._first: FirstCall | None = None
         if graph is None:
             may_go = None if group is None else group.may_go
@@ -75,15 +74,14 @@ class Recorder(Run):
         self._graph = graph
         self._fits = True
         self._arguments: Sequence[Tensor] = ()
-        """The arguments of the site whose tensors are let go now."""
+        """Arguments of the site whose tensors are being replaced."""
         self._finder: ShortcutFinder | None = None
-        """There while the half runs, where a shortcut may lead through it."""
         self._fall_back = fall_back
-        """None once it is decided, and for halves that never fall back."""
+        """None once decided, and for halves that never fall back."""
 
     @property
     def graph(self) -> RecordedGraph | None:
-        """What later calls may follow; None where this call did not go as the graph says."""
+        """The graph for later calls; None if this call did not fit it."""
         return self._graph if self._fits else None
 
     def run(self, *given: Any) -> Any:
@@ -96,10 +94,10 @@ class Recorder(Run):
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
-            del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
-            finder, self._finder = self._finder, None  # its graph refers back to here, too
+            del self._packing  # breaks a reference cycle, which would keep the frame until the next garbage collection
+            finder, self._finder = self._finder, None  # breaks a cycle
             if self._first is not None:
-                self._first.normed = {}  # likewise
+                self._first.normed = {}  # breaks a cycle
         if self._first is not None:
             self._first.ends({segment for segment, _ in self.frame.wanted}, self.frame.memos)
             self._drop_memos()
@@ -113,7 +111,7 @@ class Recorder(Run):
         return outputs
 
     def keep_gathered(self, whole: Any) -> None:
-        """Where it is small and the site is replayed, it is kept for that. [9]"""
+        """Keep the gathered input of a recomputed site if it is small. [9]"""
         if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
@@ -122,8 +120,7 @@ class Recorder(Run):
         return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
 
     def passes(self, site: Site) -> bool:
-        """Whether nothing is let go or remembered of a site that is about to be called, nor of the code behind it. Then it may be
-        called as without a plan."""
+        """Return whether nothing of the site, nor of the code after it, is dropped or remembered."""
         segment = self._segment + site.segments
         if self._fall_back is not None or segment not in self._graph.inert:
             return False
@@ -154,7 +151,6 @@ class Recorder(Run):
         return outputs
 
     def _of(self, site: Site) -> Item:
-        """The item that a site is. A gather between two is none of the plan's."""
         return self.frame.policy.section.of_name.get(site.name, GATHERED)
 
     def _called(self, call: SiteCall) -> Any:
@@ -178,7 +174,7 @@ class Recorder(Run):
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
-        """Turn saved tensors of the site's nodes into handles."""
+        """Replace saved tensors of the site's nodes by handles."""
         if self._first is not None:
             self._first.read(call, self._of(call.site), self._segment, outputs)
         site, arguments = self._graph.sites.get(self._segment, NOTHING), call.arguments
@@ -192,7 +188,7 @@ class Recorder(Run):
             raws = getattr(nodes[place], slot.raws)
             for one in together:
                 one.slot.among(raws).register_hooks(*self._hooks_for(one))
-        self._arguments = ()  # hooks refer back to here
+        self._arguments = ()  # hooks refer back to the recorder
 
     def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if one.key is None:
@@ -220,18 +216,21 @@ class Recorder(Run):
         self._ordinal += 1
         if self._item in self._replay and self._may_let_go():
             return self.frame.want(key, tensor)  # [1]
-        # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
+        # Detach tensors that stay: an output that its own node saves would never be freed.
         return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
     def _may_let_go(self, segment: int | None = None) -> bool:
-        """Whether a replay can reach a segment, or where the code is: the graph remembers no more memos than its call needed."""
+        """Whether a recomputation reaches a segment (the present one by default). A recorded graph keeps memos only as far as its
+        call
+        needed.
+        """
         if self._first is not None or (self._segment if segment is None else segment) in self._graph.lets_go:
             return True
         self._fits = False
         return False
 
     def experts_got(self, rows: int, balanced: int) -> None:
-        """Experts are called with so many rows: the half follows its rule from here on, or falls back. [11]"""
+        """Decide whether the half falls back. [11]"""
         decision, self._fall_back = self._fall_back, None
         if decision is None:
             return
@@ -260,15 +259,14 @@ class Recorder(Run):
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _ends_values(self, site: Site) -> bool:
-        """Whether no replayed item reads the values of what this kept site returned. Rows that travel again do so as the router
-        decided."""
+        """Whether no recomputed item reads the values of this kept site's output. A recomputed dispatch reads the router's."""
         item, section = self._of(site), self.frame.policy.section
         again = (section.of_name[name] for name in self._replay if name in section.of_name)
         read = item.role == "router" and any(each.exchanges for each in again)
         return site.goes_on or (item.ends_values and not read)
 
     def _drop_memos(self) -> None:
-        """Of a call of which every memo was made: what no replay will pass, and the values that none will read."""
+        """Drop memos that no recomputation passes, and values that none reads, after a call that made all memos."""
         for segment, memo in list(self.frame.memos.items()):
             if segment not in self._graph.memos:
                 del self.frame.memos[segment]
@@ -276,7 +274,7 @@ class Recorder(Run):
                 self.frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
 
     def _push_what_replay_needs(self, group: OffloadGroup) -> None:
-        """Hand the half's inputs and the memos of kept sites to the group."""
+        """Push the half's inputs and memos to the group."""
         self.frame.offloaded = True
         self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():

@@ -1,21 +1,20 @@
-"""The autograd graph of a half as its first call recorded it: which saved tensors of which nodes later calls replace by handles.
+"""The autograd graph of a half as its first call recorded it: which saved tensors later calls replace by handles.
 
-    first call     each site's nodes are walked, every saved tensor is read and compared with what the site was called with
-                   ──> a recorded graph: the edges that lead to nodes, the slots in them, which memos remain
-    later calls    the edges lead to the nodes, whose kinds are compared; hooks go on the slots that the graph names
-                   other kinds: that site keeps what it saved, nothing new is let go, and the half's next call records anew
+    first call     walks each site's nodes and compares each saved tensor with the site's arguments
+                   ──> a recorded graph: edges to nodes, slots in them, memos to keep
+    later calls    follow the edges, compare node classes, and register hooks on the recorded slots;
+                   a site with other classes keeps its saved tensors, and the half's next call records anew
 
 saved tensor (numbers as in `record`)                    becomes
-a parameter, or what else outlives the call              nothing: it stays
-in the memory of what the half was handed                nothing, unless that may go to the host: the frame holds it anyway
-made by a replayed first part of the site                a handle, of that item                         [6]
-in the memory of an argument that a replay makes again   a handle, as a view of that argument           [3]
-any other, of a replayed site                            a handle
-any other, where what is kept may go to the host         what the offload group makes of it             [7]
+a parameter, or another tensor that outlives the call    unchanged
+in memory of the half's inputs                           unchanged unless it may go to the host: the frame holds it anyway
+made by a recomputed first part of the site              a handle of that item                         [6]
+in memory of an argument that is recomputed              a handle of a view of that argument           [3]
+any other, of a recomputed site                          a handle
+any other, if kept tensors may go to the host            an `OffloadedTensor` or a tensor              [7]
 
-There is a graph for each half and for each signature of its arguments, in which sizes are rounded up to powers of two: sequences
-of ever new lengths follow few graphs. It never decides about values or sizes: the replay takes each tensor from the slot where
-the record let it go. One that is out of date costs memory for one call, and nothing else.
+There is one graph per half and signature of its arguments (sizes rounded up to powers of two). A graph never decides about values
+or sizes: the recomputation reads each tensor from the slot that the record replaced. An outdated graph costs memory for one call.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from megatron_lynx.runtime.saved import Edge, Slot, edges_between, memory_of, no
 from megatron_lynx.runtime.site import SiteCall
 
 Key = tuple[int, int]
-"""(segment, ordinal within the segment): the same tensor in a record and in its replay."""
+"""(segment, ordinal in the segment): the same tensor in record and recomputation."""
 
 
 class View(NamedTuple):
-    """A saved tensor that is a part of an argument of its site, or another shape of it: how to find it in the replayed argument.
-    Made in each record, because arguments of experts have other numbers of rows in each."""
+    """Geometry of a saved view of a site's argument. Each record makes its own: experts' arguments vary in rows."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,46 +50,45 @@ class View(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A saved tensor of one of a site's nodes in whose place autograd gets something else."""
+    """A saved tensor that is replaced."""
 
     node: int
-    """The node's place among the site's."""
+    """Index of the node among the site's."""
     slot: Slot
     key: Key | None
-    """The key of a tensor that is let go. None: it is kept, on the device or on the host."""
+    """None for a tensor that is kept, on the device or the host."""
     argument: int | None = None
-    """Where it is let go as a view of an argument of its site: the place of that argument."""
+    """For a view: index of the argument."""
 
 
 class Together(NamedTuple):
-    """The replaced tensors that one attribute of one node gives at once: asking for it again makes all its wrappers again."""
+    """Replaced tensors of one attribute of one node, which is read once because each read makes all wrappers again."""
 
     node: int
     slot: Slot
-    """The slot of the first of them."""
+    """Slot of the first."""
     replaced: tuple[Replaced, ...]
 
 
 @dataclass(frozen=True)
 class SiteGraph:
-    """The nodes of one site's call, as far as anything is replaced in them."""
+    """The nodes of one site's call in which tensors are replaced."""
 
     replaced: tuple[Replaced, ...] = ()
     edges: tuple[Edge, ...] = ()
-    """The edges from what the site returned to the nodes in which they are."""
+    """Edges from the outputs to these nodes."""
     kinds: tuple[type, ...] = ()
-    """The classes of these nodes."""
+    """Classes of these nodes."""
     views: tuple[Replaced, ...] = ()
-    """The replaced tensors that are views of an argument."""
+    """Views of an argument."""
     by_attribute: tuple[Together, ...] = ()
-    """All replaced tensors, by node and attribute."""
 
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Edge]], replaced: Iterable[Replaced]) -> SiteGraph:
-        """`walked`: all nodes of a call; those are left out that lead to nothing that is replaced."""
+        """Make a graph from all `walked` nodes of a call, without those that lead to no replaced tensor."""
         found = tuple(replaced)
         needed = {one.node for one in found}
-        for place in range(len(walked) - 1, -1, -1):  # a node comes behind the one that leads to it
+        for place in range(len(walked) - 1, -1, -1):  # a node comes after the one that leads to it
             before = walked[place][1].before
             if place in needed and before is not None:
                 needed.add(before)
@@ -103,7 +100,7 @@ class SiteGraph:
         return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, tuple(_by_attribute(moved)))
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
-        """The nodes of a call of the site in which anything is replaced; None where they are of other kinds."""
+        """Return the nodes with replaced tensors; None if their classes differ."""
         return nodes_at(self.edges, self.kinds, outputs, arguments) if self.replaced else []
 
 
@@ -114,29 +111,29 @@ def _by_attribute(replaced: Iterable[Replaced]) -> Iterator[Together]:
 
 
 NOTHING = SiteGraph()
-"""The graph of a site that was not called when the half's graph was recorded."""
+"""Graph of a site that the recorded call did not reach."""
 
 
 @dataclass
 class RecordedGraph:
-    """What the first call of a half has recorded for those after it, by segment."""
+    """What the first call of a half recorded for later calls, by segment."""
 
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)
-    """The kept sites that a replay passes, each with whether it needs the values that the site returned."""
+    """Kept sites that a recomputation passes: whether it reads the values of their outputs."""
     inert: frozenset[int] = frozenset()
-    """Sites of which nothing is let go, sent out or remembered, and neither of the code behind them."""
+    """Sites of which nothing is dropped, offloaded or remembered, nor of the code after them."""
     lets_go: frozenset[int] = frozenset()
-    """The segments in which anything is let go. A replay needs the memos before the last of them, so nothing may be elsewhere."""
+    """Segments with dropped tensors. Memos exist only up to the last of these, so no tensor of other segments may be dropped."""
     shortcut: int = 0
-    """How many sites lead there without the half's code; 0 where that is needed."""
+    """Steps of the shortcut; 0 if there is none."""
 
 
 class FirstCall:
-    """The first call of a half while it runs: what it notes becomes the graph that later calls follow.
+    """Builds the recorded graph during the half's first call.
 
-    `inputs`: what its frame holds for the replay. `may_go(tensor, any_size=)`: whether a tensor that is kept may go to the host;
-    None where nothing of the half does.
+    `inputs`: the frame's, for recomputation. `may_go(tensor, any_size=)`: whether a kept tensor may go to the host; None without
+    offloading.
     """
 
     def __init__(self, section: Section, replay: Collection[str], inputs: Any, may_go: Callable[..., bool] | None) -> None:
@@ -145,49 +142,50 @@ class FirstCall:
         self._replay = replay
         self._may_go = may_go
         self._held = {storage_of(tensor) for tensor in tensors_in(inputs)}
-        """Storages that the frame holds until its replay, on the device."""
+        """Storages that the frame holds on the device until its recomputation."""
         self._resident = set(self._held)
-        """Storages that are held until backward anyway."""
+        """Storages that are held until backward."""
         self.normed: dict[int, Tensor] = {}
-        """What a replayed norm returned, by storage. Whoever runs the call clears it: its graph refers back to the recorder."""
+        """Outputs of a recomputed norm, by storage. The recorder clears it: its graph refers back to the recorder."""
         self._ends_at: int | None = None
-        """The last segment behind which no replay reads values. None: there is none, as where a half runs again to its end."""
+        """Last segment after which no recomputation reads values; None if there is none."""
         self._untouched: list[int] = []
 
     def going_on(self, before: RecordedGraph, segment: int) -> RecordedGraph:
-        """Its graph, where what came up to a segment of this call was recorded by another one that replays the same there."""
+        """Copy the sites up to `segment` from another call that recomputes the same there, and return the graph."""
         self.graph.sites.update({at: site for at, site in before.sites.items() if at <= segment})
         return self.graph
 
     def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:
-        """A site, which is this item, is about to be called, behind the item of that name."""
+        """Report that a site, which is `item`, is about to be called, after the item `behind`."""
         if self._hands_on_what_stays(behind) and not item.exchanges:
             self._resident.update({storage_of(argument) for argument in call.arguments} - self.normed.keys())
 
     def _hands_on_what_stays(self, item: str | None) -> bool:
-        """Whether what is handed to a site stays because the item right before it is kept. Where there are two paths, that is
-        code, or the half's beginning: what a kept site returned stays in any case, and what comes from the other path may be
-        made again, whatever is kept here."""
+        """Whether a site's input stays because the item before it is kept. With two paths (shared experts) only code and the
+        half's begin
+        count: outputs of kept sites stay in any case, and the other path may be recomputed.
+        """
         return item not in self._replay and (not self._section.two_paths or item is None or item in self._section.code)
 
     def replayed(self, call: SiteCall, outputs: Any) -> None:
-        """A site that is replayed returned. What a norm makes, everything behind may read."""
+        """Report the outputs of a recomputed site. All later code may read a norm's."""
         if call.site.name == self._section.norm:
             self.normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
 
     def kept(self, segment: int, outputs: Any, *, ends_values: bool) -> None:
-        """A site that is kept returned. `ends_values`: no replay behind it reads values from before it."""
+        """Report the outputs of a kept site. `ends_values`: no recomputation after it reads values from before it."""
         if ends_values:
             self._ends_at = segment
         else:
             self._resident.update(map(storage_of, tensors_in(outputs)))
 
     def untouched(self, segment: int) -> None:
-        """The code behind a site lets nothing go, and nothing that the site keeps from call to call is captured."""
+        """Report that the code after a site drops nothing, and no state of the site is captured."""
         self._untouched.append(segment)
 
     def read(self, call: SiteCall, item: Item, segment: int, outputs: Any) -> None:
-        """Read the graph of a site's call, which returned `outputs`."""
+        """Read the graph of a site's call."""
         walked = edges_between(outputs, call.arguments)
         self.graph.sites[segment] = SiteGraph.of(walked, self._replaced(call, item, segment, [node for node, _ in walked]))
 
@@ -216,21 +214,20 @@ class FirstCall:
                     yield Replaced(place, slot, None)
 
     def _regenerated(self, arguments: Collection[int], item: Item, *, replayed: bool) -> set[int]:
-        """Storages of arguments that a replay makes again before it reaches the site."""
+        """Storages of arguments that a recomputation makes before it reaches the site."""
         if replayed:
             return set(arguments)
         return set(arguments) - self._resident if self._replay and not item.exchanges else set()
 
     def _of_first_part(self, call: SiteCall, nodes: Sequence[Any]) -> dict[int, int]:
-        """From the storages of what a replayed first part made to the place of each among its tensors."""
+        """Index of each tensor of a recomputed first part, by storage."""
         first = call.site.first
         if first is None or first.item not in self._replay:
             return {}
         return {storage_of(tensor): index for index, tensor in enumerate(first.saved(nodes)) if tensor is not None}
 
     def ends(self, lets_go: Collection[int], memos: Iterable[int]) -> None:
-        """The call is over. In these segments anything was let go, and behind these there are memos, of which no more is needed
-        than a replay passes, and of what it passes only to reach the code behind the last site that ends them not the values."""
+        """End the call: choose the memos that a recomputation passes, and those of which it reads values."""
         last = max(lets_go, default=-1)
         read = [segment for segment in lets_go if self._ends_at is None or segment <= self._ends_at]
         last_with_values = max(read, default=-1)
@@ -244,9 +241,9 @@ Signature = tuple[Any, ...]
 
 
 def signature_of(arguments: Any) -> Signature:
-    """Rounded shapes and types of the tensors that a half is called with, whether they are contiguous and ask for gradients.
+    """Return rounded shapes, dtypes, contiguity and `requires_grad` of a half's tensor arguments.
 
-    Sizes of none and of one stay apart: whether code copies or makes a view hangs on them.
+    Sizes 0 and 1 stay apart: they decide whether code copies or makes a view.
     """
     return tuple(
         [
@@ -262,18 +259,15 @@ def signature_of(arguments: Any) -> Signature:
 
 
 MOST_SIGNATURES = 16
-"""How many a half may have: sequences of ever new lengths must not pile up."""
+"""Most signatures per half."""
 
 
 class RecordedGraphs:
-    """The recorded graphs of one engine, by what distinguishes halves and the way in which they are recorded.
-
-    Where a half has as many as it may, the one that was used longest ago makes room.
-    """
+    """Recorded graphs of one engine, an LRU cache per half."""
 
     def __init__(self) -> None:
         self._known: dict[Any, dict[Signature, RecordedGraph]] = {}
-        """Of each half, the one that was used last at the end."""
+        """By half, least recently used first."""
 
     def find(self, half: Any, signature: Signature) -> RecordedGraph | None:
         known = self._known.get(half)
@@ -283,7 +277,7 @@ class RecordedGraphs:
         return graph
 
     def put(self, half: Any, signature: Signature, graph: RecordedGraph | None) -> None:
-        """None: it is out of date."""
+        """Store a graph; None removes an outdated one."""
         known = self._known.setdefault(half, {})
         known.pop(signature, None)
         if graph is None:

@@ -1,4 +1,4 @@
-"""What a training step may not ask of replayed activations, and the errors that say so (rules R2, R10 and R14).
+"""Errors of training steps that recomputation cannot support (rules R2, R10 and R14).
 
 Each error names the half, such as `attention(3)`, and says what to do instead.
 """
@@ -11,7 +11,7 @@ from megatron_lynx.errors import Problem, ReplayError
 
 
 def refuse_foreign_hooks(half: str) -> None:
-    """Saved-tensor hooks of somebody else would see handles instead of tensors, or none at all (rule R14)."""
+    """Raise `ReplayError` if other saved-tensor hooks are active: they would see handles, or no tensors (rule R14)."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise _refusal(
             "other saved-tensor hooks are active",

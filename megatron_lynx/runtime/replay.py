@@ -1,52 +1,49 @@
-"""Replaying a half: the same code from the same inputs, as far as needed and no further.
+"""Recomputes a half: the same code from the same inputs, as far as needed.
 
     half inputs ──> [1] ── code [2] ── site [3] ── code [2] ── site [3] ── code ...
-                                                                  └ a replay ends at a site: nothing is wanted any more [5],
-                                                                    or this is the site that it was to run up to [6]
+                                                                  └ stops at a site: all wanted tensors are collected [5],
+                                                                    or this is the requested site [6]
 
-[1] random state (where the half may draw) and surroundings are what they were; gradients are on, because only then does code save
-    tensors
-[2] code between sites runs; where anything of what it saves is wanted, that is collected
+[1] random state (if the half may draw) and surroundings are restored; grad mode is on, because code saves tensors only then
+[2] code between sites runs; wanted tensors among those that it saves are collected
 [3] at a site, wanted arguments are collected first, then
-          with a memo     it is returned, and the random state moves to where the site left it: the record made the memo of a
-                          site that is kept, an earlier replay that of a site which it ran
-          without one     the site runs; what it saves and is wanted is collected
-[4] a site's first part runs alone where the rest of the site has a memo, is not needed, or is not to be reached
-[5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
-[6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
-    The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
-[7] where the half's first sites make all that is wanted, they run without the code around them (a shortcut: `site`)
-[8] a replay that is begun ahead stops behind a site whose communication it has issued and nobody has waited for; the next one of
-    the frame waits for it first
-[9] what a checkpoint has gathered ahead serves its replay alone: backward gathers again, as in stock, and the buffer is free
-[10] rows of tokens that have travelled, and were sorted into a copy, are let go of: gradients travel beside what comes behind
+          with a memo     the memo is returned and the random state advances to after the site. Memos of kept sites come from
+                          the record, memos of recomputed sites from an earlier partial recomputation
+          without one     the site runs, and its wanted saved tensors are collected
+[4] a site's first part runs alone if the rest has a memo, is not needed, or must not be reached
+[5] a recomputation without wanted tensors stops between sites, never inside one (rule R13)
+[6] a recomputation up to a site stops before the site's call and returns its argument; one up to the code after a site stops when
+    the site returns. Sites that ran leave memos, so the frame's next recomputation runs no site twice
+[7] a shortcut runs the half's first sites without the code around them (`site`)
+[8] a recomputation that begins ahead stops after a site whose communication it leaves in flight; the frame's next one waits for
+it
+[9] a gather that a checkpoint begins ahead serves its recomputation only: backward gathers again, as in stock
+[10] dispatched rows that were sorted into a copy are freed: gradients travel while later code runs
 
-A half is replayed ahead of time, by what the plan has put into a window, or when backward asks for the first tensor of it:
+Dropped tensors are recomputed by a window of the plan, or when backward requests the first of them:
 
-    a handle     ─── nothing there yet: replay(frame, "on_demand") ───> the tensor, dropped here
+    a handle     ─── not found: replay(frame, "on_demand") ───> the tensor, dropped here
     a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
-    behind one   ─── gather(frame): up to the site whose input is gathered; the next replay runs it with what arrived
+    after one    ─── gather(frame): up to the site whose input is gathered; the next recomputation uses the result
 
-A checkpointed half runs again where backward enters it, and what communicates inside with it. If its input is what the half
-before returns, that one is run to its end first: all that it is wanted for is collected meanwhile, so that backward finds it when
-it comes there. So one layer, or several, are made again from one input.
+A checkpointed half is recomputed, with its collectives, where backward enters it. If the half before returns its input, that one
+is recomputed to its end first, and its own wanted tensors are collected meanwhile:
 
     enter mlp(4)       on_demand ──> [attention(4) whole, from its input] ──returns──> [mlp(4), as far as needed]
-    enter attention(4) everything is there
+    enter attention(4) all is found
 
-What it communicates last may be under way before that, where the plan has it begin ahead:
+Its last communication can begin ahead:
 
-    enter attention(5) begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch] ── tokens travel ──┐
-    enter mlp(4)       on_demand ─────────────────────────────────────> [wait] ──> [mlp(4), the rest] <┘
+    enter attention(5) begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch] ── tokens in flight ──┐
+    enter mlp(4)       on_demand ─────────────────────────────────────> [wait] ──> [mlp(4), the rest] <──┘
 
-A half of experts may stop there, too, where backward enters it: the rest runs in the wait for the gradient of what experts
-returned, which travels behind the dispatch:
+A half of experts may also stop there where backward enters it. The rest runs while the gradient of the experts' output is in
+flight, which is issued after the dispatch:
 
     enter mlp(4)       begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch]
     bwd.mlp.0@4        replay ──> [wait for the dispatch] ──> [mlp(4), the rest] ──> [wait for the gradient]
 
-With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
-the site was called with is started, and the next replay runs the site with what arrived.
+With sequence parallelism the input of a recomputed GEMM is gathered once for the recomputation and the weight gradient.
 """
 
 from __future__ import annotations
@@ -73,45 +70,47 @@ from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_fr
 
 
 class _Enough(Exception):
-    """Nothing more is needed from this half."""
+    """Raised to stop the half's code."""
 
 
 class Replayer(Run):
-    """One replay of one frame: of all that is wanted, or up to the item `until`."""
+    """One recomputation of one frame: of all wanted tensors, or up to the item `until`."""
 
     replays = True
 
     def __init__(
         self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False, starts: str | None = None
     ) -> None:
-        """`whole`: it goes on to the half's end, whatever is wanted. `starts`: it stops behind this site's communication."""
+        """`whole`: run to the half's end. `starts`: stop after the communication of this site."""
         super().__init__(frame)
         self._random = random
         self._until = until
         self._whole = whole
         self._starts = starts
         self.argument: Tensor | None = None
-        """What the site `until` works on: its argument, or what its first part makes of that. None where nothing was wanted any
-        more before it was reached."""
+        """Input of the site `until` (of its first part's rest, if it has a first part). None if the recomputation stopped
+        earlier.
+        """
         self.returned: list[Tensor] = []
-        """What the half returned again, if it was run whole."""
+        """The half's outputs, after a whole recomputation."""
         self.left: Any = None
-        """The random state behind that, if the half may draw."""
+        """Random state after a whole recomputation, if the half may draw."""
         self._site: str | None = None
-        """The site that runs now."""
+        """Name of the site that runs."""
         self._rows: list[weakref.ref[Tensor]] = []
-        """What an earlier replay remembered of the dispatch."""
+        """Rows that an earlier recomputation dispatched."""
         self._packing: Packing
-        """There while the half runs."""
 
     @property
     def in_gather_site(self) -> bool:
-        """Whether the site runs whose input is gathered: the hook on that gather finds what was gathered."""
+        """Whether the site runs whose input is gathered."""
         return self._site is not None and self._site == self.frame.policy.gather_site
 
     def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
-        """A replay must not communicate (rule R2), but that of a checkpoint, which never runs in a window, and may leave what it
-        communicates under way."""
+        """Raise `ReplayError`: a recomputation in a window must not communicate (rule R2). One of a checkpoint may, and may leave
+        its
+        communication in flight.
+        """
         policy = self.frame.policy
         if not policy.checkpoint:
             raise collective_in_replay(policy.name)
@@ -120,31 +119,30 @@ class Replayer(Run):
         return self.leaves_under_way if self.starting and exchange == policy.section.exchanges else None
 
     def leaves_under_way(self, work: Any) -> Done:
-        """A communication was issued, for which the next replay of this frame waits; who issued it does not."""
+        """Keep a `Work` for the frame's next recomputation to wait for."""
         assert self.frame.under_way is not None
         self.frame.under_way.works.append(work)
         return DONE
 
     def gathers_gradient(self, work: Any) -> Any:
-        """The input of the site that runs is being gathered; the gradient of what the half returned is next."""
+        """Start to gather the gradient of the half's output, after the gather of its input was issued."""
         self.frame.gather_gradient()
         return work
 
     @property
     def starting(self) -> bool:
-        """Whether the site runs whose communication is left under way."""
+        """Whether the site runs whose communication is left in flight."""
         return self._site is not None and self._site == self._starts
 
     @property
     def gathering(self) -> tuple[Any, Any] | None:  # type: ignore[override]
-        """Of the site that runs: what it gathered in the record, where that was kept, or what is gathered for it."""
+        """(gathered input, `Work`) of the running site, if the record kept it or it was started before."""
         kept = None if self._site is None else self.frame.gathered.get(self._segment)
         if kept is not None:
             return kept, DONE
         return self.frame.gathering if self.in_gather_site else None
 
     def run(self, *given: Any) -> None:
-        """Runs the half's code from the frame's inputs, as far as needed."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = () if self._whole or self._starts else self.frame.shortcut
@@ -162,14 +160,13 @@ class Replayer(Run):
                         self.left = self._random.capture() if draws else None
         finally:
             self._packing.turn(False)
-            del self._packing  # it refers back to here
+            del self._packing  # breaks a reference cycle
 
     def _take_steps(self, steps: tuple[ShortcutStep, ...], values: list[Any]) -> None:
         for step in steps:
             values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
 
     def passes(self, site: Site) -> bool:
-        """A replay looks at each site: it may end there, and most are not to run."""
         return False
 
     def site(self, call: SiteCall) -> Any:
@@ -243,12 +240,12 @@ class Replayer(Run):
         return outputs
 
     def _dispatches(self, site: Site) -> bool:
-        """Whether it brings tokens to experts, or back, once more."""
+        """Whether this site dispatches or combines tokens in a checkpoint."""
         item = self.frame.policy.section.of_name.get(site.name)
         return self.frame.policy.checkpoint and item is not None and item.exchanges
 
     def _empty(self, arguments: list[Tensor], outputs: Any) -> None:
-        """Let go of rows that an earlier replay remembered and that this one has used: the code around still has them."""
+        """Free dispatched rows after their use; the code around still references them."""
         used = {storage_of(one) for one in arguments}
         used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.found.values())}
         for rows in (one() for one in self._rows):
@@ -269,7 +266,7 @@ class Replayer(Run):
                 self.frame.keep(one.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
-        """The saved tensors that the record let go one by one, from the same slots."""
+        """Collect wanted tensors from the slots that the record replaced."""
         site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
         if not any(one.key in wanted for one in site.replaced):
             return
@@ -283,7 +280,7 @@ class Replayer(Run):
                     self.frame.keep(one.key, one.slot.among(saved))
 
     def _collect(self, tensor: Tensor) -> None:
-        """Stands in for autograd's saving: the replay's own graph holds nothing."""
+        """Collect a tensor instead of saving it: the recomputation's graph stays empty."""
         if is_parameter(tensor):
             return
         self.frame.keep((self._segment, self._ordinal), tensor)  # [2]
@@ -297,12 +294,12 @@ class Replayer(Run):
 
     @property
     def _last(self) -> bool:
-        """Whether the frame is not replayed once more."""
+        """Whether this is the frame's last recomputation."""
         return self._until is None and self._starts is None
 
     @property
     def _goes_on(self) -> bool:
-        """Whether it runs whatever is wanted."""
+        """Whether it continues without wanted tensors."""
         return self._whole or self._starts is not None
 
 
@@ -312,11 +309,11 @@ def _never_unpacked(_: Any) -> Tensor:
 
 Guard = Callable[[], AbstractContextManager[Any]]
 AsRecorded = Callable[[int], AbstractContextManager[None]]
-"""From a micro-batch's index to where its weights are in place (`runtime.order`)."""
+"""Context with the weights that a micro-batch (by index) saw in its forward (`runtime.order`)."""
 
 
 class Replays:
-    """All replays of one engine. Each runs inside `guard`, with the weights as recorded."""
+    """All recomputations of one engine. Each runs inside `guard`, with the recorded weights."""
 
     def __init__(
         self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: Context
@@ -328,14 +325,16 @@ class Replays:
         self._surroundings = surroundings
 
     def on_demand(self, frame: Frame) -> None:
-        """Make again all that was let go and is not there yet: backward waits for it."""
+        """Recompute all missing tensors: backward waits for them."""
         self._feed(frame)
         self.replay(frame, ON_DEMAND)
         self._progress.counts.on_demand += 1
 
     def beside_gradient(self, frame: Frame, gradient: Tensor | None, window: str) -> None:
-        """The same for a checkpoint, beside a gather of the gradient of what the half returned, which begins behind that of its
-        input. `window`: where backward waits for that gather."""
+        """Recompute a checkpoint, and gather the gradient of its output meanwhile, after the gather of its input. `window`: where
+        backward
+        waits for the gradient.
+        """
         self._feed(frame)
         frame.gradient = gradient
         self.replay(frame, window)
@@ -343,8 +342,7 @@ class Replays:
         self._progress.counts.in_windows += 1
 
     def begin(self, frame: Frame, item: str) -> None:
-        """Run a checkpoint again as far as this item, and leave under way what that communicates: its input is gathered, or what
-        it made travels."""
+        """Recompute a checkpoint up to this item, and leave its gather or its dispatch in flight."""
         self._feed(frame)
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
         if item == frame.policy.gather_site:
@@ -357,7 +355,7 @@ class Replays:
         self._progress.add_span("replay", frame, ON_DEMAND, begin)
 
     def _feed(self, frame: Frame) -> None:
-        """Have the half before run again to its end, where that makes inputs of this one."""
+        """Recompute the half before to its end, if that returns inputs of this one."""
         source, frame.source = frame.source, None
         if source is None:
             return
@@ -374,7 +372,7 @@ class Replays:
             frame.random = replayer.left
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
-        """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
+        """Recompute wanted tensors, or those before the item `until`. `window`: label for the trace."""
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
         if self.would_gather(frame, until):
             self.gather(frame)
@@ -388,19 +386,19 @@ class Replays:
             raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
 
     def would_gather(self, frame: Frame, until: str | None) -> bool:
-        """Whether such a replay comes to a site whose input is still to be gathered. A checkpoint gathers as a forward does."""
+        """Whether such a recomputation reaches a site whose input is still to be gathered. A checkpoint gathers inside."""
         site, section = frame.policy.gather_site, frame.policy.section
         if frame.policy.checkpoint:
             return False
         return site is not None and frame.gathering is None and (until is None or section.index(until) > section.index(site))
 
     def gather(self, frame: Frame) -> None:
-        """Gather the input of a half's replayed site, once for that and for the backward behind it."""
+        """Gather the input of a recomputed site, for the recomputation and its backward."""
         self._start_gather(frame)
         self._progress.counts.gathered += 1
 
     def _start_gather(self, frame: Frame) -> None:
-        """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
+        """Recompute up to the site, and start to gather its input into a buffer of the frame."""
         policy = frame.policy
         argument = self._run(frame, policy.gather_site).argument
         assert argument is not None, f"{policy.name} never reached {policy.gather_site}"
@@ -422,8 +420,10 @@ class Replays:
 
 
 def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
-    """Waits for what the replay that stopped left under way; what it had left on marked objects. What was made before only makes
-    shapes from now on: code that wrote into it once would write there again."""
+    """Wait for communication that the stopped recomputation left in flight, and return its marks. Memos of sites that it passed
+    lose their
+    values: code that wrote into them in place would write again.
+    """
     under_way, frame.under_way = frame.under_way, None
     if under_way is None:
         return ()

@@ -1,4 +1,4 @@
-"""Reading what autograd saved: tensors in call arguments, and the saved tensors of the nodes a call created.
+"""Finds saved tensors: those in call arguments, and those of the autograd nodes that a call created.
 
     arguments ──grad_fn──┐ boundary                       outputs ──grad_fn──┐
                          ▼                                                   ▼
@@ -22,17 +22,17 @@ from megatron_lynx.nest import all_in
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nest of tuples, lists and dicts, in order."""
+    """Return the tensors of a nest of tuples, lists and dicts, in order."""
     return [value] if type(value) is Tensor else all_in(Tensor, value)
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter. `isinstance` alone is slow for the many tensors that are plain ones."""
+    """Return whether it is a parameter, faster for plain tensors than `isinstance`."""
     return type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The same data without the graph behind it; asks for a gradient where the original did. Parameters stay themselves."""
+    """Return an alias without graph and with the same `requires_grad`. Parameters are returned as they are."""
     if is_parameter(tensor):
         return tensor
     alias = tensor.detach()
@@ -40,17 +40,16 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that is equal for tensors that share memory, while one of them is alive. Empty ones have no address: of them it is
-    equal for views of one another."""
+    """Return an id, equal for tensors that share memory while one is alive; for empty tensors, for views of one another."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether it is more than a wrapper around other tensors."""
+    """Return whether it has storage, and is not a wrapper around other tensors."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return True
-    if hasattr(tensor, "get_metadata"):  # some give the storage of their bytes, but not of their scales
+    if hasattr(tensor, "get_metadata"):  # some wrappers report the storage of their bytes, but not of their scales
         return False
     try:
         storage_of(tensor)
@@ -60,8 +59,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that hold the memory of these: one in FP8 has several, bytes by rows and by columns and their scales; those
-    of a grouped GEMM come as lists, one for each expert."""
+    """Yield the tensors with memory: FP8 wrappers have several (rowwise and columnwise bytes, scales), grouped GEMMs lists."""
     for operand in operands:
         if isinstance(operand, list | tuple):
             yield from memory_of(operand)
@@ -72,14 +70,13 @@ def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Packing:
-    """Default hooks on what autograd saves, which are only on where somebody wants to see that. They are the innermost ones."""
+    """Default saved-tensor hooks that can be switched on and off while they are the innermost ones."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._on = False
 
     def turn(self, on: bool) -> None:
-        """On, or off."""
         if on is not self._on:
             self._on = on
             if on:
@@ -89,19 +86,19 @@ class Packing:
 
 
 def without_default_hooks() -> AbstractContextManager[None]:
-    """Inside, no default hooks are on, whoever has turned them on.
+    """Switch off all default saved-tensor hooks inside.
 
         half 2 is recorded   hooks on ── dispatch ── waits ─┐                      ┌─ hooks on ── the rest
                                                             └─ half 1, hooks off ──┘
 
-    Hooks that stayed on while half 2 waits would take what half 1 saves for tensors of half 2.
+    Hooks left on while half 2 waits would take saved tensors of half 1 for those of half 2.
     """
     return nullcontext() if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else _default_hooks_off()
 
 
 @contextmanager
 def _default_hooks_off() -> Iterator[None]:
-    autograd, hooks = torch._C._autograd, []  # the innermost first
+    autograd, hooks = torch._C._autograd, []  # innermost first
     while (innermost := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(innermost)
         autograd._pop_saved_tensors_default_hooks()
@@ -116,21 +113,21 @@ class Edge(NamedTuple):
     """How a node is reached."""
 
     before: int | None
-    """The place of the node that leads to it, among those that are walked; None where a tensor that was returned does."""
+    """Index of the node that leads to it, among the walked ones; None for nodes of outputs."""
     at: int
-    """Which of that node's inputs it is, or which of those tensors' nodes."""
+    """Index among that node's inputs, or among the outputs."""
 
 
 def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
-    """The nodes of autograd that lead from `arguments` to `outputs`, without those that only add to a leaf's gradient.
+    """Return the nodes from `outputs` back to `arguments`, without gradient accumulators.
 
-    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
+    The order depends on the code that ran only, so record and recomputation agree on it.
     """
     return [node for node, _ in edges_between(outputs, arguments)]
 
 
 def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
-    """The same nodes, and the edge by which each is reached."""
+    """Return the same nodes, each with the edge that reaches it."""
     seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
     waiting = [(tensor.grad_fn, Edge(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
     found: list[tuple[Any, Edge]] = []
@@ -147,7 +144,7 @@ def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
 
 
 def nodes_at(edges: Sequence[Edge], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
-    """The nodes to which these edges lead; None where one is of another kind, or lies before the call."""
+    """Return the nodes that these edges reach; None if one is of another kind or lies before the call."""
     returned = tensors_in(outputs)
     nodes: list[Any] = []
     for (before, at), kind in zip(edges, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
@@ -166,26 +163,24 @@ def nodes_at(edges: Sequence[Edge], kinds: Sequence[type], outputs: Any, argumen
 
 
 _ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-"""The class of the nodes at the leaves."""
 
 
 class Slot(NamedTuple):
-    """Where a node keeps a saved tensor. It is the same for all nodes of a kind that the same code made."""
+    """A saved tensor's place in nodes of one kind."""
 
     raws: str
-    """The node's attribute for what hooks are registered on."""
+    """Attribute for raw saved tensors, on which hooks are registered."""
     tensors: str
-    """The node's attribute for what was saved."""
+    """Attribute for unpacked tensors."""
     at: int | None
-    """The place among them, where the attribute gives several."""
+    """Index, if the attribute returns several."""
 
     def among(self, had: Any) -> Any:
-        """The slot's own, of what such an attribute gave."""
         return had if self.at is None else had[self.at]
 
 
 def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
-    """The saved tensors of a node; among them may be wrappers around others, as of a matrix in FP8 (`memory_of`)."""
+    """Yield the saved tensors of a node, which may be wrappers (`memory_of`)."""
     yield from _slots(node)
 
 
@@ -205,7 +200,6 @@ _OF_PYTHON = "_raw_saved_tensors", "saved_tensors"
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...]:
-    """The names by which a node of autograd's own knows its saved tensors. They are the same for all nodes of a kind, and slow to
-    list."""
+    """Names of the saved tensors of a built-in node class; cached, because listing them is slow."""
     prefix = "_raw_saved_"
     return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))

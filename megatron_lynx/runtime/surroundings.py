@@ -1,17 +1,16 @@
-"""A replay must run under what its record ran under: all that a call depends on and that is not in its arguments.
+"""Restores for a recomputation everything that a half's call depends on beside its arguments.
 
-    record    capture() ── a value that later calls do not change
-    replay    as_captured(value):  [what it was then] ... [what it was before the replay]
+    record       capture() ── a value that later calls do not change
+    recompute    as_captured(value):  [the recorded value] ... [the value before]
 
-Random numbers move on with each draw, so their state is restored in the middle of a replay, too:
+Random state advances with each draw, so a recomputation also restores it where it skips a kept site:
 
-    forward   ──[S0]── site ──[S1]── kept site ──[S2]── site ──
-                 │                               │
-    replay    restore(S0)    …    the kept site is skipped: restore(S2)    …    restore what was before the replay
+    forward      ──[S0]── site ──[S1]── kept site ──[S2]── site ──
+                    │                               │
+    recompute    restore(S0)    …    kept site skipped: restore(S2)    …    restore the state before
 
-A half that cannot draw, because nothing in it drops out, has none of this (`HalfPolicy.may_draw`). What a random state is depends
-on who trains: `TorchRandom` knows torch's default generators; Megatron's tracker is added by `apply` (rule R13: a copy of its
-dict, and the name of the state in use).
+A half that cannot draw has no random state (`HalfPolicy.may_draw`). `TorchRandom` has torch's default generators; `apply` adds
+Megatron's tracker.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from megatron_lynx.runtime.saved import without_default_hooks
 
 
 class Context(Protocol):
-    """Something that a replay must find as its record did, and leave as it found it."""
+    """A setting that is captured, and restored inside a context."""
 
     def capture(self) -> Any:
-        """The present value, which later calls do not change."""
+        """Return the present value, which later calls do not change."""
 
     def as_captured(self, captured: Any) -> AbstractContextManager[Any]:
-        """Inside it is what it was then; afterwards it is what it was before."""
+        """Restore that value inside the context."""
 
 
 class SiteState(Context, Protocol):
-    """What one site keeps from call to call beside its parameters: scales of FP8, and quantized copies of weights."""
+    """State of one site between calls: FP8 scales, and quantized copies of weights."""
 
     def lasting(self) -> Iterable[Tensor]:
-        """Tensors that outlive a call. A node of autograd may save them; they are no micro-batch's own."""
+        """Return tensors that outlive a call. Autograd nodes may save them."""
 
 
 class Autocast:
-    """Torch's autocast, which is on in Megatron's forward step and off in its backward (rule R12)."""
+    """torch.autocast: on in Megatron's forward step, off in its backward (rule R12)."""
 
     def capture(self) -> tuple[Any, ...]:
-        """(device type, dtype or None where it is off, cache) for every device type that a layer may run on."""
+        """Return (device type, dtype or None if off, cache) for each device type of a layer."""
         cache = torch.is_autocast_cache_enabled()
         return tuple(
             [
@@ -70,8 +69,10 @@ class Autocast:
 
 
 class Surroundings:
-    """All contexts of a run as one. Inside, no default hooks on saved tensors are on: records begin without any (`refusals`), and
-    neither a recomputation nor a weight gradient saves anything for backward."""
+    """All contexts of a run as one. Default saved-tensor hooks are off inside: a recomputation or weight gradient must not run
+    under those
+    of a half that is being recorded.
+    """
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = tuple(contexts)
@@ -94,20 +95,20 @@ def _together(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]
 
 
 class RandomSource(Protocol):
-    """Everything that draws random numbers in a layer."""
+    """The generators that layers draw from."""
 
     def capture(self) -> Any:
-        """The present state, as a value that later draws do not change."""
+        """Return the present state, which later draws do not change."""
 
     def restore(self, state: Any) -> None:
-        """Make `state` the present one. The same state can be restored again."""
+        """Set the state. It can be restored several times."""
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether nothing was drawn between two captures."""
+        """Return whether nothing was drawn between two captures."""
 
 
 class TorchRandom:
-    """The default generators of torch that code on a device draws from: the CPU's, and on CUDA that of the device."""
+    """torch's default generators of the CPU and, on CUDA, of the device."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device or present_device()
@@ -124,8 +125,7 @@ class TorchRandom:
 
 @contextmanager
 def unmarked(objects: Iterable[object], marks: Iterable[dict[str, Any]] = ()) -> Iterator[None]:
-    """What is put on these objects inside is gone behind it, and what was there is there again. `marks`: what is on them at the
-    beginning instead, where that is given."""
+    """Restore these objects' attributes at the end. `marks`: attributes that they begin with instead of the present ones."""
     before = [(vars(one), dict(vars(one))) for one in objects]
     try:
         for (present, _), other in zip(before, marks, strict=False):
@@ -140,7 +140,7 @@ def unmarked(objects: Iterable[object], marks: Iterable[dict[str, Any]] = ()) ->
 
 @contextmanager
 def drawing_from(source: RandomSource, state: Any) -> Iterator[None]:
-    """Inside, numbers are drawn from `state` on; what is drawn is undone at the end."""
+    """Draw from `state` inside; restore the state before at the end."""
     before = source.capture()
     try:
         source.restore(state)

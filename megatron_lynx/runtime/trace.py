@@ -31,7 +31,7 @@ class Trace:
         self.enabled, self._origin = True, self._device.current.record(timed=True)
 
     def stop(self) -> list[Span]:
-        """The spans since `start`, by begin; waits for the device. None where it was never started."""
+        """Return the spans since `start`, sorted by begin; waits for the device. Empty if it was never started."""
         if self._origin is None:
             return []
         self.enabled = False
@@ -50,7 +50,7 @@ class Trace:
             self.add(kind, begin, micro_batch=micro_batch, window=window)
 
     def now(self) -> Event | None:
-        """The begin of a span, for `add` (None while disabled)."""
+        """Return the begin of a span, for `add` (None while disabled)."""
         return self._device.current.record(timed=True) if self.enabled else None
 
     def add(
@@ -62,7 +62,7 @@ class Trace:
         micro_batch: int | None = None,
         window: str | None = None,
     ) -> None:
-        """A span ends now."""
+        """End a span now."""
         if self.enabled and begin is not None:
             of = (layer, half, micro_batch, window, name_of(kind, layer, half, window))
             self._spans.append((kind, of, begin, self._device.current.record(timed=True)))
@@ -77,7 +77,7 @@ class Clock:
         self._timed: deque[tuple[str, Event, Event]] = deque()
 
     def begin(self) -> Event | None:
-        """The first event of a pair (None while the clock does not run)."""
+        """Return the first event of a pair (None while the clock does not run)."""
         return self._device.current.record(timed=True) if self.runs else None
 
     def end(self, what: str, begin: Event | None) -> None:
@@ -85,8 +85,10 @@ class Clock:
             self._timed.append((what, begin, self._device.current.record(timed=True)))
 
     def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
-        """(label, seconds) of pairs since the last call, in order. `exact` waits for the device; otherwise pairs that it has not
-        reached stay for the next call."""
+        """Return (label, seconds) of pairs since the last call, in order. `exact` waits for the device; otherwise pairs that it
+        has not
+        reached stay for the next call.
+        """
         seconds = []
         while self._timed and (exact or self._timed[0][2].done):
             what, begin, end = self._timed.popleft()

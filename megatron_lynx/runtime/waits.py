@@ -3,11 +3,11 @@
     issue ──> [ collective in flight .......................... ]
     wait()    │ tasks in the window, on this stream              │ the wait proper │ tasks after it
 
-    a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
+    a collective of a half        fwd.*: serves the micro-batch whose backward is next        bwd.*: serves its own
     the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
 
-One mechanism serves every kind of wait: whatever returns a `Work` returns a `WindowedWork` instead. Which wait of which pass it
-is, is found here; what runs in it, and after it, is in the table of the pass (`runtime.tasks`).
+A hook that returns a `Work` returns a `WindowedWork` instead. The tasks of a window are in the table of the pass
+(`runtime.tasks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_lynx.timetable import Pass
 
 
 class WindowedWork:
-    """A `Work` whose first wait runs a window. Everything else is the work's own."""
+    """A `Work` whose first wait runs a window."""
 
     def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
         self._work = work
@@ -53,11 +53,10 @@ class Waits:
         self._tasks = tasks
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
-        """A collective of the tensor-parallel group, or an `exchange` of tokens, is about to be issued: what makes a window of
-        its `Work`.
+        """Return what makes a window of the `Work` of a tensor-parallel collective, or of an `exchange` of tokens, that is about
+        to be issued.
 
-        None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
-        window: then it may be issued as it comes.
+        Returns None outside of halves, in halves without windows, and for windows without tasks.
         """
         scope = self._progress.scope
         if scope is not None and scope.replays:
@@ -71,7 +70,7 @@ class Waits:
         return lambda work: WindowedWork(work, lambda proper: self._window(through, address, micro_batch, proper))
 
     def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
-        """What is gathered of this gradient already, and the `Work` that gathers it, if it was begun."""
+        """Return (gathered gradient, its `Work`) if this gradient's gather was started before."""
         frame = self._ledger.entered if self._progress.scope is None else None
         begun = None if frame is None else frame.take_gathered_gradient(gradient)
         if begun is None:
@@ -80,10 +79,11 @@ class Waits:
         return begun.whole.view(-1, *gradient.shape[1:]), begun.work if window is None else window(begun.work)
 
     def receive(self, works: list[Any]) -> list[Any]:
-        """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
+        """Wrap the works of a pipeline exchange that receives a gradient: the first wait runs the window.
 
-        Whose window it is may be known only then: interleaved schedules ask for gradients ahead of time, and wait for each one
-        right before its backward.
+        The window's micro-batch is looked up then: interleaved schedules post receives ahead of time, and wait for each before
+        its
+        backward.
         """
         pending = [True]
 
@@ -100,13 +100,15 @@ class Waits:
         return [WindowedWork(work, window) for work in works]
 
     def gathered_input(self) -> Any:
-        """The buffer that a gather of the present site's input would fill, if its gather was started already."""
+        """Return the buffer of the gathered input, if its gather was started."""
         gathering = self._gathering
         return gathering[0] if gathering is not None else None
 
     def served(self, output: Any) -> Any:
-        """The `Work` that gathers into `output`, if a frame has started it. It keeps its ordinal, so that windows keep their
-        names."""
+        """Return the `Work` that gathers into `output`, if a frame has started it. It counts as a collective, so that windows
+        keep their
+        addresses.
+        """
         gathering = self._gathering
         if gathering is None:
             return None
@@ -120,14 +122,14 @@ class Waits:
 
     @property
     def _gathering(self) -> tuple[Any, Any] | None:
-        """The gathered input of the half whose backward runs; in a replay only while it is at the site that reads it."""
+        """The gathered input of the half whose backward runs; in a recomputation only at the site that reads it."""
         if (scope := self._progress.scope) is not None:
             return scope.gathering
         frame = self._ledger.entered
         return frame.gathering if frame is not None else None
 
     def _in_forward(self, scope: Run) -> tuple[WindowAddress, MicroBatch | None, Pass]:
-        """Address of the collective that a forward issues now, for which micro-batch its window runs replays, and its pass."""
+        """Address of a forward's collective, the micro-batch that its window serves, and the pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
         served = self._tasks.timetable.in_forwards or self._progress.trace.enabled
@@ -136,7 +138,7 @@ class Waits:
         return address, micro_batch, self._tasks.timetable.forward(scope.frame.policy.chunk, serving)
 
     def _in_backward(self, entered: Frame) -> tuple[WindowAddress, MicroBatch, Pass]:
-        """The same for a collective of a half's backward."""
+        """Address of a backward's collective, its micro-batch and the pass."""
         address = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
         return address, entered.micro_batch, self._tasks.backward_of(entered.micro_batch)
@@ -152,7 +154,7 @@ class Waits:
 
 
 def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
-    """Whoever waits for the gather shows what it gathered, before it is used."""
+    """Report the gathered input after the wait, before its use."""
 
     def wait_and_tell(wait: Callable[[], Any]) -> Any:
         waited = wait()

@@ -1,14 +1,11 @@
-"""Recording a half under observation: somebody is told what each saved tensor was, and what backward gets in its place.
+"""Records a half under observation (`--lynx-check frames`): an observer compares saved tensors with what backward gets.
 
-    forward     saved tensor ──> handle (it will be replayed, or reloaded) ──┐ [1] the observer sees the tensor
-                                                                             │
-    backward    what a replay or a reload made of it <── asks ───────────────┘ [2] the observer sees that, before a node uses it
+forward     saved tensor ──> handle, or offloaded tensor ────┐ [1] the observer sees the tensor
+                                                             │
+backward    recomputed or reloaded tensor <── requested ─────┘ [2] the observer sees it before a node uses it
 
-    forward     an input is gathered that will be gathered again ─────────────[3] the observer sees the whole
-    backward    waits for the gather that serves its weight gradient ─────────[4] the observer sees that, before it is used
-
-The observer sees what autograd gets, so it sees whatever went wrong between record and use: another dropout mask, a reload that
-was not waited for, memory that was used again too early (rule R10). Without an observer none of this exists.
+forward     an input is gathered that will be gathered again ─────────[3] the observer sees the gathered input
+backward    waits for the gather that serves its weight gradient ─────[4] the observer sees that one before its use
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ from megatron_lynx.runtime.recorded_graph import Replaced
 from megatron_lynx.runtime.surroundings import RandomSource
 
 Returned = Callable[[Tensor], None]
-"""Called with what backward gets instead of a saved tensor, each time it asks."""
+"""Called with the tensor that backward gets, at each request."""
 
 
 Again = Literal["replayed", "reloaded", "gathered"]
-"""A replay makes a tensor again; it comes back from the host; ranks gather it again."""
+"""How backward gets the tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +35,24 @@ class Place:
     """Where in a half a tensor was saved."""
 
     item: str | None
-    """The item that saved it; None before the first one."""
+    """None before the first item."""
     segment: int
     ordinal: int
     again: Again
-    """How it comes to be there again."""
 
 
 class Observer(Protocol):
-    """Who wants to see what becomes of saved tensors."""
-
     def wants(self, frame: Frame, offloads: bool) -> bool:
-        """Whether to observe this call of a half, which is about to be recorded. `offloads`: some of it may go to the host."""
+        """Return whether to observe this call of a half. `offloads`: whether some tensors may go to the host."""
 
     def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        """A tensor was saved, or gathered, that will not stay as it is."""
+        """Report a saved or gathered tensor. Returns the callback for backward."""
 
 
 def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, *others: Any) -> Recorder:
-    """The recorder of one call: a plain one, or one that tells the observer.
+    """Make the recorder of one call, a watched one if the observer wants that.
 
-    `others`: what else a recorder is given, the group first.
+    `others`: further arguments of `Recorder`, the group first.
     """
     if observer is not None and observer.wants(frame, others[0] is not None):
         return WatchedRecorder(observer, frame, random, *others)
@@ -67,7 +61,7 @@ def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, 
 
 @dataclass(frozen=True, eq=False)
 class _Observed:
-    """What autograd holds of a tensor that is observed, and whom to tell what became of it."""
+    """What autograd stores for an observed tensor."""
 
     packed: Handle | OffloadedTensor
     returned: Returned
@@ -79,7 +73,7 @@ class _Observed:
 
 
 class WatchedRecorder(Recorder):
-    """Records one call of one half, and tells an observer."""
+    """A recorder that reports to an observer."""
 
     def __init__(self, observer: Observer, frame: Frame, *others: Any) -> None:
         super().__init__(frame, *others)

@@ -1,16 +1,15 @@
-"""Deferring weight gradients: which ones backward may leave for later, and when what was left is computed.
+"""Delays weight gradients: which ones backward leaves, and when they are computed.
 
-    backward of a half      puts_off? ──yes──> put_off: an entry is pending         ──no──> catch_up, then computed there and then
-    a wait                  run(linear): the oldest one of each linear that the plan has put there        filled
+    backward of a half      puts_off? ──yes──> put_off: an entry is pending         ──no──> catch_up, then computed at once
+    a wait                  run(linear): the oldest one of each linear that the plan has there            filled
     too many bytes          the oldest ones of the chunk run at once                                      flushed
-    the last backward       flush(chunk): all that are left run                                           flushed
+    the last backward       flush(chunk): all remaining ones run                                          flushed
 
-The last backward is a chunk's last one before its gradients are read: Megatron reduces them right behind it, or the optimizer
-reads them. Where gradients are reduced while that backward runs (`overlap_grad_reduce`), its hooks on parameters must find them
-whole: then nothing is put off in it, and what is pending of a linear is computed right before the linear's last gradient.
+The last backward is a chunk's last one before its gradients are reduced or read. If gradients are reduced during that backward
+(`overlap_grad_reduce`), hooks on parameters must find them complete: nothing is delayed in it, and pending ones of a linear run
+before the linear's last gradient.
 
-All of this follows from the plan and from the order of the schedule (rule R1). Outside of Megatron's schedules nobody says when a
-gradient is read, so nothing is put off.
+Delays follow from the plan and the schedule's order only (rule R1). Outside of Megatron's schedules nothing is delayed.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
 
 FLUSHED = "flushed"
-"""Where an entry ran that no wait took, for the trace."""
+"""Trace label of entries that ran outside of waits."""
 
 
 class WeightGradients:
-    """All deferred weight gradients of one engine.
+    """All delayed weight gradients of one engine.
 
     Args:
-        progress: of that engine; what is pending belongs to it.
-        policies: by chunk, what the plan defers.
-        surroundings: what an entry runs under as its backward did.
-        reduced_in_backward: whether gradients are reduced while a chunk's last backward runs.
+        progress: of that engine.
+        policies: by chunk.
+        surroundings: restored while an entry is computed.
+        reduced_in_backward: whether gradients are reduced during a chunk's last backward.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class WeightGradients:
 
     @property
     def backward_of(self) -> FrameKey | None:
-        """The half whose backward runs, if no code of a half does: not in a forward, nor in a replay."""
+        """The half whose backward runs, outside of forwards and recomputations."""
         frame = self._progress.ledger.entered if self._progress.scope is None else None
         return None if frame is None else frame.key
 
     def puts_off(self, linear: Linear) -> bool:
-        """Whether the weight gradient is left for later that the backward which runs now would compute."""
+        """Return whether the linear's weight gradient is delayed in the running backward."""
         frame, ledger = self._progress.ledger.entered, self._progress.ledger
         if frame is None or self.backward_of is None or frame.policy.layer != linear[0]:
             return False
@@ -64,10 +63,10 @@ class WeightGradients:
         return not (self._reduced_in_backward and ledger.completes_gradients)
 
     def put_off(self, linear: Linear, operands: Iterable[Tensor], compute: Callable[[], None]) -> None:
-        """Leave a weight gradient for later; where it does not fit, run the oldest ones at once. It owns what it reads.
+        """Delay a weight gradient; if it does not fit, compute the oldest ones first.
 
         Args:
-            linear: whose weight gradient; `puts_off` has agreed.
+            linear: for which `puts_off` returned True.
             operands: every tensor whose memory the computation holds.
             compute: adds the gradient to where it belongs.
         """
@@ -88,13 +87,13 @@ class WeightGradients:
         counts.deferred_bytes = max(counts.deferred_bytes, pending.bytes)
 
     def catch_up(self, linear: Linear) -> None:
-        """A weight gradient is about to be computed where stock computes it: those before it come first."""
+        """Compute the pending ones of a linear, before one that is not delayed."""
         while (entry := self._progress.pending.take(linear)) is not None:
             self._compute(entry, FLUSHED)
             self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
-        """In a wait: compute a linear's oldest weight gradient, if any; for experts, those of all of them of one micro-batch."""
+        """Compute a linear's oldest weight gradient in a wait, if any; for experts, those of all experts of one micro-batch."""
         micro_batch = None
         while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
             self._compute(entry, window)
@@ -102,7 +101,7 @@ class WeightGradients:
             micro_batch = entry.micro_batch
 
     def flush(self, chunk: int) -> None:
-        """Compute all that are left of a chunk, the oldest first: its gradients are read next."""
+        """Compute all pending ones of a chunk, the oldest first."""
         while (entry := self._progress.pending.take_oldest(chunk)) is not None:
             self._compute(entry, FLUSHED)
             self._progress.counts.flushed += 1

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: in which order a stage runs its forwards and backwards, and in which phase each is."""
+"""Pipeline schedules as data: the order of a stage's forwards and backwards, and the phase of each."""

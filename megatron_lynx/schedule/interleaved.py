@@ -1,22 +1,22 @@
-"""Interleaved 1F1B: each stage owns v chunks, and works through them in groups of g micro-batches.
+"""Interleaved 1F1B: each stage owns v chunks, and runs them in groups of g micro-batches.
 
-    forwards, p = 2, v = 2, g = 3, m = 5     micro-batch  0 1 2 0 1 2 | 3 4 3 4          backwards take the same places,
-    (equal on every stage)                   chunk        0 0 0 1 1 1 | 0 0 1 1          with the chunks counted from the last
+    forwards, p = 2, v = 2, g = 3, m = 5     micro-batch  0 1 2 0 1 2 | 3 4 3 4          backwards have the same order,
+    (equal on every stage)                   chunk        0 0 0 1 1 1 | 0 0 1 1          with chunks counted from the last
 
-    stage s:   w = 2 (p - 1 - s) + (v - 1) g  forwards | pairs of a forward and a backward | the backwards that are left
+    stage s:   w = 2 (p - 1 - s) + (v - 1) g  forwards | pairs of a forward and a backward | the remaining backwards
 
-If w is not less than the m·v forwards there are, all of them come first. With g = p the first stage holds at most
-w + 1 = v p + p - 1 chunk-forwards.
+If w is not less than m·v, all forwards run first. With g = p at most w + 1 = v p + p - 1 chunk-forwards are in flight on the
+first
+stage.
 
-The forward right before a steady backward is w places further on in the same table, so it is of another chunk, as a rule:
+The forward before a steady backward is w entries later in the same table, so it is usually of another chunk:
 
-    stage 0 of 2     2F0 0B1   3F0 1B1   2F1 0B0   3F1 1B0          chunk 0 hides replays of chunk 1, and chunk 1 those of 0
-    last stage       0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0          its last chunk goes back at once; chunk 0 hides those of 0
+    stage 0 of 2     2F0 0B1   3F0 1B1   2F1 0B0   3F1 1B0          chunk 0 hides recomputations of chunk 1, and vice versa
+    last stage       0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0          the last chunk's backward follows its forward at once
 
-In cool-down the last chunk's backwards wait for a forward of the stages behind; then those of the other chunks follow one another
-on all stages.
+In cool-down the last chunk's backwards wait for a forward of later stages; those of the other chunks follow one another.
 
-Groups of micro-batches: those that pass one chunk of an interleaved stage before its next chunk has its turn.
+Groups of micro-batches pass one chunk of a stage before the next one:
 
 pipeline 2, groups of 3     5 micro-batches  [0 1 2] [3 4]   the last group is smaller, and still has one for each stage
                             4 micro-batches  [0 1 2] [3]     Megatron refuses: the last group does not fill the pipeline
@@ -33,12 +33,14 @@ from megatron_lynx.schedule.schedule import Action, Schedule
 
 
 def come_in_groups(microbatches: int, group: int, pipeline: int) -> bool:
-    """Whether Megatron runs them: full groups, and a last one that is no smaller than the pipeline."""
+    """Return whether Megatron runs this number: full groups, and a last one that is no smaller than the pipeline."""
     return microbatches >= group and not 0 < microbatches % group < pipeline
 
 
 def groups_needed(microbatches: int, group: int, pipeline: int, prefix: str = "") -> str | None:
-    """What the number of micro-batches must be, in words; None where it is right. `prefix`: of the keys in the file at fault."""
+    """Return in words the number of micro-batches that is needed; None if it is right. `prefix`: of the keys in the file at
+    fault.
+    """
     if come_in_groups(microbatches, group, pipeline):
         return None
     if group == pipeline:
@@ -47,12 +49,12 @@ def groups_needed(microbatches: int, group: int, pipeline: int, prefix: str = ""
 
 
 def warmup(pipeline: int, stage: int, chunks: int, group_size: int) -> int:
-    """Chunk-forwards of a stage before its first backward, if there are more of them than that."""
+    """Return the chunk-forwards of a stage before its first backward, given enough of them."""
     return 2 * (pipeline - 1 - stage) + (chunks - 1) * group_size
 
 
 def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int) -> tuple[int, ...]:
-    """How many backwards of each chunk follow another backward: those in the last w places of the table."""
+    """Return by chunk how many backwards follow another backward: those in the last w entries of the table."""
     left = min(warmup(pipeline, stage, chunks, group_size), microbatches * chunks)
     counts, last = [0] * chunks, microbatches % group_size or group_size
     for size in chain([last], repeat(group_size)):
@@ -65,12 +67,12 @@ def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group_si
 
 
 def goes_back_at_once(pipeline: int, stage: int, microbatches: int, chunk: int, chunks: int, group_size: int) -> bool:
-    """Whether every forward of a chunk is followed by its own backward: on the last stage the last chunk's, in full groups."""
+    """Return whether each forward of a chunk precedes its backward: on the last stage the last chunk's, in full groups."""
     return (stage, chunk) == (pipeline - 1, chunks - 1) and microbatches % group_size == 0
 
 
 def places(microbatches: int, chunks: int, group_size: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk) of all forwards, in order. The last group has what is left."""
+    """Yield (micro-batch, chunk) of all forwards, in order. The last group may be smaller."""
     for first in range(0, microbatches, group_size):
         for chunk in range(chunks):
             for micro_batch in range(first, min(first + group_size, microbatches)):
@@ -80,11 +82,13 @@ def places(microbatches: int, chunks: int, group_size: int) -> Iterator[tuple[in
 def order(
     pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0
 ) -> tuple[Action, ...]:
-    """What one stage does in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p. `more`: forwards
-    beyond the usual before the first backward.
+    """Return the passes of one stage in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p.
+    `more`:
+    additional forwards before the first backward.
 
-    Raises `ConfigError` for what Megatron refuses: a group smaller than the pipeline or larger than the step, or a last group
-    that is not empty and smaller than the pipeline; and for a pipeline of one stage, or stages of one chunk.
+    Raises `ConfigError` as Megatron refuses: a group smaller than the pipeline or larger than the step, or a last group that is
+    smaller
+    than the pipeline; a pipeline of one stage, or stages of one chunk.
     """
     group = pipeline if group_size is None else group_size
     if problems := list(_problems(pipeline, microbatches, chunks, group)):
@@ -98,7 +102,7 @@ def order(
 
 
 def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0) -> Schedule:
-    """The orders of all stages. Raises as `order` does."""
+    """Return the orders of all stages. Raises as `order`."""
     group = pipeline if group_size is None else group_size
     stages = range(pipeline)
     return Schedule(

@@ -4,7 +4,7 @@
 
     w forwards | m - w times a forward and the oldest backward | the last w backwards
 
-A stage holds at most w + 1 = p - s micro-batches (or all m), each from its forward to its backward.
+At most w + 1 = p - s micro-batches (or all m) are in flight on a stage.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megatron_lynx.schedule.schedule import Action, Schedule
 
 
 def warmup(pipeline: int, stage: int) -> int:
-    """Forwards of a stage before its first backward, if there are more micro-batches than that."""
+    """Return the forwards of a stage before its first backward, given enough micro-batches."""
     return pipeline - 1 - stage
 
 
 def order(pipeline: int, stage: int, microbatches: int, more: int = 0) -> tuple[Action, ...]:
-    """What one stage does in one step. `more`: forwards beyond the usual before the first backward."""
+    """Return the passes of one stage in one step. `more`: additional forwards before the first backward."""
     ahead = min(warmup(pipeline, stage) + more, microbatches)
     forwards = [Action(index, "F") for index in range(microbatches)]
     backwards = [Action(index, "B") for index in range(microbatches)]
@@ -27,7 +27,7 @@ def order(pipeline: int, stage: int, microbatches: int, more: int = 0) -> tuple[
 
 
 def one_f_one_b(pipeline: int, microbatches: int, more: int = 0) -> Schedule:
-    """The orders of all stages. One stage alone runs forward and backward in turns. `more`: as `order` has it."""
+    """Return the orders of all stages. `more`: as in `order`."""
     stages = range(pipeline)
     return Schedule(
         orders=tuple(order(pipeline, stage, microbatches, more) for stage in stages),

@@ -1,8 +1,8 @@
-"""The order of one stage in a step with flushes, without computing those of the others: a rank needs only its own.
+"""The order of one stage in a step with flushes.
 
-How many micro-batches of each chunk have their offloaded tensors on the host at once: what a stage's host memory must hold.
+Also counts the micro-batches of each chunk whose offloaded tensors are on the host at once.
 
-stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and comes back `prefetch` backwards before its
+stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and returns `prefetch` backwards before its
 on the host      1   2   3 |  3               own, or after the forward before them. The host of stage s holds p-1-s sets.
                               (F3 left, F0 is back)
 """
@@ -18,14 +18,15 @@ from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.schedule.schedule import Action, Phase, phases_of
 
 REPEATING_GROUPS = 4
-"""Groups of micro-batches of an interleaved step after which nothing new happens until its last one."""
+"""Groups of micro-batches of an interleaved step after which counts repeat until the last one."""
 
 
 def passes_of(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, more: int = 0
 ) -> Iterator[tuple[Action, Phase]]:
-    """Its actions with their phases, as `Schedule.phases` has them. `more`: forwards beyond the usual before the first backward.
-    Raises as `interleaved.order` does."""
+    """Return a stage's actions with their phases. `more`: additional forwards before the first backward. Raises as
+    `interleaved.order`.
+    """
     if chunks == 1:
         return phases_of(one_f_one_b.order(pipeline, stage, microbatches, more), one_f_one_b.warmup(pipeline, stage) + more)
     order = interleaved.order(pipeline, stage, microbatches, chunks, group_size, more)
@@ -33,7 +34,7 @@ def passes_of(
 
 
 def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
-    """By chunk: the most micro-batches between the beginning of their forward and the end of their backward."""
+    """Return by chunk the most micro-batches between the begin of their forward and the end of their backward."""
     counts, most = Counter[int](), Counter[int]()
     for action, _ in passes:
         counts[action.chunk] += {"F": 1, "B": -1}.get(action.kind, 0)
@@ -45,7 +46,7 @@ def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
 def most_of_each_chunk(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> tuple[int, ...]:
-    """The same in a step of Megatron's schedules."""
+    """Return `most_in_flight` in a step of Megatron's schedules."""
     most = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
     return tuple(most[chunk] for chunk in range(chunks))
 
@@ -54,11 +55,12 @@ def most_of_each_chunk(
 def counts_at_backwards(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each chunk: how many micro-batches of every chunk are in flight when one of its backwards begins, that one included.
-    Of all such moments those that no other exceeds in every chunk.
+    """Return for each chunk how many micro-batches of every chunk are in flight when one of its backwards begins, including its
+    own; only
+    the maximal counts.
 
-    Warm-up takes at most two groups (`interleaved.warmup`), after which the counts repeat from group to group; so the first
-    groups and the last one stand for all.
+    Warm-up takes at most two groups (`interleaved.warmup`), after which counts repeat, so the first groups and the last one
+    suffice.
     """
     group = group_size or pipeline
     if chunks > 1:
@@ -79,14 +81,16 @@ def _exceeds(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
-    """The most of each chunk, in a step of Megatron's schedules."""
+    """Return `most_on_host` in a step of Megatron's schedules."""
     most = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
     return tuple(most[chunk] for chunk in range(chunks))
 
 
 def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
-    """By chunk, in any order of one stage's passes. A micro-batch whose backward comes right behind its forward stays on the
-    device, or goes half by half, into host memory of its own."""
+    """Return by chunk the most micro-batches on the host. A micro-batch whose backward follows its forward stays on the device,
+    or moves
+    half by half, into separate host memory.
+    """
     order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}

@@ -1,20 +1,19 @@
-"""The orders of all stages of a pipeline, and in which phase each action is.
+"""The orders of all stages of a pipeline, and the phase of each action.
 
 stage 0 of 3     F  F | F B  F B  F B | B  B          micro-batch i of chunk c is at virtual stage c * p + s:
 stage 1          F | F B  F B  F B  F B | B           its forward comes from the virtual stage before,
-stage 2          F B  F B  F B  F B  F B              its backward from the one behind
+stage 2          F B  F B  F B  F B  F B              its backward from the one after
                  warm-up │ steady      │ cool-down
 
-An action of a stage: a forward, replay or backward of one micro-batch and chunk, as data and as text.
+An action of a stage is a forward, recomputation or backward of one micro-batch and chunk, as data and as text:
 
     0F0 1F0 | 2F0 0R0 0B0 | 3F0 1R0 1B0 | 2R0 2B0 | 3R0 3B0          stage 0 of 3, four micro-batches
     │││
-    ││└ chunk      which of the stage's model chunks (0 without interleaving)
-    │└─ kind       F forward, R replay while the gradient is awaited, B backward
+    ││└ chunk      model chunk of the stage (0 without interleaving)
+    │└─ kind       F forward, R recomputation while the gradient is awaited, B backward
     └── micro-batch
 
-The stage is not in the text: an order belongs to one stage. (torch.distributed.pipelining writes the stage first, the
-micro-batch last; here a line is read as Megatron's loops run, by micro-batch.)
+The stage is not in the text. (torch.distributed.pipelining writes the stage first and the micro-batch last.)
 """
 
 from __future__ import annotations
@@ -30,15 +29,12 @@ VirtualMicroBatch = tuple[int, int]
 
 
 class Action(NamedTuple):
-    """One forward, replay or backward."""
-
     micro_batch: int
     kind: ActionKind
     chunk: int = 0
 
     @property
     def virtual(self) -> VirtualMicroBatch:
-        """The virtual micro-batch that it is a pass of."""
         return self.micro_batch, self.chunk
 
     def __str__(self) -> str:
@@ -46,7 +42,7 @@ class Action(NamedTuple):
 
 
 def with_replays(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions with a replay before each backward."""
+    """Yield the actions with a recomputation before each backward."""
     for action in actions:
         if action.kind == "B":
             yield Action(action.micro_batch, "R", action.chunk)
@@ -58,33 +54,35 @@ Phase = Literal["warmup", "steady", "cooldown"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule, as `one_f_one_b` and `interleaved` return it."""
+    """A pipeline schedule of `one_f_one_b` or `interleaved`."""
 
     orders: tuple[tuple[Action, ...], ...]
     """The actions of each stage."""
     warmups: tuple[int, ...]
-    """Forwards that each stage runs before its first pair of a forward and a backward, if there are so many."""
+    """Forwards of each stage before its first pair of a forward and a backward, given enough micro-batches."""
     chunks: int = 1
     """Model chunks of each stage."""
     blocking: bool = True
-    """Whether a stage waits until what it sends has arrived: Megatron's 1F1B does, its interleaved schedule with
-    `overlap_p2p_comm` does not."""
+    """Whether a stage waits until its messages have arrived: true of Megatron's 1F1B, false of its interleaved schedule with
+    `overlap_p2p_comm`.
+    """
 
     @property
     def pipeline(self) -> int:
         return len(self.orders)
 
     def phases(self, stage: int) -> Iterator[tuple[Action, Phase]]:
-        """The actions of a stage with their phases, as the runtime's ledger tells them.
+        """Return the actions of a stage with their phases.
 
-        A forward is steady when its collectives may hide replays of the micro-batch whose backward comes right behind it.
-        A backward has the phase of the forward right before it, and is in cool-down where another backward is.
+        A forward is steady if its collectives may hide recomputations of the backward that follows it. A backward has the phase
+        of the
+        forward before it, and is in cool-down after another backward.
         """
         return phases_of(self.orders[stage], self.warmups[stage])
 
 
 def phases_of(order: Sequence[Action], warmup: int) -> Iterator[tuple[Action, Phase]]:
-    """The actions of one stage with their phases. `warmup`: its forwards before the first pair."""
+    """Yield the actions of one stage with their phases. `warmup`: its forwards before the first pair."""
     in_flight = 0
     phase: Phase = "cooldown"
     for action in order:

@@ -1,4 +1,4 @@
-"""Sends what a plan says of a micro-batch's activations to host memory, and brings it back for their backward."""
+"""Moves activations to host memory, and back for their backward."""
 
 from megatron_lynx.runtime.offload.group import OffloadedTensor, OffloadGroup, OffloadPolicy, on_device
 from megatron_lynx.runtime.offload.host_memory import HostFacts, HostLimit, limit_of

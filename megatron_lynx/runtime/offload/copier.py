@@ -40,7 +40,7 @@ Move = Callable[[Tensor, Tensor], object]
 
 
 class Owner(NamedTuple):
-    """Whose bytes a copy moves, for errors and traces."""
+    """The micro-batch whose bytes a copy moves, for errors and traces."""
 
     where: str
     """`stage 0, chunk 1`."""
@@ -51,29 +51,28 @@ class Owner(NamedTuple):
 @final
 @dataclass(eq=False)
 class Copy:
-    """One copy of several tensors, those of one half for instance, with one event."""
+    """One copy of several tensors, with one event."""
 
     owner: Owner
     pairs: Sequence[Pair] | None
-    """None as soon as compute may reuse their memory."""
+    """None once compute may reuse their memory."""
     event: Event
     """Its end on the copier's stream."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over, or compute waits for it. Decides only when memory is freed, never what runs (rule R1)."""
+        """Whether it is over, or compute waits for it. Decides when memory is freed, never which tasks run (rule R1)."""
         if self.pairs is not None and self.event.done:
             self.release()
         return self.pairs is None
 
     def release(self) -> None:
-        """Drop its tensors: compute waits for it, or it is over."""
         self.pairs = None  # [3]
 
 
 @final
 class Copier:
-    """The copies of one direction. `move` is how bytes are copied: tests inject faults there."""
+    """Copies in one direction. Tests replace `move` to inject faults."""
 
     def __init__(self, direction: Direction, device: Device, trace: Trace) -> None:
         self.direction = direction
@@ -88,9 +87,9 @@ class Copier:
         self._waited_s = 0.0
 
     def start(self, pairs: Sequence[Pair], owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        """Copy after the compute issued so far, and after the copies `after`. The caller need not hold the tensors.
+        """Copy after the compute issued so far, and after the copies `after`. Keeps the tensors alive.
 
-        Raises `OffloadError` where the device does not take the copy.
+        Raises `OffloadError` if the device refuses the copy.
         """
         self.settle()
         self._stream.wait(self._device.current.record())  # [1]
@@ -111,12 +110,12 @@ class Copier:
                 self.move(target, source)
 
     def give_way(self) -> None:
-        """Work issued from now on, a message for instance, waits for all copies issued so far."""  # [5]
+        """Let work issued from now on, such as a message, wait for all copies issued so far."""  # [5]
         if self._holding:
             self.wait(self._holding[-1])
 
     def wait(self, copy: Copy) -> None:
-        """Compute issued from now on waits for this copy."""
+        """Let compute issued from now on wait for this copy."""
         if not copy.done:
             begin = self._waits.begin()
             with self._trace.span("copy_wait", micro_batch=copy.owner.micro_batch):
@@ -125,7 +124,7 @@ class Copier:
             copy.release()
 
     def settle(self) -> None:
-        """Drop the tensors of copies that are over, and add up the waits that are."""
+        """Drop the tensors of finished copies, and add up finished waits."""
         while self._holding and self._holding[0].done:
             self._holding.popleft()
         self._add_up(exact=False)
@@ -136,7 +135,7 @@ class Copier:
         self.settle()
 
     def close(self) -> None:
-        """Nothing is copied any more. Copies that are not over keep their tensors."""
+        """Keep the tensors of unfinished copies alive until they are over."""
         self.settle()
         for copy in self._holding:
             self._device.hold(copy, copy.event)
@@ -147,8 +146,10 @@ class Copier:
         return taken
 
     def take_waited_s(self, *, exact: bool = True) -> float:
-        """Seconds for which compute waited for copies since the last call. `exact` waits for the device; otherwise waits that it
-        has not passed count next time."""
+        """Return the seconds for which compute waited for copies since the last call. `exact` waits for the device; otherwise
+        waits that it has
+        not passed yet count next time.
+        """
         self._add_up(exact)
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
@@ -158,13 +159,13 @@ class Copier:
 
 
 def copiers_for(device: Device, trace: Trace) -> tuple[Copier, Copier]:
-    """(to the host, back) for a device."""
+    """Return the copiers (to the host, back)."""
     return Copier("offload", device, trace), Copier("reload", device, trace)
 
 
 @contextmanager
 def naming(direction: Direction, owner: Owner, size_bytes: int) -> Iterator[None]:
-    """Raise errors of a copy, or of making room for it, as `OffloadError` with its stage, micro-batch and bytes."""
+    """Raise errors inside as `OffloadError` with stage, micro-batch and bytes."""
     try:
         yield
     except OffloadError:

@@ -1,28 +1,30 @@
-"""The activations of one micro-batch that may wait in host memory: its offload group, which is its storages, wherever they are.
+"""The activations of one micro-batch that may move to host memory: its offload group.
 
-    tensor ──push──> OffloadedTensor: a view of an OffloadedStorage, which autograd and frames hold instead of the tensor
+    tensor ──push──> OffloadedTensor: a view of an OffloadedStorage, which autograd and frames store instead of the tensor
 
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
         └── freed when that copy is over              └── waited for      the rest stays in a tensor of its own
 
-Half by half, the copies lie within the micro-batch's own forward and backward:
+Half by half, the copies run within the micro-batch's own forward and backward:
 
     forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ... ├─ n ─┤      backward   ├─ n ─┤ ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
     to host           └[1] 1 ────────[2]  [4]          back                   └[3] 1 ─────────┘[5]
 
- [1] a half is over: its saved tensors leave until the plan's bytes are reached; its outputs leave with the next half, if at all
+ [1] a half is over: its saved tensors leave until the plan's bytes are reached; its outputs leave with the next half
  [2] the half after which it is away by its pace (`pace`) is over: compute waits for its copy, and the originals are freed
- [3] backward reaches that half, or one a little before, for a recomputation ahead of time: the copy back begins
+ [3] backward reaches that half, or one a little before for an early recomputation: the copy back begins
  [4] the last half stays, and so do storages made after the plan's bytes are reached: they are needed first
- [5] a node asks its handle
+ [5] a node requests its tensor
 
-As a whole, all leaves after the forward, and `Offloader` says when it is away and when it comes back.
+As a whole, all leave after the forward, and `Offloader` decides when originals are freed and copies back begin.
 
-What leaves after one half is one copy with one wait. A tensor stays where it is if its storage lasts (parameters, buffers), or if
-something else holds it anyway: masks and rotary tables, which come into a half as arguments, the stage's input and its output.
+The storages of one half move in one copy. A tensor stays on the device if its storage lasts (parameters, buffers), or if
+something
+else references it: masks and rotary tables, which are arguments of a half, and the stage's input and output.
 
-Reloads go into fresh tensors of exactly the original's size: each is freed as soon as backward has passed its node. Two buffers
-that are filled in turns would hold two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
+Reloads go into fresh tensors of the original's size: each is freed once backward has passed its node. Two alternating buffers
+would
+occupy two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
 """
 
 from __future__ import annotations
@@ -56,34 +58,33 @@ class OffloadPolicy:
     prefetch: int = 1
     """How many backwards before its own a whole micro-batch is fetched."""
     sets: int = 1
-    """Micro-batches that are on the host at once."""
+    """Micro-batches on the host at once."""
     ragged: bool = False
     """Whether sizes differ from one micro-batch to the next."""
     avoids_messages: bool = False
-    """Whether copies are issued between the exchanges with other stages only, and exchanges wait for them."""
+    """Whether copies and messages between stages are kept apart."""
     pace_bytes: int | None = None
-    """Bytes that are copied beside one half's forward, where a micro-batch moves half by half; None: none does, and one whose own
-    backward follows at once stays."""
+    """Bytes that are copied during one half's forward, half by half. None: a micro-batch whose own backward follows stays."""
     all_half_by_half: bool = False
-    """Whether every micro-batch moves half by half, and not only one whose own backward follows at once."""
+    """Whether every micro-batch moves half by half, and not only one whose own backward follows."""
     layers: tuple[int, int] = (1, 0)
-    """The chunk's first layer, and how many it has."""
+    """The chunk's first layer, and its number of layers."""
 
     def pace(self, *, whole: bool) -> Pace:
         return Pace(None if whole else self.pace_bytes, len(HALVES) * self.layers[1])
 
 
 class OffloadedStorage:
-    """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device.
+    """One storage of one micro-batch: on the device, (partly) on the host, or back on the device.
 
-    If the tensor it was made for is all of it, as most are, it is copied, and one like it comes back; otherwise its bytes.
+    If the tensor it was made for fills it, that tensor is copied, and one like it is made on return; otherwise its bytes are.
     """
 
     def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier) -> None:
-        """`saved`: a tensor in this storage, the first one that was pushed."""
+        """`saved`: the first tensor in this storage that was pushed."""
         self.size_bytes = storage.nbytes()
         self.whole = saved.nbytes == self.size_bytes and saved.is_contiguous()
-        """Whether that tensor is all of it."""
+        """Whether that tensor fills the storage."""
         self.device = storage.device
         self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
         self._dtype, self._shape = self._original.dtype, self._original.shape
@@ -98,7 +99,7 @@ class OffloadedStorage:
         self._returned: Tensor | None = None
 
     def is_all_of(self, tensor: Tensor) -> bool:
-        """Whether this tensor in its storage is the one it was made for."""
+        """Return whether this tensor in its storage equals the one it was made for."""
         return self.whole and tensor.dtype is self._dtype and tensor.shape == self._shape and tensor.is_contiguous()
 
     @property
@@ -107,7 +108,7 @@ class OffloadedStorage:
         return self._original is not None
 
     def tensor(self) -> Tensor:
-        """The tensor that it was made for, or its bytes, on the device. Compute that follows waits for its copy back."""
+        """Return the tensor that it was made for, or its bytes, on the device. Compute that follows waits for its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
@@ -126,7 +127,7 @@ class OffloadedStorage:
         self._original = None
 
     def _going(self, block: Block, size_bytes: int) -> Pair:
-        """The first `size_bytes` are to go to the host; the rest, if any, stays in a tensor of its own."""
+        """Return the copy of the first `size_bytes` to the host; the rest, if any, is cloned."""
         original = self._original
         assert original is not None
         self._block = block
@@ -157,7 +158,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class OffloadedTensor:
-    """A tensor that is an offloaded storage, or a view of it. Autograd and frames hold it instead of the tensor."""
+    """A tensor that is an offloaded storage, or a view of it. Autograd and frames store it instead of the tensor."""
 
     __slots__ = ("requires_grad", "storage", "view")
 
@@ -167,7 +168,7 @@ class OffloadedTensor:
         self.view = None if storage.is_all_of(tensor) else _View.of(tensor)
 
     def tensor(self) -> Tensor:
-        """Same size, stride, offset, type and bits as the one that was pushed. Can be asked for again."""
+        """Return a tensor with size, stride, offset, dtype and bits of the one that was pushed. May be called again."""
         there, view = self.storage.tensor(), self.view
         if view is None:
             return there
@@ -187,7 +188,7 @@ class _View(NamedTuple):
 
 
 def on_device(value: Any) -> Any:
-    """The same nest with tensors in place of those that were offloaded."""
+    """Return the same nest with tensors in place of offloaded ones."""
     return map_nest(OffloadedTensor, lambda one: one.tensor().detach().requires_grad_(one.requires_grad), value)
 
 
@@ -195,7 +196,7 @@ _Known = weakref.ref[OffloadedStorage]
 
 
 class _Leaving(NamedTuple):
-    """Storages that leave after one half, with bytes of each. The graph may drop them at any time."""
+    """Storages that leave after one half, with bytes of each. The graph may free them at any time."""
 
     half: int
     turns: Turns
@@ -207,7 +208,7 @@ class _Leaving(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """The storages of one forward of one chunk, in the order in which they were made, and their copies."""
+    """Storages of one forward of one chunk, in the order in which they were made, and their copies."""
 
     owner: Owner
     policy: OffloadPolicy
@@ -218,39 +219,39 @@ class OffloadGroup:
     back: Copier
     lasting: set[int]
     half: int = 0
-    """Index, from 1, of the half whose forward came last."""
+    """Index, from 1, of the last half whose forward began."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[tuple[int, _Known]] = field(default_factory=list)
-    """Those that may still leave, with their addresses."""
+    """Storages that may still leave, with their addresses."""
     _at: dict[int, _Known] = field(default_factory=dict)
-    """The newest one at each address: one that was freed leaves it to another."""
+    """The newest storage at each address: freed ones leave it to others."""
     _chosen_bytes: int = 0
     _chosen: list[_Leaving] = field(default_factory=list)
     """Those that leave next."""
     _leaving: deque[tuple[_Leaving, Copy]] = field(default_factory=deque)
-    """Those whose originals may still be here, and their copies."""
+    """Those whose originals may still be resident, with their copies."""
     _away: list[_Leaving] = field(default_factory=list)
     """Those that were not fetched."""
 
     # --- recording -----------------------------------------------------------------------------------------------------
 
     def half_begins(self, key: FrameKey, arguments: Any) -> OffloadGroup | None:
-        """Where the saved tensors of this half go; None where all of them stay."""
+        """Return the group if saved tensors of this half may leave, else None."""
         self.half = self._place(key)
         if self._chosen_bytes >= self.policy.bytes or self.pace.stays(self.half):
             return None
         input_stays = self.half == 1 and not self.pace.whole  # Megatron holds the chunk's input until its forward is over
         for index, tensor in enumerate(tensors_in(arguments)):
-            if index > 0 or tensor.is_leaf or input_stays:  # masks and tables, which layers share; what the stage received
+            if index > 0 or tensor.is_leaf or input_stays:  # masks and tables, which layers share; the stage's input
                 self.leave([tensor])
         return self
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Something else holds these until backward."""
+        """Keep these on the device: something else holds them until backward."""
         self._staying |= {storage_of(tensor): tensor for tensor in tensors}
 
     def push(self, tensor: Tensor) -> OffloadedTensor | Tensor:
-        """A handle to hold instead of a tensor that may go to the host; the tensor itself, without its graph, if it may not."""
+        """Return an `OffloadedTensor`, or the detached tensor if it must stay."""
         storage = self._going(tensor)
         if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -264,15 +265,15 @@ class OffloadGroup:
         return OffloadedTensor(tensor, offloaded)
 
     def push_all(self, value: Any) -> Any:
-        """The same nest with `OffloadedTensor`s in place of tensors that may go."""
+        """Return the same nest with `OffloadedTensor`s in place of tensors that may leave."""
         return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.push(tensor), value)
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
-        """Whether a tensor can go: its own, large enough (or of `any_size`), plain, and held by nothing else."""
+        """Return whether a tensor may leave: plain, large enough (or of `any_size`), and not held by others."""
         return self._going(tensor, any_size=any_size) is not None
 
     def _going(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
-        """The storage of a tensor that may go."""
+        """Storage of a tensor that may leave, or None."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -282,13 +283,13 @@ class OffloadGroup:
             return None
         address = storage.data_ptr()
         held = self._staying.get(address)
-        stays = held is not None and storage_of(held) == address  # Megatron may have freed a node's input since
+        stays = held is not None and storage_of(held) == address  # Megatron may have freed this input already
         return None if stays or address in self.lasting else storage
 
     # --- copies --------------------------------------------------------------------------------------------------------
 
     def half_ends(self, key: FrameKey, outputs: Any, ahead: int) -> None:
-        """A half's forward is over. `ahead`: how many halves before its own backward a recomputation of it may begin."""
+        """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
         self.half = self._place(key)
         self.release(self.half)
         if not self.pace.stays(self.half):
@@ -297,16 +298,16 @@ class OffloadGroup:
             self.send()  # [1]
 
     def forward_ends(self, output: Any) -> None:
-        """The forward is over, and with it what others hold until then."""
+        """End the forward, after which others no longer hold their tensors."""
         self._staying.clear()
         if self.pace.whole:
-            self.half += 1  # the last half's outputs, if code after it has others
+            self.half += 1  # outputs of code after the last half
             self._choose(output)
         else:
             self.release(self.pace.halves)
 
     def send(self) -> None:
-        """Copy the storages that were chosen to the host, those of one half at once. Raises `OffloadError`."""
+        """Copy the chosen storages to the host, one copy per half. Raises `OffloadError`."""
         chosen, self._chosen = self._chosen, []
         for each in chosen:
             if storages := each.alive():
@@ -326,17 +327,16 @@ class OffloadGroup:
             self._release(*self._leaving.popleft())
 
     def release(self, place: int = AFTERWARDS) -> None:
-        """Free originals that are away when the half at `place` is over, after their copies."""
+        """Free originals that are away after the half at `place`, after their copies."""
         while self._leaving and self._leaving[0][0].turns.away <= place:
             self._release(*self._leaving.popleft())  # [2]
 
     def fetch(self, place: int = 1) -> None:
-        """Copy back the storages whose turn it is when backward reaches the half at `place`, the last one first."""
+        """Copy back the storages that are due when backward reaches the half at `place`, the last ones first."""
         while self._away and self._away[-1].turns.back >= place:
             fetch(self._away.pop().alive())  # [3]
 
     def backward_reaches(self, key: FrameKey) -> None:
-        """A half's backward begins."""
         self.fetch(self._place(key))
 
     def _place(self, key: FrameKey) -> int:
@@ -345,8 +345,9 @@ class OffloadGroup:
         return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1
 
     def _choose(self, outputs: Any, ahead: int = 1) -> None:
-        """Storages made since the last call leave next, until the plan's bytes are reached; those of `outputs` stay for the next
-        call."""
+        """Choose storages made since the last call to leave next, up to the plan's bytes; those of `outputs` wait for the next
+        call.
+        """
         kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
         made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
         before_bytes, chosen = self._chosen_bytes, list[tuple[_Known, int]]()

@@ -1,21 +1,21 @@
-"""Host memory for offloaded activations: a rank's limit, and blocks that are lent again and again.
+"""Host memory for offloaded activations: a rank's limit, and reused page-locked blocks.
 
-    a rank's limit     the least, over all that it takes from, of  (free - reserve) / ranks that take from it; ranks tell each
-                       other what they take from (`free_memory`), and how large their training state is
-    reserve            a tenth of the free memory, for page cache and data loaders, or the ranks' states if these are larger: an
-                       asynchronous checkpoint copies them to the host, and an optimizer on the CPU has them there
+    a rank's limit     the least, over the pots of memory that it uses, of  (free - reserve) / ranks that use the pot
+                       (`free_memory`)
+    reserve            a tenth of the free memory, for page cache and data loaders, or the ranks' training states if larger: an
+                       asynchronous checkpoint copies them to the host, and a CPU optimizer keeps them there
 
-    before step 1      bytes known, sizes not:   a slab of the plan's bytes is page-locked       ┌──────────────────────────┐
-    lend               the smallest free block of the same shelf that fits; if one is missing,   ├────┬──┬───┬────┬──┬───┐  │
-                       a set of blocks for all that is asked is cut from the slab                └────┴──┴───┴────┴──┴───┴──┘
-    slab used up       one more slab, as large as the set
-    a block's end      it is free; the next copy into it waits for the one that still reads it
-    larger sizes       the shelf is replaced; its slab goes with the last of its blocks. From then on, and for experts from the
-                       first change, blocks are an eighth larger than asked, so that they soon fit whatever comes
+    before step 1      bytes are known, sizes are not: a slab of the plan's bytes is page-locked ┌──────────────────────────┐
+    lend               the smallest free block of the same shelf that fits; otherwise a set      ├────┬──┬───┬────┬──┬───┐  │
+                       of blocks for all requested sizes is cut from the slab                    └────┴──┴───┴────┴──┴───┴──┘
+    slab used up       another slab, as large as the set
+    block dropped      it is free; the next copy into it waits for the one that still reads it
+    larger sizes       the shelf is replaced; its slab is freed with the last of its blocks. From then on, and for experts from
+    the
+                       first change, blocks are an eighth larger than requested, to fit later sizes
 
-A shelf is for one half of a chunk, whose sizes repeat. Page-locking takes the host seconds for tens of GB, and longer where all
-ranks of a host do it at once. PyTorch's page-locked allocator rounds up to powers of two; a
-slab is as large as asked, up to pages, and is not counted as activations.
+A shelf belongs to one half of a chunk, whose sizes repeat. Page-locking takes the host seconds for tens of GB. PyTorch's
+page-locked allocator rounds up to powers of two; a slab has the requested size, up to pages, and is not counted as activations.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from megatron_lynx.units import format_bytes
 log = logging.getLogger(__name__)
 
 RESERVE = 10
-"""One part in so many of the free memory is left alone."""
+"""Divisor: this part of the free memory is left alone."""
 
 ALIGNMENT = 256
 """Bytes; blocks begin at multiples."""
 
 MANY = 256
-"""Blocks are assumed to have so many units of `ALIGNMENT` on average at least, where a plan offloads smaller ones."""
+"""Least average size of offloaded tensors that is assumed, in units of `ALIGNMENT`."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one rank says of its host."""
+    """What one rank reports of its host."""
 
     free: FreeMemory
     state_bytes: int = 0
@@ -61,12 +61,12 @@ class HostFacts:
 
 @dataclass
 class HostLimit:
-    """How much of its host's memory one rank may hold."""
+    """Host memory that one rank may use."""
 
     most_bytes: int
     held_bytes: int = 0
     words: str = ""
-    """Where the limit comes from, for messages."""
+    """Source of the limit, for messages."""
 
     @property
     def free_bytes(self) -> int:
@@ -77,13 +77,13 @@ class HostLimit:
 
 
 def limit_of(mine: HostFacts, ranks: Sequence[HostFacts]) -> HostLimit:
-    """`ranks`: what each rank of the run says, this one among them."""
+    """Return the limit of the rank with the facts `mine`, one of `ranks`."""
     return min((_share(pot, ranks) for pot in mine.free.pots), key=lambda share: share.most_bytes)
 
 
 def _share(pot: Pot, ranks: Sequence[HostFacts]) -> HostLimit:
     same = [(facts, other) for facts in ranks for other in facts.free.pots if other.identity == pot.identity]
-    free_bytes = min(other.free_bytes for _, other in same)  # each has looked at another moment
+    free_bytes = min(other.free_bytes for _, other in same)  # each rank read it at another moment
     reserve_bytes = min(free_bytes, max(free_bytes // RESERVE, sum(facts.state_bytes for facts, _ in same)))
     words = f"{format_bytes(free_bytes)} free of {pot.words}, {format_bytes(reserve_bytes)} of it in reserve"
     words += f", for {len(same)} rank{'s' if len(same) > 1 else ''}"
@@ -91,7 +91,6 @@ def _share(pot: Pot, ranks: Sequence[HostFacts]) -> HostLimit:
 
 
 def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
-    """The host has too little memory for what a plan offloads."""
     found_bytes, source = limit.most_bytes, f" ({limit.words})" if limit.words else ""
     problem = Problem(
         f"{where}: host memory for offloaded activations",
@@ -103,9 +102,9 @@ def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
 
 
 class Slab:
-    """Page-locked host memory. It is freed, and counts no more, when neither it nor any of its blocks is referenced.
+    """Page-locked host memory. It is freed when neither it nor any of its blocks is referenced.
 
-    Raises `OffloadError` where the host has too little. `where`: whose it is, for messages.
+    Raises `OffloadError` if the host has too little. `where`: owner, for messages.
     """
 
     def __init__(self, where: str, size_bytes: int, device: Device, limit: HostLimit) -> None:
@@ -116,14 +115,14 @@ class Slab:
             device.lock(self.tensor)
         except (OSError, MemoryError, RuntimeError) as error:
             raise too_little(where, limit.held_bytes + size_bytes, limit) from error
-        # Only what was locked may be unlocked: CUDA would remember the error, and a later kernel would get it.
+        # Unlock only locked memory: CUDA would remember the error, and a later kernel would report it.
         weakref.finalize(self, device.unlock, self.tensor).atexit = False
         limit.held_bytes += size_bytes
         weakref.finalize(self, limit.gives_back, size_bytes).atexit = False
         self.left_bytes = size_bytes
 
     def cut(self, size_bytes: int) -> Tensor:
-        """The next `size_bytes`; the block after it begins at a multiple of `ALIGNMENT`."""
+        """Return the next `size_bytes`; the block after it begins at a multiple of `ALIGNMENT`."""
         start = self.tensor.nbytes - self.left_bytes
         self.left_bytes -= _aligned(size_bytes)
         return self.tensor[start : start + size_bytes]
@@ -134,11 +133,11 @@ class _Shelved(NamedTuple):
     slab: Slab
     reader: Copy | None
     shaped: Tensor
-    """The same memory with the type and shape of its last tensor."""
+    """The same memory with dtype and shape of its last tensor."""
 
 
 class Block:
-    """Host memory of one storage, until the block is dropped."""
+    """Host memory of one storage. It returns to its shelf when it is dropped."""
 
     def __init__(self, shelved: _Shelved, free: deque[_Shelved]) -> None:
         self.tensor = shelved.tensor
@@ -149,7 +148,7 @@ class Block:
         self._free = free
 
     def like(self, tensor: Tensor) -> Tensor:
-        """The beginning of the block, with the type and shape of this contiguous tensor."""
+        """Return the start of the block with dtype and shape of this contiguous tensor."""
         if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
             self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return self._shaped
@@ -170,7 +169,7 @@ class _Shelf:
         """By size, smallest first. A block returns to its deque at any time."""
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether a set has a block for each size."""
+        """Return whether a set has a block for each size."""
         ordered = sorted(sizes, reverse=True)
         return len(ordered) <= len(self.sizes) and all(a <= b for a, b in zip(ordered, self.sizes, strict=False))
 
@@ -181,42 +180,40 @@ class _Shelf:
             self._free[size].append(_Shelved(piece, slab, None, piece))
 
     def take(self, sizes: Sequence[int]) -> list[Block] | None:
-        """The smallest block that fits each size; None, and nothing is taken, where one size finds none."""
+        """Return the smallest block that fits each size; takes none and returns None if a size finds none."""
         blocks = list[Block]()
         for size in sizes:
             free = self._free.get(size) or next((of for larger, of in self._free.items() if larger >= size and of), None)
             if free is None:
-                return None  # those that were found return
+                return None  # blocks found before return to the shelf
             blocks.append(Block(free.popleft(), free))
         return blocks
 
 
 class HostMemory:
-    """The host memory of one stage."""
-
     def __init__(self, where: str, device: Device, limit: HostLimit) -> None:
         self._where, self._device, self._limit = where, device, limit
         self._locked: Slab | None = None
-        """Locked before sizes were known, while it has room."""
+        """Locked before sizes were known, while it has space left."""
         self._planned_bytes: int | None = None
-        """Until the blocks exceed them."""
+        """None once the blocks have exceeded them."""
         self._sizes_change = False
         """Whether that was logged."""
         self._shelves: dict[Hashable, _Shelf] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks, but for those that were replaced and are still lent."""
+        """Bytes of all blocks, without those of replaced shelves."""
         return sum(shelf.bytes for shelf in self._shelves.values())
 
     def lock(self, size_bytes: int) -> None:
-        """Page-lock memory from which blocks are cut later. Raises `OffloadError` where the host does not give it."""
+        """Page-lock memory from which blocks are cut later. Raises `OffloadError` if the host has too little."""
         self._locked, self._planned_bytes = Slab(self._where, size_bytes, self._device, self._limit), size_bytes
 
     def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> list[Block]:
-        """A block of at least each size, from the shelf `key`. `changing`: sizes are known to differ from one time to the next.
+        """Return a block of at least each size, from the shelf `key`. `changing`: sizes differ from one micro-batch to the next.
 
-        Raises `OffloadError` where the host has too little.
+        Raises `OffloadError` if the host has too little.
         """
         if key not in self._shelves or (blocks := self._shelves[key].take(sizes)) is None:
             self._grow(key, sizes, changing)
@@ -225,7 +222,7 @@ class HostMemory:
         return blocks
 
     def clear(self) -> None:
-        """Free all memory that is not lent. A slab of which a block is lent counts until that one comes back."""
+        """Free all memory that is not lent. A slab with lent blocks counts until they return."""
         self._shelves, self._locked = {}, None
 
     def _grow(self, key: Hashable, sizes: Sequence[int], changing: bool) -> None:
@@ -250,7 +247,7 @@ class HostMemory:
             log.info("%s: %s: %s before, %s now", self._where, *said)
 
     def _roomier(self, known: Sequence[int], sizes: Sequence[int], sets: int) -> list[int]:
-        """By rank the largest size that was asked, and an eighth more; as asked where that is too much for so many sets."""
+        """Return by rank the largest size plus an eighth; the requested sizes if that exceeds the limit for `sets` sets."""
         most = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in sizes), fillvalue=0)]
         locked_bytes = self._locked.left_bytes if self._locked is not None else 0
         return most if sets * sum(map(_aligned, most)) <= self._limit.free_bytes + locked_bytes else list(sizes)
@@ -258,7 +255,7 @@ class HostMemory:
     def _room(self, set_bytes: int) -> Slab:
         if self._locked is not None and self._locked.left_bytes >= set_bytes:
             return self._locked
-        self._locked = None  # it goes with its blocks
+        self._locked = None  # it is freed with its blocks
         return Slab(self._where, set_bytes, self._device, self._limit)
 
 
@@ -267,6 +264,6 @@ def _aligned(size_bytes: int) -> int:
 
 
 def bytes_ahead(policy_bytes: int, smallest_tensor_bytes: int) -> int:
-    """The most bytes of blocks for so many bytes, in tensors of at least that size: each may leave a part of its last unit."""
+    """Return the most bytes of blocks for this policy: each tensor may waste a part of its last unit."""
     tensors = policy_bytes // max(smallest_tensor_bytes, MANY * ALIGNMENT) + 2
     return _aligned(policy_bytes) + tensors * ALIGNMENT

@@ -1,17 +1,17 @@
-"""When the activations of a stage go to the host and come back: fixed by the order of passes, which the engine reports (rule R1).
+"""When the activations of a stage move to the host and back: fixed by the order of passes (rule R1).
 
-    half of k         [1] saved tensors are pushed to the micro-batch's group (`group`), which holds each storage once. Half by
-                          half they leave and come back within its own passes; the rest is about whole micro-batches
-    end of forward    [2] storages in the order in which they were made, up to the plan's bytes, are copied out, half by half.
-                          Originals are freed when they are copied: at the end of the next such forward at the latest
-    backward of k-d   [3] begins (d: the prefetch distance), or the gradient for it is awaited, or the forward right before it
-                          begins: storages of k are copied back, last one first
-    backward of k     [4] a node asks for its tensor and waits for its storage
-    exchanges         [5] where copies avoid messages: [2] waits for the pass after the exchange, the exchange for all copies
-    own backward      [6] follows at once: the micro-batch stays on the device, or moves half by half if there is a pace
+    half of k         [1] saved tensors are pushed to the micro-batch's group (`group`), which has each storage once. Half by
+                          half, copies run within the micro-batch's own passes; [2] and [3] are about whole micro-batches
+    end of forward    [2] storages are copied out in the order in which they were made, up to the plan's bytes. Originals are
+                          freed after their copy: at the end of the next such forward at the latest
+    backward of k-d   [3] begins (d: the prefetch distance), or its gradient is awaited, or the forward before it begins:
+                          storages of k are copied back, last one first
+    backward of k     [4] a node requests its tensor and waits for its storage
+    exchanges         [5] if copies avoid messages, [2] waits for the pass after the exchange, and the exchange for all copies
+    own backward      [6] if it follows its forward, the micro-batch stays on the device, or moves half by half if there is a pace
 
-Storages made first live longest and are needed last, so they go. They belong to the handles that autograd's graph and frames
-hold: when the graph goes they go, and their host blocks with them (rule R8).
+Storages made first live longest and are needed last, so they are offloaded. Handles in autograd's graph and frames own them: they
+are freed with the graph, and so are their host blocks (rule R8).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lynx.runtime.trace import Trace
 
 
 class Locked(NamedTuple):
-    """Host memory that was page-locked before the first step, and how long that took."""
+    """Host memory that was page-locked before the first step."""
 
     bytes: int
     seconds: float
@@ -44,7 +44,7 @@ class Locked(NamedTuple):
 class Offloader:
     """The offload groups of one stage. `policies` by chunk: a chunk without one keeps all on the device.
 
-    Raises `OffloadError` with both numbers where the host has less than `limit` for them.
+    Raises `OffloadError` if `limit` is less than the plan's bytes.
     """
 
     def __init__(
@@ -71,21 +71,20 @@ class Offloader:
         self._device = device
         self._lasting = lasting
         self._lasting_of: dict[int, set[int]] = {}
-        """Storages of parameters and buffers, by chunk, until the next step: no other weights are put in place in between."""
+        """Storages of parameters and buffers, by chunk, until the next step: weights do not move within a step."""
         self._groups: weakref.WeakKeyDictionary[MicroBatch, OffloadGroup] = weakref.WeakKeyDictionary()
         self._departing: OffloadGroup | None = None
-        """The last micro-batch that left as a whole, whose originals may still be here."""
+        """The last micro-batch that left as a whole."""
 
     @property
     def chunks(self) -> Container[int]:
-        """Chunks of which anything goes to the host."""
+        """Chunks that offload."""
         return self._policies
 
     def lock_ahead(self) -> None:
-        """Page-lock the plan's bytes before the first step, where the host has room for a little more. What experts keep is not
-        known before.
+        """Page-lock the plan's bytes before the first step, if the limit has a margin. Sizes of experts are not known yet.
 
-        Raises `OffloadError` where the host does not give it.
+        Raises `OffloadError` if the host has too little.
         """
         known = [policy for policy in self._policies.values() if policy.sets and not policy.ragged]
         wanted_bytes = sum(policy.sets * bytes_ahead(policy.bytes, policy.smallest_tensor_bytes) for policy in known)
@@ -94,10 +93,10 @@ class Offloader:
             self._memory.lock(wanted_bytes)
             self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
-    # --- what the engine reports ---------------------------------------------------------------------------------------
+    # --- reports of the engine -------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Weights may lie elsewhere than in the step before."""
+        """Forget the addresses of weights, which may change between steps."""
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
@@ -106,7 +105,7 @@ class Offloader:
             self._fetch_coming(ledger)
 
     def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
-        """Where saved tensors of a half that is called with these go; None where all of them stay."""
+        """Return the group for saved tensors of a half that is called with these arguments; None if all of them stay."""
         policy = self._policies.get(micro_batch.chunk)
         if policy is None:
             return None
@@ -121,7 +120,7 @@ class Offloader:
         return group.half_begins(key, arguments)
 
     def half_ends(self, micro_batch: MicroBatch, key: FrameKey, outputs: Any, ahead: int) -> None:
-        """A half's forward is over; a recomputation of it may begin so many halves before its own backward."""
+        """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
         if (group := self._groups.get(micro_batch)) is not None:
             group.half_ends(key, outputs, ahead)
 
@@ -130,13 +129,13 @@ class Offloader:
             self.leave(group, output)
 
     def exchange_begins(self) -> None:
-        """Messages between stages wait for the copies issued so far, where the plan keeps them apart."""
+        """Let messages between stages wait for the copies issued so far, if the plan keeps them apart."""
         if self._avoids_messages:
             self.out.give_way()  # [5]
             self.back.give_way()
 
     def gradient_awaited(self, ledger: Ledger) -> None:
-        """A backward's gradient is on its way. That is a message: copies that avoid those wait for the backward."""
+        """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
         if not self._avoids_messages:
             self._fetch_coming(ledger)
 
@@ -147,14 +146,13 @@ class Offloader:
         self._fetch_coming(ledger)
 
     def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
-        """A half's backward begins."""
         if (group := self._groups.get(micro_batch)) is not None:
             group.backward_reaches(key)
 
     # --- whole micro-batches -------------------------------------------------------------------------------------------
 
     def open(self, micro_batch: int, chunk: int, *, whole: bool = True) -> OffloadGroup:
-        """A forward of a chunk that has a policy begins."""
+        """Make the group of a micro-batch in a chunk that offloads."""
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         policy = self._policies[chunk]
@@ -162,7 +160,7 @@ class Offloader:
         return OffloadGroup(owner, policy, pace, self._memory, where, self.out, self.back, self._lasting_of[chunk])
 
     def leave(self, group: OffloadGroup, output: Any) -> None:
-        """Its forward is over. As a whole it leaves now, and the one before is freed, so that at most two are here."""
+        """End a group's forward. As a whole it leaves now, and the group before is freed, so that at most two are resident."""
         group.forward_ends(output)
         if group.pace.whole:
             if self._departing is not None:
@@ -172,14 +170,14 @@ class Offloader:
                 self._send()
 
     def settle(self) -> None:
-        """Free what was copied, where the copies are over."""
+        """Free originals whose copies are over."""
         if self._departing is not None:
             self._departing.settle()
         self.out.settle()
         self.back.settle()
 
     def _send(self) -> None:
-        """The exchange after a forward is over: the storages that waited for that leave now."""
+        """Start the copies out that waited for the exchange after a forward."""
         if self._departing is not None:
             self._departing.send()  # [2]
 
@@ -189,31 +187,30 @@ class Offloader:
             group.fetch()  # [3]
 
     def _fetch_coming(self, ledger: Ledger) -> None:
-        """Start bringing back what the next backwards need, as far ahead as the plan says."""
+        """Start the copies back for the next backwards, up to the prefetch distance."""
         for ahead in range(self._furthest):
             self._fetch(ledger.coming(ahead), ahead)
 
-    # --- what it did, and its end --------------------------------------------------------------------------------------
+    # --- figures and end -------------------------------------------------------------------------------------------------
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of this stage's blocks. What was locked ahead is a little more (`bytes_ahead`)."""
+        """Bytes of this stage's host blocks, without the margin that was locked ahead (`bytes_ahead`)."""
         return self._memory.bytes
 
     def take_bytes(self) -> tuple[int, int]:
-        """Bytes that went out, and back, since the last call."""
+        """Return the bytes copied (out, back) since the last call."""
         return self.out.take_bytes(), self.back.take_bytes()
 
     def take_waited_s(self, *, exact: bool = True) -> float:
-        """Seconds for which compute waited for copies, either way, since the last call; `exact`: see `Copier`."""
+        """Return the seconds for which compute waited for copies since the last call (`Copier.take_waited_s`)."""
         return self.out.take_waited_s(exact=exact) + self.back.take_waited_s(exact=exact)
 
     def abandon(self) -> None:
-        """The step failed."""
         self._departing = None
 
     def close(self) -> None:
-        """Nothing is offloaded any more; what is lent goes with its micro-batch."""
+        """Free host memory; blocks in use return when their micro-batch is freed."""
         self.out.close()
         self.back.close()
         self._memory.clear()
