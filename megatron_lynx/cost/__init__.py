@@ -1,1 +1,1 @@
-"""Prices a job, a stage, a layer and a recomputation in seconds, bytes and FLOPs, from a profile; each formula once."""
+"""Seconds, bytes and FLOPs of jobs, stages, layers and recomputation, from a profile."""

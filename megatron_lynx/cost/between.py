@@ -1,9 +1,9 @@
-"""What training keeps of a device while others have it: between two steps of a loop in which an inference engine takes turns.
+"""Device memory that training keeps between two steps, for loops in which an inference engine shares the device.
 
-    training   parameters, gradients, optimizer, activations  | context, libraries, NCCL, allocator | what others always hold
-    between    of the first three what stays on the device    | context, libraries, NCCL            | the rest is theirs
+    training   parameters, gradients, optimizer, activations  | context, libraries, NCCL, allocator | reserved for others
+    between    the first three, less the parts moved to host  | context, libraries, NCCL            | free for others
 
-The allocator's slack is not counted between: whoever lets weights leave empties PyTorch's cache, or nothing would be free.
+Between steps the allocator's slack is not counted: a framework that offloads weights also empties PyTorch's cache.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ OF_LEAVING = {
     "gradients": ("gradients", "second_gradients"),
     "optimizer": ("optimizer",),
 }
-"""The kinds of bytes that go to the host with each part of training."""
+"""The kinds of bytes that leave with each part of training."""
 STATES = (*(kind for kinds in OF_LEAVING.values() for kind in kinds), "buffers", "rest")
-"""What is there between two steps, by kind: `StageMemory.before_step`."""
+"""The kinds that remain between two steps (`StageMemory.before_step`)."""
 
 
 @dataclass(frozen=True)
 class BetweenSteps:
-    """Of the device that keeps most, in bytes."""
+    """Bytes on the fullest device between two steps."""
 
     stays: Mapping[str, int]
-    """What training still holds, by kind."""
+    """Bytes that training keeps, by kind."""
     left_bytes: int
-    """What others may use; below 0 where what stays is too much."""
+    """Bytes free for others; below 0 if training keeps more than the device has."""
     leaves: Sequence[str]
 
     @property
@@ -51,7 +51,7 @@ class BetweenSteps:
 
 
 def between_steps(job: Job, stages: Sequence[StageMemory]) -> BetweenSteps | None:
-    """What stays of a job whose budget speaks of others; None where it does not. `stages`: of every stage, at any moment."""
+    """Return the memory between steps; None if the job's budget does not share the device. `stages`: all stages."""
     budget, reserve = job.budget, job.device_reserve
     if budget.share is None and not budget.beside and not budget.leaves:
         return None

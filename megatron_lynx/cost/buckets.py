@@ -1,14 +1,14 @@
-"""Into what buckets Megatron cuts gradients, and with how many numbers that belong to nobody it fills them up.
+"""Megatron's gradient buckets and their padding.
 
     one buffer    [ last layer's parameters ... | ... | ... embedding ]    in the order in which backward makes gradients
-    one bucket    so many parameters, whole ones; then up to a multiple of what data-parallel ranks can share evenly
+    one bucket    whole parameters, padded to a multiple that the data-parallel ranks share evenly
 
-Buckets are cut where reductions overlap passes, and of those buffers only that of the first stage's first chunk; every other
-buffer is one bucket. Filled up are the distributed optimizer's: to a multiple of the ranks that share them and of 128 numbers,
-with `--ddp-pad-buckets-for-high-nccl-busbw` of 65536. What is filled is a part of the buffers of parameters and of gradients.
+Only the buffer of the first stage's first chunk is cut into several buckets, and only if reductions overlap passes. The
+distributed optimizer pads each bucket to a multiple of its ranks and of 128 numbers (65536 with
+`--ddp-pad-buckets-for-high-nccl-busbw`). Padding is part of the parameter and gradient buffers.
 
-As read in megatron-core 0.16.1 (`DistributedDataParallel`, `_ParamAndGradBuffer`) and in Megatron-LM's `get_model`. Parameters
-begin at multiples of 64 numbers, which only counts in models whose sizes are none: it is left out.
+Source: megatron-core 0.16.1 (`DistributedDataParallel`, `_ParamAndGradBuffer`) and Megatron-LM's `get_model`. The alignment of
+each parameter to 64 numbers is not counted.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from megatron_lynx.cost.parameters import Parameters, held_in_fp8, parameter_ten
 from megatron_lynx.kinds.experts.planning import expert_sharers
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
-"""A bucket has so many parameters, or so many for each rank that shares them if that is more (`DistributedDataParallel`), unless
-a job says how many."""
+"""Default bucket size: the larger of a constant and a number per sharing rank (`DistributedDataParallel`)."""
 ALIGNED, ALIGNED_FOR_BANDWIDTH = 128, 2**16
-"""Of how many numbers a bucket is a multiple."""
+"""A bucket's size is a multiple of this."""
 
 
 def bucket_parameters(job: Job, stage: int, parameters: Parameters, sharers: int) -> int:
-    """Of parameters that so many ranks share, how many a bucket has. What is not divided is one parameter: a bucket has at least
-    the mean size of those."""
+    """Return the number of parameters per bucket. A bucket is at least as large as the mean parameter, which is not split."""
     asked = job.overlap.bucket_parameters
     if job.overlap.buckets is not None:
         asked = parameters.total // job.overlap.buckets
@@ -37,12 +35,12 @@ def bucket_parameters(job: Job, stage: int, parameters: Parameters, sharers: int
 
 
 def buckets(job: Job, stage: int, parameters: Parameters) -> int:
-    """How many a stage's buffers are cut into, all together."""
+    """Return the number of buckets in all buffers of a stage."""
     return sum(_buckets(job, stage, parameters, count, sharers) for count, sharers in _buffers(job, parameters))
 
 
 def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
-    """Numbers that belong to no parameter, in all buffers: exactly, where a buffer is one bucket; else the most there can be."""
+    """Return the padding of all buffers, in numbers: exact for a buffer of one bucket, else an upper bound."""
     if not job.parallel.distributed_optimizer:
         return 0
     filled = 0
@@ -51,14 +49,15 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
             sharers // job.parallel.optimizer_instances, ALIGNED, ALIGNED_FOR_BANDWIDTH if job.overlap.padded_buckets else 1
         )
         number, each = _buckets(job, stage, parameters, count, sharers), count // job.chunks
-        cut = number - (job.chunks - 1)  # of the first chunk's buffer
+        cut = number - (job.chunks - 1)  # in the first chunk's buffer
         filled += (job.chunks - 1) * (-each % multiple) + (-each % multiple if cut == 1 else cut * (multiple - 1))
     return filled
 
 
 def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
-    """Parameters, and the ranks that share them: experts that other ranks share than the rest have buffers of their own
-    (`use_expert_pgs` of 0.19; before, those that are shared out), and so have weights that are held in FP8."""
+    """Return (parameters, sharing ranks) of each buffer. Experts with their own data-parallel group have their own buffer
+    (`use_expert_pgs` of 0.19; earlier, expert-parallel ones), and so have weights stored in FP8.
+    """
     sharers, (linears, experts) = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
     layout = job.parallel
     if not parameters.experts or (layout.expert, layout.expert_tensor_size) == (1, layout.tensor):

@@ -1,17 +1,17 @@
-"""The memory that the layers of a stage may use: the device's budget less everything else on the device at that moment.
+"""Memory available to the layers of a stage: the device's budget less everything else on the device at that moment.
 
-budget of the device   -   states, buffers, messages, what a backward has in hand  =  layers may hold while they run backward
-                       -   states, ..., the head's inputs, copies of the logits    =  layers may hold while the loss is computed
-                       -   states, copies that an update makes                     =  nothing of the layers is left then; without
-                                                                                  flushes all micro-batches in flight but one are
-                           `cost.stage_memory` names each, `cost.moments` says when it is there
+    device budget  -  states, buffers, messages, backward transients          =  layers, while they run backward
+                   -  states, ..., the head's inputs, copies of the logits    =  layers, while the loss is computed
+                   -  states, copies made by the update                       =  no layers; without flushes all micro-batches
+                                                                                 in flight but one
+                   `cost.stage_memory` has the parts, `cost.moments` the moments
 
 budget.activation_mib   bounds the layers alone
-budget.memory_gib       bounds the device; without one, its memory less the cluster's reserve, and less what others have of it
-neither, on a GPU       the device's memory: the fastest plan that fits is wanted
-neither, on the testbed no bound, because other processes share that memory: the plan with the least memory is wanted
+budget.memory_gib       bounds the device; default: its memory less the cluster's reserve and less what others have
+neither, on a GPU       the device's memory; the planner makes the fastest plan that fits
+neither, on the testbed no bound, since other processes share the memory; the planner makes the plan with the least memory
 
-A solver is given the first of these bounds, and by how much the second one is smaller (`loss_bytes`).
+A solver gets the first bound, and the difference to the second (`loss_bytes`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_lynx.units import GIB, MIB
 
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
-    """The smallest of the bounds on layers that run backward, below 0 where the rest alone is too much; None without a bound."""
+    """Return the tightest bound on layers in backward, or None if unbounded. Below 0 if everything else alone is too much."""
     return _budget_bytes(job, stage, beside_layers(job, stage)) if _bounded(job) else None
 
 
 def loss_bytes(job: Job, stage: int) -> int:
-    """By how much less the layers may hold while the loss is computed than while they run backward."""
+    """Return how much less the layers may hold while the loss is computed than while they run backward."""
     if not bounded_by_device(job):
         return 0
     parts = beside_layers(job, stage)
@@ -41,7 +41,7 @@ def loss_bytes(job: Job, stage: int) -> int:
 
 
 def if_it_runs(held_bytes: int) -> str:
-    """What to state where a launch holds more than its devices are taken to have, and runs."""
+    """Return the advice for a launch that is predicted not to fit but runs."""
     return f"If it runs, it holds less than counted, or has more: state that by --memory-gib {ceil(held_bytes / GIB)}."
 
 
@@ -50,12 +50,12 @@ def bounded_by_device(job: Job) -> bool:
 
 
 def beside_layers(job: Job, stage: int) -> Parts:
-    """Everything that a device of a stage ever holds but what its layers hold."""
+    """Return all that a device of a stage holds except its layers."""
     return parts_beside_layers(job, stage)
 
 
 def most_beside_layers(job: Job, stage: int) -> StageMemory:
-    """What is held beside layers that run backward, or by an update, where that alone is too much."""
+    """Return the fullest moment without layers: an update if it alone is too much, else the layers' backward."""
     return _most(job, beside_layers(job, stage))
 
 
@@ -64,7 +64,7 @@ def _bounded(job: Job) -> bool:
 
 
 def _budget_bytes(job: Job, stage: int, beside: Parts) -> int:
-    """The smallest of the bounds, of which there is one. `beside`: of that stage, as below."""
+    """Return the tightest bound. `beside`: the stage's parts without layers."""
     bounds = []
     if job.budget.activation_mib is not None:
         bounds.append(int(job.budget.activation_mib * MIB))
@@ -79,7 +79,7 @@ def _most(job: Job, beside: Parts) -> StageMemory:
 
 
 def _on_device_bytes(job: Job, stage: int, beside: Parts) -> int:
-    """Where an update alone is too much, what is missing, below 0."""
+    """Return the device's bound on layers; below 0 if an update alone is too much."""
     most = _most(job, beside)
     if most.moment != "backward":
         return job.memory_budget_bytes - most.total
@@ -87,10 +87,10 @@ def _on_device_bytes(job: Job, stage: int, beside: Parts) -> int:
 
 
 def _more_behind_backward(job: Job, stage: int, beside: Parts) -> int:
-    """How much more is held beside the layers when these have run backward for one micro-batch, while others are in flight: in
-    the embedding's backward, and without flushes in updates.
+    """Return the memory needed beyond the layers' backward by later moments: the embedding's backward, and updates without
+    flushes.
 
-    Less what the layers of that micro-batch no longer hold then: at least their inputs, and what one half saves.
+    The micro-batch that has run backward holds less by then: at least its layers' inputs and the tensors saved by one half.
     """
     later = {"embedding_backward"} | (set() if beside.flushed else {"reduction", "first_update", "update"})
     most = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)

@@ -1,19 +1,15 @@
-"""How long a forward and a backward take side by side, in Megatron's combined schedule (`--overlap-moe-expert-parallel-comm`).
+"""Time of a forward overlapped with a backward in Megatron's combined schedule (`--overlap-moe-expert-parallel-comm`).
 
-A layer is four nodes in a forward, the same in a backward. Those of an exchange run on a stream of their own. Layers of one
-micro-batch's forward are paired with those of another one's backward, and issued in this order (`TransformerLayerSchedulePlan`):
+A layer has four nodes in a forward and four in a backward. Exchanges run on a stream of their own. Layers of one micro-batch's
+forward are paired with those of another's backward, and issued in this order (`TransformerLayerSchedulePlan`):
 
     exchanges   combine B │ dispatch F   dispatch B │ combine F             F: attention, norm, router, shared experts = before
     computing   before F  │ experts B   [weights]   experts F │ before B [weights]
 
- [1] a node waits for the node before it in its own micro-batch, and for what was issued before it on its own stream
- [2] with `--delay-wgrad-compute` the weights' gradients are nodes of their own; else a part of their backward
- [3] where both streams have work, an exchange and what computes proceed at the rates of `Beside`
- [4] rows are put back in place, and the residual added, behind the exchange that brings them, on its stream: two computing nodes
-     share the device
+With `--delay-wgrad-compute` weight gradients are nodes of their own, else part of their backward. Layers without experts have two
+nodes. Unpaired layers of the longer chunk run alone.
 
-Without experts a layer has two nodes. What a chunk has more layers than the other one runs alone. Read in `combined_1f1b.py`,
-`model_chunk_schedule_plan.py` and `fine_grained_callables.py` of megatron-core 0.16.1 to 0.19.0.
+Source: `combined_1f1b.py`, `model_chunk_schedule_plan.py` and `fine_grained_callables.py` of megatron-core 0.16.1 to 0.19.0.
 """
 
 from __future__ import annotations
@@ -31,28 +27,29 @@ from megatron_lynx.profiler.profile import HalfProfile, Profile
 
 
 class Beside(NamedTuple):
-    """The share of its rate that each keeps while both are under way."""
+    """Relative rates of two streams that run at once."""
 
     exchange: float = 1.0
     computing: float = 1.0
 
 
 UNDISTURBED = Beside()
-"""Neither slows the other down."""
 MEASURED = Beside(exchange=0.7, computing=100 / 132)
-"""As measured on H100 (`published.overlapped`): an exchange's kernels take 32 of 132 multiprocessors, as one launch says.
-What an exchange keeps was chosen by its rows."""
+"""H100 (`published.overlapped`): exchange kernels take 32 of 132 multiprocessors. The exchange's share is fitted to those rows.
+"""
 
 
 def shared_rates(profile: Profile, kernels_leave: float = 1.0) -> Beside:
-    """The rates at which stock and plans are priced. `kernels_leave`: the share of a device's multiprocessors that a fused
-    dispatcher's kernels leave to compute (`FusedDispatch.computing_kept`)."""
+    """Return the rates for stock and plans. `kernels_leave`: share of multiprocessors that a fused dispatcher's kernels leave to
+    compute (`FusedDispatch.computing_kept`).
+    """
     return MEASURED._replace(computing=min(MEASURED.computing, 1 / profile.interference, kernels_leave))
 
 
 class Nodes(NamedTuple):
-    """One layer, one micro-batch: seconds of each node. `back`: what computes behind the exchange `combine` on its stream, before
-    it in a backward. `weights`: gradients of weights, a part of what is named before them."""
+    """Seconds of each node of one layer and micro-batch. `back`: compute on the exchange stream, after `combine` in forward and
+    before it in backward. `weights`: the part that is weight gradients.
+    """
 
     before_f: float
     before_b: float
@@ -67,7 +64,7 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfSeconds:
-    """One micro-batch in one half."""
+    """Seconds of one micro-batch in one half; `again_s` is its recomputation."""
 
     forward_s: float
     backward_s: float
@@ -75,22 +72,20 @@ class HalfSeconds:
 
     @property
     def recomputed_whole(self) -> HalfSeconds:
-        """The same where all of it runs again."""
         return replace(self, again_s=self.forward_s)
 
 
 LayerSeconds = tuple[HalfSeconds, ...]
-"""By half, in the order of a forward."""
+"""One entry per half, in forward order."""
 
 
 def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
-    """A layer of this kind in which nothing is recomputed."""
+    """Return a layer without recomputation."""
     return tuple(half_seconds(profile, section) for section in kind)
 
 
 def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
-    """A half in which nothing is recomputed, with its exposed tensor-parallel collectives. A profile's figures of experts
-    include theirs."""
+    """Return a half without recomputation, with its exposed tensor-parallel collectives; profiles of experts include them."""
     half = profile.of(section)
     if section.opaque or section.in_some_layers:
         return HalfSeconds(half.forward_s, half.backward_s)
@@ -99,8 +94,7 @@ def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
 
 
 def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
-    """`layer`: its halves under a setting, or a plan, which is of this kind. What runs again is a part of its half's
-    node of a backward."""
+    """Split a layer into nodes. Recomputation is part of its half's backward node."""
     first, second = map(profile.of, kind)
     attention, mlp = layer
     before_f, before_b = attention.forward_s, attention.backward_s + attention.again_s
@@ -128,8 +122,9 @@ def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
 
 
 def _moved_outside(profile: Profile) -> float:
-    """The share of the copying of rows that is done on the ranks they come from: all, or where a rank has several experts one of
-    two copies. A flex dispatcher's kernels take rows from where they are."""
+    """Return the share of row copies done on the source ranks: all, or one of two copies if a rank has several experts. Flex
+    dispatchers fuse these copies.
+    """
     experts = profile.shape.experts
     if experts is None or experts.dispatcher != "alltoall":
         return 0.0
@@ -137,7 +132,7 @@ def _moved_outside(profile: Profile) -> float:
 
 
 def _both_s(half: HalfProfile, shares: dict[str, float]) -> tuple[float, float]:
-    """Seconds of these shares of items, forward and backward."""
+    """Return forward and backward seconds of these shares of items."""
     own = [(half.items[name], share) for name, share in shares.items()]
     return sum(share * item.forward_s for item, share in own), sum(share * item.backward_s for item, share in own)
 
@@ -147,8 +142,6 @@ def _weights_s(half: HalfProfile, names: Iterable[str] | None = None) -> float:
 
 
 class Task(NamedTuple):
-    """What is issued: on which stream, for which micro-batch, and whether it is an exchange."""
-
     stream: int
     micro_batch: int
     seconds: float
@@ -157,20 +150,23 @@ class Task(NamedTuple):
 
 COMPUTING, EXCHANGING = 0, 1
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
-"""Weights' gradients wait for what was issued before them on their stream alone."""
+"""Tags of tasks. `WEIGHTS` tasks wait only for their stream."""
 
 
 def paired_s(
     forward: Sequence[Nodes], backward: Sequence[Nodes], beside: Beside = UNDISTURBED, *, delayed: bool = False
 ) -> float:
-    """Seconds of one micro-batch's forward through some layers beside another one's backward through others, the last one first.
-    One of the two may be empty: then nothing hides its exchanges. `delayed`: weights' gradients are nodes of their own."""
+    """Return the seconds of one micro-batch's forward overlapped with another's backward.
+
+    The backward starts with its last layer. If one of them is empty, exchanges are exposed. `delayed`: weight gradients are nodes
+    of their own.
+    """
     return _pairs_s(tuple(zip_longest(forward, reversed(backward))), beside, delayed)
 
 
 Pair = tuple[Nodes | None, Nodes | None]
 WALKED_PAIRS = 6
-"""Of pairs of layers that are alike so many are walked through: by then each takes as long as the one before."""
+"""Pairs simulated of a run of equal ones; each further pair takes as long as the last."""
 
 
 @lru_cache(maxsize=4096)
@@ -186,12 +182,12 @@ def _pairs_s(pairs: tuple[Pair, ...], beside: Beside, delayed: bool) -> float:
 
 
 def _without(runs: Sequence[tuple[Pair, ...]], at: int, count: int) -> tuple[Pair, ...]:
-    """All pairs but so many of one run."""
+    """Drop `count` pairs of one run."""
     return tuple(pair for number, run in enumerate(runs) for pair in (run[count:] if number == at else run))
 
 
 def _issued(f: Nodes | None, b: Nodes | None, delayed: bool) -> Iterator[Task]:
-    """The nodes of one pair of layers, in order."""
+    """Yield the nodes of one pair of layers in issue order."""
     if b is not None:
         yield Task(EXCHANGING, BACKWARD, b.back_b)
         yield Task(EXCHANGING, BACKWARD, b.exchange, exchange=True)
@@ -214,10 +210,10 @@ def _issued(f: Nodes | None, b: Nodes | None, delayed: bool) -> Iterator[Task]:
 
 
 def _walked_s(tasks: Sequence[Task], beside: Beside) -> float:
-    """Seconds until all are over."""
+    """Return the makespan of the two streams."""
     queues = [[at for at, task in enumerate(tasks) if task.stream == stream] for stream in (COMPUTING, EXCHANGING)]
     before, last = [], dict[int, int]()
-    for at, task in enumerate(tasks):  # [1]
+    for at, task in enumerate(tasks):  # a node waits for its predecessor in its micro-batch and in its stream
         before.append(last.get(task.micro_batch, -1) if task.micro_batch != WEIGHTS else -1)
         last[task.micro_batch] = at
     heads, left, over, now_s = [0, 0], [task.seconds for task in tasks], [False] * len(tasks), 0.0
@@ -237,9 +233,9 @@ def _walked_s(tasks: Sequence[Task], beside: Beside) -> float:
 
 
 def _rates(exchanges: Sequence[bool], beside: Beside) -> tuple[float, ...]:
-    """At which part of their rate tasks proceed that run at once."""
+    """Return the rates of concurrent tasks."""
     if len(exchanges) == 1:
         return (1.0,)
-    if not any(exchanges):  # [4]
+    if not any(exchanges):  # row copies on the exchange stream share the device with compute
         return (0.5, 0.5)
-    return tuple(beside.exchange if exchange else beside.computing for exchange in exchanges)  # [3]
+    return tuple(beside.exchange if exchange else beside.computing for exchange in exchanges)

@@ -1,21 +1,21 @@
-"""How long the compute stream waits at each collective of a layer half: the windows.
+"""Exposed time of each collective of a layer half (its windows), and the userbuffers of `--tp-comm-overlap`.
 
-    section.collectives(pass)   [ all-gather of the input beside dgrad ,  reduce-scatter of its gradient beside wgrad , ... ]
-                                        │ what it carries: bytes, and so seconds of the link
-                                        │ the GEMM beside it: what stock Megatron hides of that
-    window_lengths_s                [ what is left ,                       what is left , ... ]           by ordinal
+    section.collectives(pass)   [ all-gather of the input, overlapped with dgrad ,  reduce-scatter of its gradient, with wgrad ,
+    ... ]
+                                        │ bytes / link rate  -  the part hidden by the overlapped GEMM
+    window_lengths_s                [ exposed seconds ,                             exposed seconds , ... ]         by ordinal
 
-In FP8 inputs are gathered as bytes, after their cast; of a gradient with block scales those by rows and by columns are gathered,
-which is as much as in bf16.
+In FP8 inputs are gathered as bytes, after their cast. Block-scaled gradients are gathered by rows and by columns: as many bytes
+as in bf16.
 
-What Transformer Engine allocates for userbuffers (--tp-comm-overlap), beside PyTorch's allocator and before the first step.
+Transformer Engine allocates userbuffers outside PyTorch's allocator, before the first step:
 
                                                                    tensors     with FP8
     gathered    qkv, fc1 forward and dgrad, proj, fc2 dgrad and wgrad    8     in bytes
     scattered   proj, fc2 forward, qkv, fc1 wgrad                        4     in 16 bits
 
-Each holds all rows of a micro-batch, and serves all layers. Source: `initialize_ub` of Transformer Engine 2.9 to 2.20 as Megatron
-calls it (the methods that are the default; a ring that scatters holds almost twice as much).
+Each holds all rows of a micro-batch and serves all layers. Source: `initialize_ub` of Transformer Engine 2.9 to 2.20 with
+Megatron's default methods (a ring reduce-scatter needs almost twice as much).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 def window_lengths_s(
     profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()
 ) -> tuple[float, ...]:
-    """Seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
+    """Return the seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (`LayerShape`).
 
-    `deferred`: linears whose weight gradient is put off, so that it hides nothing here.
+    `deferred`: linears with delayed weight gradients, which hide no collective here.
     """
     return tuple(
         _exchanged_s(profile, passing, each)
@@ -51,14 +51,14 @@ def window_lengths_s(
 
 
 def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Collective | Exchange, ...]:
-    """What a section waits for in one pass as far as it is a window, in order. Nothing where no other ranks take part."""
+    """Return the collectives and exchanges of a section in one pass, in order; empty if one rank has all."""
     if section.exchanges:
         return section.exchanges_of[passing] if profile.shape.expert > 1 else ()
     return section.collectives(passing, profile.shape.sequence_parallel) if profile.shape.tensor > 1 else ()
 
 
 def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
-    """Seconds in which these items of a checkpoint wait for other ranks when they run again, as they did in the forward."""
+    """Return the exposed communication of these items when a checkpoint recomputes them, the same as in forward."""
     waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
     total_s = sum(wait_s for each, wait_s in zip(waited, seconds, strict=True) if _carries_for(section, each) in runs)
     if section.exchanges and profile.experts is not None:
@@ -69,22 +69,21 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
 
 
 def under_way_s(profile: Profile, section: Section, item: str, *, gathers: bool = False) -> float:
-    """The part of that which this item communicates, and which may be under way while others compute. `gathers`: its input, else
-    what it made."""
+    """Return the communication of one item that can overlap other compute. `gathers`: of its input, else of its output."""
     waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
     of_item = zip(waited, seconds, strict=True)
     return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and (each.carries == "input") == gathers)
 
 
 def _carries_for(section: Section, waited: Collective | Exchange) -> str:
-    """The item that a wait of a forward is for: whose input is gathered, or whose output is reduced or exchanged."""
+    """Return the item whose input is gathered, or whose output is reduced or exchanged."""
     if isinstance(waited, Collective):
         return waited.of or (section.column_parallel if waited.carries == "input" else section.row_parallel)
     return section.item(waited.behind).name
 
 
 def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
-    """An all-to-all of rows, without what shared experts hide of it; that of their probabilities is not counted."""
+    """Return an all-to-all of rows, less the part hidden by shared experts. The exchange of probabilities is not counted."""
     half = profile.experts
     assert half is not None, "a profile with such a section has its figures"
     return half.exchange_s - half.beside_s(passing, exchange.behind) if exchange.carries == "tokens" else 0.0
@@ -93,7 +92,7 @@ def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
 def _exposed_s(
     profile: Profile, section: Section, collective: Collective, message_bytes: int, deferred: Collection[str]
 ) -> float:
-    """What is left of a collective: the GEMM beside it hides the rest, if it is there."""
+    """Return a collective's time less the overlapped GEMM's."""
     seconds = profile.link_s(collective.kind, _carried_bytes(profile, section, collective, message_bytes))
     if collective.beside == "wgrad" and (collective.of or section.column_parallel) in deferred:
         return seconds
@@ -101,7 +100,7 @@ def _exposed_s(
 
 
 def _beside_s(profile: Profile, section: Section, collective: Collective) -> float:
-    """The GEMM beside a collective: stock Megatron has one in the column-parallel linear's backward, userbuffers always have."""
+    """Return the time of the overlapped GEMM. Stock overlaps in the column-parallel linear's backward, userbuffers everywhere."""
     items = profile.of(section).items
     column, row = items[collective.of or section.column_parallel or section.row_parallel], items[section.row_parallel]
     if profile.hiding == "nothing":
@@ -125,7 +124,7 @@ def _carried_bytes(profile: Profile, section: Section, collective: Collective, m
 
 
 def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
-    """What replayed up-projections gathered, which is kept for their replay (sequence parallelism)."""
+    """Return the gathered inputs of recomputed up-projections, which are kept for the recomputation (sequence parallelism)."""
     if not profile.shape.sequence_parallel or profile.shape.tensor == 1:
         return 0
     inputs = (one for one in section.collectives("fwd", True) if one.carries == "input" and one.of in section.gathering_latents)
@@ -133,10 +132,10 @@ def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[st
 
 
 def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
-    """The embedding with its own collectives: every rank looks up its part of the vocabulary, then they are summed up.
+    """Return the embedding with its collectives.
 
-    Under sequence parallelism the sum is scattered (learned positions reduce it whole; that is not told apart), and the gradient
-    is gathered.
+    The partial lookups are summed over tensor-parallel ranks: all-reduced, or with sequence parallelism reduce-scattered and the
+    gradient gathered. (Learned positions use an all-reduce; this is ignored.)
     """
     if not profile.shape.sequence_parallel:
         return _longer(profile.embedding, profile.link_s("all_reduce", message_bytes), 0.0)
@@ -145,8 +144,11 @@ def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
 
 
 def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
-    """The head with its own collectives, those of a column-parallel linear: the gradient's reduction runs behind the wgrad GEMM,
-    which is taken to be a third of the head's backward. The loss's are a few bytes a row, and not counted."""
+    """Return the head with the collectives of its column-parallel linear.
+
+    The gradient's reduction overlaps the wgrad GEMM, taken as a third of the head's backward. Collectives of the loss are a few
+    bytes a row and ignored.
+    """
     if pieces > 1:
         return _head_in_pieces(profile, message_bytes, pieces)
     behind_s = profile.head.backward_s / 3
@@ -157,8 +159,9 @@ def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfi
 
 
 def _head_in_pieces(profile: Profile, message_bytes: int, pieces: int) -> BlockProfile:
-    """Backward computes logits and loss again; the final norm is counted with them. Its collectives come once for all pieces, so
-    they hide behind none; what forward gathered is kept for backward."""
+    """Return the head in pieces: backward recomputes logits and loss. Its collectives run once for all pieces, exposed; the
+    gathered input is kept for backward.
+    """
     again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s
     if not profile.shape.sequence_parallel:
         return _longer(profile.head, 0.0, again_s + profile.link_s("all_reduce", message_bytes))
@@ -173,11 +176,11 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
 
 
 def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
-    """Seconds that are lost by gathering the input of a column-parallel linear once, for its section's replay and its backward.
+    """Return the seconds lost by gathering a column-parallel linear's input once, for both recomputation and backward.
 
-    The gather starts behind the first backward collective of the section `behind`; the backward of that section's row-parallel
-    linear, and what precedes it, run before the replay needs the input. None: it is gathered on demand, and nothing runs. In
-    exchange the section's own backward gathers nothing, which stock Megatron hides behind the dgrad GEMM as far as that goes.
+    The gather starts after the first backward collective of the section `behind`, and overlaps the backward of that section's
+    row-parallel linear and of the items before it. `behind` None: gathered on demand, exposed. In exchange, the section's own
+    backward gathers nothing, which stock overlaps with the dgrad GEMM.
     """
     return gather_lost_and_spared_s(profile, section, behind, message_bytes)[0]
 
@@ -185,8 +188,9 @@ def gather_once_s(profile: Profile, section: Section, behind: Section | None, me
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
-    """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
-    earlier one delays it: one of the two is 0. `whole`: the rest of the backward of `behind` runs before the replay, too."""
+    """Return (lost, saved) seconds of gathering once; one of them is 0. Seconds are saved if backward would wait longer for its
+    own gather. `whole`: the rest of the backward of `behind` also overlaps the gather.
+    """
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
     longer_s = max(0.0, gather_s - (behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
@@ -194,14 +198,14 @@ def gather_lost_and_spared_s(
 
 
 def behind_gather_s(profile: Profile, section: Section, whole: bool = False) -> float:
-    """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
+    """Return the backward seconds from a section's first collective to its column-parallel linear; `whole`: to its end."""
     items = profile.of(section).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))
 
 
 def before_core_s(profile: Profile, section: Section) -> float:
-    """The part of that which comes before its core attention."""
+    """Return the part of `behind_gather_s` before the core attention."""
     items = profile.of(section).items
     return sum(items[item].backward_s for item in section.inner if section.index(item) > section.index(section.core))
 
@@ -210,10 +214,10 @@ GATHERED, SCATTERED = 8, 4
 
 
 def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
-    """Bytes of all userbuffers of a device. None without them."""
+    """Return the bytes of a device's userbuffers."""
     if not job.userbuffers:
         return 0
     gathered = GATHERED * shape.gathered_bytes
     if job.model.fp8 is not None:
-        gathered = gathered * FP8_BYTES // BF16_BYTES  # FP4 has none
+        gathered = gathered * FP8_BYTES // BF16_BYTES  # there are none with FP4
     return gathered + SCATTERED * shape.gathered_bytes

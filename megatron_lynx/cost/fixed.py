@@ -1,18 +1,12 @@
-"""What an update costs however small the batch, beside the bytes that it moves: kernels, small all-reduces, waits of the host.
+"""Fixed costs of an update, at any batch size: kernel launches, small all-reduces, host synchronisations.
 
-    cleared [1] ... last backward | checked [2], reduced [3] | norms, shared embedding [4] | norm [5] wait
-    clip, Adam, copy [1] | gather [3] | success wait, largest norm wait [5] | loss wait [6]
+    clear grads ... last backward | check, reduce | norms, shared embedding | norm, sync
+    clip, Adam, copy | gather | success sync, largest norm sync | loss sync
 
- [1] kernels over many tensors at once, each of which begins and ends; copies of the distributed optimizer are one a tensor
- [2] every bucket's norm, which the host waits for twice (--no-check-for-nan-in-loss-and-grad would leave that out)
- [3] begun once for every buffer; where it overlaps passes, once for the one bucket that they do not hide (`cost.update`)
- [4] norms' gradients among tensor-parallel ranks with sequence parallelism; a shared embedding's between the model's two ends
- [5] one number over all ranks that share the update. The host waits for it, and then for two more, of the model-parallel ranks
- [6] averaged and printed, by the last stage. With several stages it does that while the first one begins the next step
+Python between these kernels is not counted.
 
-What Python takes between these kernels is not counted, because nobody has measured it: the host waits for the norm, so that it
-has no lead when it issues Adam. As read in megatron-core 0.16.1 (`param_and_grad_buffer.py`, `finalize_model_grads.py`,
-`distrib_optimizer.py`, `clip_grads.py`) and in Megatron-LM's `train_step`.
+Source: megatron-core 0.16.1 (`param_and_grad_buffer.py`, `finalize_model_grads.py`, `distrib_optimizer.py`, `clip_grads.py`) and
+Megatron-LM's `train_step`.
 """
 
 from __future__ import annotations
@@ -25,33 +19,34 @@ from megatron_lynx.cost.parameters import Parameters, bytes_each, parameter_tens
 from megatron_lynx.profiler.roofline import link_among
 
 BLOCKS, BLOCK_ELEMENTS = 320, 65_536
-"""Of one launch over many tensors (Apex's and Transformer Engine's `multi_tensor_apply`)."""
+"""Limits of one multi-tensor launch (Apex's and Transformer Engine's `multi_tensor_apply`)."""
 TENSORS = {"norm": 110, "clip": 64, "copy": 64, "adam": 36}
-"""The most tensors of one launch: fewer the more lists there are (`depth_to_max_tensors`)."""
+"""Maximum tensors of one launch; fewer with more lists (`depth_to_max_tensors`)."""
 CHECK_KERNELS = 4
-"""Of one bucket: its norm, is it a number, its absolute value, is that infinite."""
+"""Kernels that check one bucket: norm, isnan, abs, isinf."""
 NORM_KERNELS = 3
-"""Beside the launches of the norm: a flag cleared, partial sums added, squared."""
+"""Kernels beside the launches of the norm: clear a flag, add partial sums, square."""
 CHECK_WAITS, RESTART_S = 2, 20e-6
-"""Seconds from a host's call until PyTorch's kernel runs on an idle device: NVIDIA's example in its guide to the overheads that
-Nsight Systems shows (an element-wise kernel, V100), as groundy.com quotes it in "Every CUDA Kernel Pays a Launch Tax"."""
+"""Host synchronisations per checked bucket, and seconds from a host call to its kernel's start on an idle device: NVIDIA's guide
+to the overheads in Nsight Systems (element-wise kernel, V100), quoted by groundy.com, "Every CUDA Kernel Pays a Launch Tax".
+"""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """How often what happens in one update of one stage."""
+    """Counts of one update on one stage."""
 
     kernels: int
     waits: int
     collectives_s: float
-    """Beginnings of collectives, and those that are nothing but one; the exchange of a shared embedding's gradient whole."""
+    """Latencies of collectives, and the whole exchange of a shared embedding's gradient."""
 
     def seconds(self, kernel_s: float, wait_s: float) -> float:
         return self.kernels * kernel_s + self.waits * wait_s + self.collectives_s
 
 
 def fixed_s(job: Job, stage: int, parameters: Parameters, buckets: int) -> float:
-    """Seconds on a stage with these parameters, whose gradients are reduced in so many buckets; 0 where figures are missing."""
+    """Return the fixed seconds of an update with this number of gradient buckets; 0 if the cluster's figures are missing."""
     cluster = job.cluster
     if cluster.hbm is None or cluster.pcie is None or cluster.nic is None or cluster.node is None:
         return 0.0
@@ -60,9 +55,8 @@ def fixed_s(job: Job, stage: int, parameters: Parameters, buckets: int) -> float
 
 
 def fixed_of(job: Job, stage: int, parameters: Parameters, buckets: int) -> Fixed:
-    """The counts of one update."""
     alone = job.parallel.pipeline == 1
-    optimizers = 2 if parameters.experts else 1  # experts have one of their own
+    optimizers = 2 if parameters.experts else 1  # experts have their own
     checks, norms = CHECK_WAITS * buckets, optimizers
     return Fixed(
         kernels=_kernels(job, stage, parameters, buckets),
@@ -87,7 +81,7 @@ def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
     copied = owned if each.gradient_copy else 0
     written = owned if layout.distributed_optimizer else launches("copy")
     if job.optimizer.precision_aware:
-        written = 0  # by Adam
+        written = 0  # written by Adam
     stepped = NORM_KERNELS + launches("norm") + launches("clip") + launches("adam")
     return cleared + checked + gathered + copied + stepped + written
 
@@ -97,7 +91,7 @@ def _shares_norms(job: Job) -> bool:
 
 
 def _reduced_s(job: Job, optimizers: int) -> float:
-    """Beginnings of what moves gradients and parameters."""
+    """Return the latencies of gradient reductions and parameter gathers. Overlapped ones expose one bucket's."""
     layout = job.parallel
     stage_ranks, buffers = layout.tensor * layout.context * job.replicas, job.chunks * optimizers
     begin_s = _begin_s(job, stage_ranks) if layout.context * job.replicas > 1 else 0.0
@@ -109,19 +103,20 @@ def _reduced_s(job: Job, optimizers: int) -> float:
 
 
 def _numbers_s(job: Job, optimizers: int) -> float:
-    """All-reduces of one number: norms, success, the largest norm, the loss."""
+    """Return the all-reduces of single numbers: norms, success, largest norm, loss. With pipelining the loss overlaps the next
+    step.
+    """
     layout = job.parallel
-    model_ranks = layout.tensor if layout.pipeline == 1 else job.gpus  # whose stages lie apart
+    model_ranks = layout.tensor if layout.pipeline == 1 else job.gpus  # whose stages are on other nodes
     norm_s = _begin_s(job, job.gpus if layout.distributed_optimizer else model_ranks)
     loss_s = _begin_s(job, layout.context * job.replicas * layout.tensor) if layout.pipeline == 1 else 0.0
     return optimizers * norm_s + 2 * _begin_s(job, model_ranks) + loss_s
 
 
 def shared_embedding_s(job: Job) -> float:
-    """The all-reduce of a shared embedding's gradient between first and last stage, whose head it is tied to, or which predicts
-    more tokens with it: of two ranks each sends as much as it has.
+    """Return the all-reduce of a shared embedding's gradient between first and last stage (tied embeddings or MTP).
 
-    The first stage is the last to end its backward, so nothing hides it.
+    It is exposed, because the first stage finishes its backward last.
     """
     if not (job.model.tied_embeddings or job.model.mtp) or job.parallel.pipeline == 1:
         return 0.0
@@ -130,5 +125,5 @@ def shared_embedding_s(job: Job) -> float:
 
 
 def _begin_s(job: Job, ranks: int) -> float:
-    """One collective of nothing among so many ranks. Alone, a rank has nothing to wait for."""
+    """Return the latency of a collective among `ranks` ranks."""
     return 0.0 if ranks == 1 else link_among(job.cluster, ranks).seconds(0)

@@ -1,8 +1,9 @@
-"""Model FLOPs of one token, and how much of the peak a run makes of them (MFU). Recomputation does not count.
+"""Model FLOPs per token and MFU. Recomputation does not count.
 
-    causal    attention counted half, as a causal mask leaves it (Yuan et al., ATC '24): 6(L((2 + 2g/a)h² + 3hH) + hV) + 6Lhs
+    causal    attention counted half, for the causal mask (Yuan et al., ATC '24): 6(L((2 + 2g/a)h² + 3hH) + hV) + 6Lhs
     whole     attention counted whole (Korthikanti et al.): 72Lh²(1 + s/(6h) + V/(12hL)) for a GPT
-Published MFUs compare only within one convention.
+
+Compare published MFUs only within one convention.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Convention = Literal["causal", "whole"]
 
 
 def flops_per_token(model: Model, convention: Convention = "causal") -> int:
-    """Forward and backward of the whole model: 6 for each weight of a matrix, and the attention."""
+    """Return forward and backward FLOPs of the whole model: 6 per weight of a matrix, plus attention."""
     kinds, last = model.kinds_of(range(1, model.layers + 1)), model.sections(model.layers)
     matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
     matrices += model.mtp * (passed_weights(model, last) + projection_weights(model) + model.hidden * model.vocab)
@@ -28,5 +29,5 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
 
 
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:
-    """The share of the peak that is used; `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
+    """Return the model FLOPs utilisation; `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
     return tokens_per_s * flops_per_token(model, convention) / peak_flop_per_s

@@ -1,14 +1,14 @@
-"""What captured graphs hold beside what their modules keep for backward (`model.captured`).
+"""Memory of captured CUDA graphs besides the tensors that their modules save (`model.captured`).
 
-    pool       what they keep is counted with all that layers keep. Graphs give none of it back: it is there in updates, too
-    masks      b s/c s bytes for each layer and micro-batch in flight, where `attn` is captured: b sequences of s tokens over c
-               context-parallel ranks. One of each call is made besides
-    in hand    graphs share one pool, and nobody else can use it: what is in hand in the widest captured half counts besides
-    gradients  one of each output of a graph (A: the residual stream of a micro-batch)
+    pool       the saved tensors, counted with the layers; graphs never free them, so they are live during updates, too
+    masks      b s/c s bytes per layer and micro-batch in flight if `attn` is captured: b sequences of s tokens over c
+               context-parallel ranks; plus one per call
+    workspace  graphs share one pool that other code cannot use: the transients of the widest captured half
+    gradients  one per output of a graph (A: the residual stream of a micro-batch)
 
-Read in `TransformerLayer.get_layer_static_inputs` (the mask), `TECudaGraphHelper._get_sample_arguments` (static inputs are used
-again when the backward that read them is over) and Transformer Engine's `make_graphed_callables` (one pool; static gradients of
-outputs are shared by all graphs, outputs let go of behind their backward). Nothing of it was measured.
+Source: `TransformerLayer.get_layer_static_inputs` (mask), `TECudaGraphHelper._get_sample_arguments` (static inputs are reused
+after the backward that read them) and Transformer Engine's `make_graphed_callables` (one pool; all graphs share the outputs'
+static gradients). These are estimates.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
 
 OUTPUTS_OF_ROUTER = 3
-"""Of a captured router: rows, residual stream and what shared experts made."""
+"""Outputs of a captured router: rows, residual stream, shared experts' output."""
 
 
 def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) -> int:
-    """Masks, working memory and static gradients of a stage's graphs; 0 where nothing is captured. `chunks`: in flight."""
+    """Return masks, workspace and static gradients of a stage's graphs. `chunks`: in flight."""
     if not job.model.captured:
         return 0
     sections = {section for kind in job.kinds_on(stage) for section in kind}
@@ -39,12 +39,12 @@ def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) ->
 
 
 def mask_bytes(shape: LayerShape) -> int:
-    """The static mask of one layer and micro-batch: a byte for each query and key."""
+    """Return the static mask of one layer and micro-batch: one byte per query and key."""
     return shape.micro * shape.model.seq // shape.parallel.context * shape.model.seq
 
 
 def pool_bytes(job: Job, shape: LayerShape, stage: int) -> int:
-    """What the graphs of a stage's largest chunk keep of one micro-batch."""
+    """Return the tensors of one micro-batch saved by the graphs of a stage's largest chunk."""
     if not job.model.captured:
         return 0
     of_chunk = (job.kinds_of(stage, chunk).items() for chunk in range(job.chunks))

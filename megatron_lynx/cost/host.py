@@ -1,10 +1,7 @@
-"""Host time of passes: how long Python takes to issue a half, a stage's layers, or stock Megatron's.
+"""Host time: how long Python takes to issue a half, or the layers of a stage.
 
-A pass cannot be shorter, whatever its device does: a *host-bound* stage waits for Python. What is not known counts as no time:
-the ends of the model, collectives, experts, and everything where the profile knows no host time. A captured half costs the host
-one call, which is not counted either.
-
-What there is to say of host time: whether it is known, on which CPU, and which stages wait for it.
+A pass takes at least its host time; a *host-bound* stage waits for Python. Unknown host time counts as 0: the model's ends,
+collectives, experts, and profiles without host time. A captured half is one call, counted as 0.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from megatron_lynx.units import format_seconds
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """Seconds of the host for one micro-batch: of a half, or of many together."""
+    """Host seconds of one micro-batch."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -40,25 +37,25 @@ class HostSeconds:
         return HostSeconds(count * self.forward_s, count * self.backward_s)
 
     def beyond(self, forward_s: float, backward_s: float) -> float:
-        """By how much passes of so many seconds on the device are longer because of the host."""
+        """Return how much longer the host makes passes of these device seconds."""
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
 
 
 NO_HOST_TIME = HostSeconds()
 
 BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
-"""A policy's setting. `selective` issues the core attention again, which is not measured: `none` is less than it takes."""
+"""Setting of each policy. `selective` also issues the core attention again, which is not measured."""
 
 
 @dataclass(frozen=True)
 class HostLoad:
-    """One stage that is host-bound: seconds of a step."""
+    """Seconds per step of a host-bound stage."""
 
     stage: int
     host_s: float
-    """What the host needs to issue its passes."""
+    """To issue its passes."""
     device_s: float
-    """What the device would need to run them, if it never waited for the host."""
+    """To run them without waiting for the host."""
 
 
 def half_host_s(
@@ -70,8 +67,10 @@ def half_host_s(
     offloads: bool = False,
     deferred: int = 0,
 ) -> HostSeconds:
-    """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears. A
-    checkpoint takes what a half takes that is replayed whole: it gathers its input as forward did."""
+    """Return the host time of one half under a plan. `deferred`: number of linears with delayed weight gradients.
+
+    A checkpoint counts as a half recomputed whole; it gathers its input as in forward.
+    """
     if profile.host_time is None or section.in_some_layers or section.captured:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=not checkpointed and gathers(profile, section, replay))
@@ -80,24 +79,23 @@ def half_host_s(
 
 
 def _deferring(profile: Profile, section: Section) -> HostSeconds:
-    """What a half takes longer for one linear whose weight gradient runs in a wait: measured of all linears of a dense half."""
+    """Return the extra host time of one delayed weight gradient, measured over all linears of a dense half."""
     return _beyond_kept(profile, section, "deferred") * (1 / len(DENSE[section.half].linears))
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
-    """What a half takes longer because some of it goes to host memory and comes back."""
+    """Return the extra host time of a half with offloaded activations."""
     if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
 
 
 def _beyond_kept(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
-    """What a half takes longer under a setting than if it is kept."""
     return _of(profile, section, setting) + _of(profile, section, "kept") * -1
 
 
 def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> Setting:
-    """What becomes of a half whose items are replayed so: with a GEMM or the attention among them it counts as replayed whole."""
+    """Return the setting that a half is measured as; one that recomputes a GEMM or the attention counts as recomputed whole."""
     items = {item.role for item in section.items if item.name in replay}
     if not items:
         return "kept"
@@ -107,13 +105,13 @@ def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> 
 
 
 def issued(device: StageSeconds, job: Job, profile: Profile, stage: int) -> StageSeconds:
-    """A stage's passes under the job's policy: as long as on the device, and no shorter than the host needs for them."""
+    """Return a stage's passes under the job's policy: the longer of device and host time."""
     host = policy_host_s(job, profile, stage)
     return StageSeconds(max(device.forward_s, host.forward_s), max(device.backward_s, host.backward_s))
 
 
 def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
-    """All layers of a stage under the job's policy, which is stock Megatron's (or Yuan et al.'s) and not `planned`."""
+    """Return the host time of a stage's layers under a policy other than `planned`."""
     if profile.host_time is None:
         return NO_HOST_TIME
     counted = job.halves_on(stage)
@@ -123,7 +121,7 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
 
 
 def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
-    """The figures of the profile's layers. Called where the profile knows host time."""
+    """Return a half's host time from the profile, which has one."""
     assert profile.host_time is not None, "callers look"
     passes = profile.host_time.of(profile.shape.implementation).half(section.half).under(setting)
     return HostSeconds(passes.forward_s, passes.backward_s)
@@ -131,20 +129,19 @@ def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
 
 @dataclass(frozen=True)
 class HostReport:
-    """Host time in an answer about a whole step."""
+    """Host time of a whole step, for reports."""
 
     cpu: str | None
-    """What the host time was measured on; None where it is not known."""
+    """CPU on which it was measured; None if unknown."""
     layers: Implementation | None = None
-    """Whose layers it was measured of."""
+    """Layer implementation that was measured."""
     words: str = ""
-    """Both, for people; and where other layers had to be taken, for which."""
+    """Both, for people, with the implementation that they stand for."""
     bound: Sequence[HostLoad] = ()
-    """The stages that are host-bound."""
+    """Host-bound stages."""
 
     @classmethod
     def of(cls, profile: Profile, bound: Sequence[HostLoad]) -> HostReport:
-        """`bound`: what was found with the figures of this profile."""
         known, own = profile.host_time, profile.shape.implementation
         if known is None:
             return cls(None, bound=tuple(bound))
@@ -156,7 +153,7 @@ class HostReport:
 
     @property
     def lines(self) -> list[str]:
-        """For a terminal: one line, or one for each stage that is host-bound and what to do about it."""
+        """Lines for a terminal: a single line, or one per host-bound stage and advice."""
         if self.cpu is None:
             return ["host time: not known (megatron-lynx profile and doctor measure it); no pass is taken to wait for Python"]
         if not self.bound:

@@ -1,21 +1,21 @@
-"""An optimizer on the host (Megatron's `--optimizer-cpu-offload`): bytes that stay on the device, bytes of the host, seconds.
+"""An optimizer on the host (`--optimizer-cpu-offload`): device bytes, host bytes, seconds.
 
-Megatron's `HybridDeviceOptimizer` steps a share f of the parameters that a rank owns on the CPU, whole tensors at a time:
+Megatron's `HybridDeviceOptimizer` steps a share f of a rank's parameters on the CPU, whole tensors at a time:
 
-    bytes of one parameter        device                              host
-      that stays (1 - f)          main 4, moments 8; of gradients     -
-                                  in 16 bits a copy in fp32, 4
-      that goes (f)               -                                   main 4, moments 8; gradient 4, pinned
+    bytes per parameter           device                              host
+      that stays (1 - f)          main 4, moments 8; gradients in     -
+                                  16 bits have a copy in fp32, 4
+      that is offloaded (f)       -                                   main 4, moments 8; gradient 4, pinned
 
     an update     gradients ── 4 B, pinned ──> host ── fused AdamW, all in fp32 ──> 4 B, pageable ──> weights
     not overlapped     | out | step | back |
-    overlapped         | out ...                each tensor is stepped when its own gradient is there. The way back is
-                         | step back step back  pageable, so the host waits for it: it stays in line with the steps
+    overlapped         | out ...                each tensor is stepped when its own gradient has arrived; copies back are
+                         | step back step back  pageable, so the host waits for them between steps
 
-Types that a precision-aware optimizer is given for its state (`exp_avg_dtype`, `main_params_dtype`) do not count here: what is
-stepped has copies in fp32. The copy of a 16-bit gradient in fp32 is let go by nobody until the next one takes its place.
+The types of a precision-aware optimizer (`exp_avg_dtype`, `main_params_dtype`) do not apply: stepped tensors have fp32 copies.
+The fp32 copy of a 16-bit gradient is never freed; the next one replaces it.
 
-With `--chunked-optimizer-state-offload` (before, `--offload-optimizer-states`; Megatron's dev branch, pull requests 2760, 6244
+With `--chunked-optimizer-state-offload` (formerly `--offload-optimizer-states`; Megatron's dev branch, pull requests 2760, 6244
 and 6544) the update runs on the device, and the host holds states between updates:
 
     gradients reduced | update                          | forward
@@ -23,10 +23,9 @@ and 6544) the update runs on the device, and the host holds states between updat
                         chunk 1      chunk 2 ...          (not waited for)
                                      chunk 1 out  ...
 
-The optimizer on the host is made twice: first of whole parameters, of which those that stay are copied in fp32 on the device,
-then of what the rank owns. Read in megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`,
-`get_megatron_optimizer`). Copies between types convert on the device if they do not block (PyTorch, `Copy.cu`), so both ways move
-four bytes.
+The optimizer on the host is built twice: first from whole parameters, where those that stay get an fp32 copy on the device, then
+from the rank's own. Copies between types convert on the device if non-blocking (PyTorch, `Copy.cu`), so both directions move four
+bytes. Source: megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`, `get_megatron_optimizer`).
 """
 
 from __future__ import annotations
@@ -49,15 +48,16 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 PINNED_ROUNDING = 2
-"""PyTorch's pinned blocks are powers of two (`CachingHostAllocator`): at most twice what was asked for."""
+"""PyTorch rounds pinned blocks up to powers of two (`CachingHostAllocator`): at most twice the size."""
 PAGEABLE = 4.5
-"""How many times as long a copy takes from memory that is not pinned: DeepSpeed's fix of such copies made them 4 to 5 times as
-fast on nodes of eight GPUs, and 6 times on one (deepspeedai/DeepSpeed, pull request 5301)."""
+"""Slowdown of copies from pageable memory: pinning made such copies 4 to 5 times as fast on nodes of eight GPUs, 6 times on one
+(deepspeedai/DeepSpeed, pull request 5301).
+"""
 
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """One rank's update of what it has on the host, while the node's other ranks make theirs."""
+    """One rank's update on the host, while the node's other ranks run theirs."""
 
     out_s: float
     """Gradients to the host."""
@@ -74,19 +74,19 @@ class HostSeconds:
 
 @dataclass(frozen=True)
 class OnHost:
-    """An optimizer on the host, as it is told."""
+    """Summary of an optimizer on the host, for reports."""
 
     share: float
     rank_bytes: int
     """Host memory of the rank that needs most."""
     seconds: HostSeconds | None
-    """None where the cluster's description has no rates, or where updates run on the device."""
+    """Unknown without the cluster's rates; None if updates run on the device."""
     states: bool = False
-    """Whether updates run on the device."""
+    """Whether only states are on the host, and updates run on the device."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:
-        """None where there is none. `priced`: whether there are figures to price it with."""
+        """Return None if the optimizer is on the device. `priced`: whether to compute seconds."""
         if not job.optimizer.on_host:
             return None
         stages = range(job.parallel.pipeline)
@@ -115,7 +115,7 @@ class OnHost:
 
 
 def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
-    """Of a rank that owns so many parameters. Raises `ConfigError` where nobody knows how fast the nodes' CPUs are."""
+    """Return the seconds of a rank that owns `owned` parameters. Raises `ConfigError` if the CPU's Adam rate is unknown."""
     count, cluster = job.optimizer.offloaded * owned, job.cluster
     if not count:
         return HostSeconds(0.0, 0.0, 0.0, overlapped=False)
@@ -131,8 +131,11 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
 
 
 def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float) -> float:
-    """Seconds that an update waits for states from the host: for the first chunk beyond the reduction of gradients before it, for
-    the others beyond the update itself. Copies out take as long beside those in. 0 where the cluster's link is not described."""
+    """Return the time an update waits for states from the host.
+
+    The first chunk overlaps the gradient reduction, the others the update. Copies in both directions overlap. 0 without a
+    description of PCIe.
+    """
     each, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
     if pcie is None or not job.optimizer.states_on_host:
         return 0.0
@@ -143,7 +146,7 @@ def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float
 
 
 def optimizer_host_bytes(job: Job, stage: int) -> int:
-    """The most of host memory that one rank's optimizer takes, at once, with what PyTorch keeps of pinned blocks."""
+    """Return the peak host memory of one rank's optimizer, pinned blocks included."""
     share, parameters = job.optimizer.offloaded, stage_parameters(job, stage)
     if states := job.optimizer.states_on_host:
         each = bytes_each(job)
@@ -152,13 +155,13 @@ def optimizer_host_bytes(job: Job, stage: int) -> int:
         return 0
     owned, element_bytes = owned_parameters(job, parameters), job.model.element_bytes
     stepped = (FP32_BYTES + MOMENTS_BYTES) * owned
-    made = FP32_BYTES * (parameters.total + owned)  # both times, before there are moments
+    made = FP32_BYTES * (parameters.total + owned)  # in both builds, before moments exist
     pinned = element_bytes * parameters.total + (element_bytes + FP32_BYTES) * owned
     return round(share * (max(stepped, made) + PINNED_ROUNDING * pinned))
 
 
 def made_bytes(job: Job, parameters: Parameters) -> int:
-    """What is on the device while the optimizer is made, beyond what its state will take there: copies of whole parameters."""
+    """Return the device memory that building the optimizer needs beyond its state: copies of whole parameters."""
     if not job.optimizer.offloaded:
         return 0
     share = 1 - job.optimizer.offloaded
@@ -166,20 +169,21 @@ def made_bytes(job: Job, parameters: Parameters) -> int:
 
 
 def left_for_activations_bytes(job: Job, stage: int) -> float:
-    """Host memory of a node less the optimizers of its ranks, each taken to be of this stage. Endless where none is described."""
+    """Return a node's host memory less its ranks' optimizers, all taken to be of this stage; infinite if not described."""
     if job.cluster.node is None:
         return float("inf")
     return job.cluster.node.host_memory_gib * GIB - job.host_sharers * optimizer_host_bytes(job, stage)
 
 
 def least_left_bytes(job: Job) -> float:
-    """The same for the stage that leaves least."""
+    """Return the minimum of `left_for_activations_bytes` over stages."""
     return min(left_for_activations_bytes(job, stage) for stage in range(job.parallel.pipeline))
 
 
 def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
-    """What a node's host memory lacks where every rank puts so many bytes of activations there; None where it is enough.
-    A node's devices share it; each is taken to be of the stage that offloads most."""
+    """Return the problem if a node cannot hold `rank_bytes` of offloaded activations per rank, else None. All devices are taken
+    to be of the stage that offloads most.
+    """
     node, devices = job.cluster.node, job.host_sharers
     if node is None or (not rank_bytes and not job.optimizer.on_host):
         return None
@@ -197,12 +201,12 @@ def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
 
 
 def assumed(job: Job) -> str:
-    """Where the size of a node's host comes from, and what states another."""
+    """Return where a node's host memory is stated and how to change it."""
     return f"which {job.cluster.name} is taken to have (node.host_memory_gib, --host-memory-gib)"
 
 
 def in_words(job: Job, left_bytes: float) -> str:
-    """What of host memory may be used, and why it is less than the node has."""
+    """Return the host-memory limit and why it is less than the node has."""
     assert job.cluster.node is not None, "there is a limit"
     host = f"{job.cluster.node.host_memory_gib:g} GiB, {assumed(job)}"
     if not job.optimizer.on_host:

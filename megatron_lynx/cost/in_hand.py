@@ -1,16 +1,14 @@
-"""What the backward of a layer has in hand beside what the layer keeps: gradients on their way from operator to operator.
+"""Peak transient memory of a layer's backward: gradients passed between operators.
 
-    gradient of       gathered                    of what the        of what it      scattered     of the
-    the residual ──>  (sequence parallelism) ──>  GEMM was given ──> was made of ──> ...       ──> norm's input ──> + residual
-        A             G                           F, Q               2F, QKV         G, A          A
+    gradient of       gathered                    of the             of the          scattered     of the
+    the residual ──>  (sequence parallelism) ──>  GEMM's input  ──>  inputs of  ──>  ...      ──>  norm's input ──> + residual
+        A             G                           F, Q               that: 2F, QKV   G, A          A
 
     MLP          dropout, linear_fc2, activation, linear_fc1, norm
     attention    dropout, linear_proj, core attention, rotary, linear_qkv, norm
 
-Each operator allocates the gradients of its arguments while the one it was given and what it saved are still there, then lets go
-of both. That is walked through here, operator by operator; most is in hand where the balance is highest.
-
-Each kind says which operators its halves have (`kinds.backward`).
+Each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then frees both. The
+walk below does this operator by operator (`kinds.backward` lists them) and returns the highest balance.
 """
 
 from __future__ import annotations
@@ -28,16 +26,13 @@ from megatron_lynx.profiler.shape import LayerShape
 
 @lru_cache(maxsize=1024)
 def layer_in_hand_bytes(shape: LayerShape) -> int:
-    """The most at once in a layer all of which is there when its backward begins: what the MLP half lets go of makes room.
-
-    Remembered, as the next one is: a search asks for every stage of every pipeline that the same layers are put into.
-    """
+    """Return the peak transients of a layer that is whole when its backward begins: freed tensors of its MLP half make room."""
     kinds = {tuple(shape.model.halves.values()), *_opaque_kinds(shape)}
     return max(_in_layer(shape, kind) for kind in kinds)
 
 
 def _opaque_kinds(shape: LayerShape) -> Iterator[tuple[Section, ...]]:
-    """Of layers that have something that nobody looks into, without experts."""
+    """Layers with opaque halves, without experts."""
     kinds = shape.model.kinds_of(range(1, shape.model.layers + 1)) if shape.model.opaque else ()
     return (tuple(each for each in kind if not each.exchanges) for kind in kinds if any(each.opaque for each in kind))
 
@@ -49,14 +44,16 @@ def _in_layer(shape: LayerShape, sections: Sequence[Section]) -> int:
 
 @lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
-    """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
+    """Return the maximum transients of a half recomputed right before its backward: no earlier half has freed memory."""
     return max(alone_in_hand_bytes(shape, section) for section in _walked(shape))
 
 
 @lru_cache(maxsize=1024)
 def fullest_half_bytes(shape: LayerShape) -> int:
-    """What any layer holds at least beside its input while one of its halves runs backward: all that this half saves, less what
-    it has less in hand than `half_in_hand_bytes`. Of the half of which that is most; of experts it is not asked."""
+    """Return a lower bound on what any layer holds besides its input while its fullest half runs backward.
+
+    All that the half saves, less its saving in transients against `half_in_hand_bytes`. Halves of experts are left out.
+    """
     most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
     asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
     saved = ((section, sum(_freed(shape, section).values())) for section in asked)
@@ -64,10 +61,9 @@ def fullest_half_bytes(shape: LayerShape) -> int:
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
-    """How much less is in hand while a half runs backward than `half_in_hand_bytes`, which is counted beside all layers.
+    """Return by half how much lower its transients are than `half_in_hand_bytes`, which is charged everywhere.
 
-    Beside experts as much counts as beside a layer under stock's settings. A bound on what layers hold themselves is not about
-    what is in hand.
+    With experts the layer's transients are charged, as under stock's settings. Empty if the budget bounds layers only.
     """
     if job.budget.activation_mib is not None:
         return {}
@@ -78,12 +74,12 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
 
 
 def _walked(shape: LayerShape) -> Iterator[Section]:
-    """All that fills halves, but experts."""
+    """All sections but experts."""
     return (section for section in shape.model.every_section if section.opaque or not section.in_some_layers)
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:
-    """The blocks that Transformer Engine keeps in place of the gradients of a layer's weights."""
+    """Return the dummy gradient blocks that Transformer Engine keeps for the layers' weights."""
     if not shape.model.uses_te or shape.device == "cpu":
         return 0
     faces = map(planning_of, shape.model.halves.values())
@@ -92,10 +88,10 @@ def kept_blocks_bytes(shape: LayerShape) -> int:
 
 
 def global_buffer_bytes(shape: LayerShape) -> int:
-    """Megatron's global buffer "mpu", which stays once it is there.
+    """Return the size of Megatron's global memory buffer, which is never freed.
 
-    Local layers gather their inputs into it, and dispatchers all tokens. The first GEMM of unfused attention is given it as a
-    summand that it does not read.
+    Local layers gather their inputs into it, and dispatchers all tokens. Unfused attention passes a block of it to its first GEMM
+    as an unread summand.
     """
     tokens = 0
     if shape.model.moe_dispatcher == "allgather":
@@ -108,12 +104,12 @@ def global_buffer_bytes(shape: LayerShape) -> int:
 
 
 def alone_in_hand_bytes(shape: LayerShape, section: Section) -> int:
-    """The most at once in one half by itself."""
+    """Return the peak transients of one half alone."""
     return _most(shape, planning_of(section).backward(shape), _freed(shape, section))
 
 
 def _most(shape: LayerShape, steps: Iterable[Step], freed: dict[str, int]) -> int:
-    level = most = shape.input_bytes  # the residual's gradient
+    level = most = shape.input_bytes  # gradient of the residual
     for step in steps:
         level += step.made
         most = max(most, level)
@@ -122,7 +118,7 @@ def _most(shape: LayerShape, steps: Iterable[Step], freed: dict[str, int]) -> in
 
 
 def _freed(shape: LayerShape, section: Section) -> dict[str, int]:
-    """Bytes that are let go of after each item's backward: those of which it is the last reader, the first one in forward."""
+    """Return the bytes freed after each item's backward: a tensor is freed by its last reader, the first one in forward order."""
     freed = dict.fromkeys(section.names, 0)
     for tensor in planning_of(section).tensors(shape):
         if tensor.saved_by:

@@ -1,9 +1,9 @@
-"""What one layer costs by its shape, and what it keeps under the policies that stock Megatron and Yuan et al. have.
+"""Bytes and FLOPs of one layer under the policies of stock Megatron and of Yuan et al.
 
-none        everything that its backward reads
-selective   not what the core attention itself keeps (stock: `--recompute-granularity selective`)
-balanced    not what norms and the activation make: no GEMM and no attention runs again (Yuan et al., ATC '24)
-full        the layer's input alone (stock: `--recompute-granularity full`)
+none        saves everything
+selective   all but the core attention's saved tensors (stock: `--recompute-granularity selective`)
+balanced    all but outputs of norms and of the activation: no GEMM or attention is recomputed (Yuan et al., ATC '24)
+full        the layer's input only (stock: `--recompute-granularity full`)
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from megatron_lynx.profiler.shape import LayerShape
 
 BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
 CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
-"""Made by the core attention, and saved by nothing else."""
+"""Tensors made by the core attention and saved by it alone."""
 
 
 def replayed_items(policy: Policy) -> tuple[str, ...]:
-    """What runs again in backward. Raises `KeyError` for `planned`, of which only a plan knows."""
+    """Return the items recomputed in backward. Raises `KeyError` for `planned`."""
     usual = (name for half in HALVES for section in filling(half) if not section.in_some_layers for name in section.names)
     return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": tuple(dict.fromkeys(usual))}[policy]
 
 
 @lru_cache(maxsize=1024)
 def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None) -> int:
-    """What one layer holds of one micro-batch from forward to backward, its input included. `kind`: of layer; None: a usual one.
-    Of what only some layers have `balanced` and `selective` replay nothing.
+    """Return the bytes one layer saves of one micro-batch, its input included. `kind`: default a layer without experts.
 
-    Remembered: a search asks again for every pipeline that the same layers are put into.
+    Sections that only some layers have (experts) recompute nothing under `balanced` and `selective`.
     """
     if policy == "full":
         return shape.input_bytes
@@ -44,20 +43,20 @@ def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None)
 
 
 def half_kept_bytes(shape: LayerShape, section: Section, policy: Policy = "none") -> int:
-    """The same of one half, unless all of the layer runs again. A half that is not there keeps nothing."""
+    """Return the bytes one half saves; 0 for an absent half."""
     nothing = section.opaque and shape.model.opaque_in(section).nothing
     return 0 if nothing else shape.input_bytes + _kept_by(section, shape, policy)
 
 
 def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
-    """What layers (by number) that stay in bf16 hold of one micro-batch beyond what they would in FP8, all of it kept."""
+    """Return how much more these layers save in bf16 than in FP8, with nothing recomputed."""
     plain = replace(shape, model=shape.model.model_copy(update={"fp8": None})) if layers else shape
     kinds = map(shape.model.sections, layers)
     return sum(max(0, kept_bytes(plain, "none", kind) - kept_bytes(shape, "none", kind)) for kind in kinds)
 
 
 def layers_bytes(shape: LayerShape, policy: Policy, kinds: Mapping[LayerKind, int]) -> int:
-    """What layers hold of one micro-batch: so many of each kind."""
+    """Return what layers save of one micro-batch. `kinds`: number of layers of each kind."""
     return sum(layers * kept_bytes(shape, policy, kind) for kind, layers in kinds.items())
 
 
@@ -68,20 +67,21 @@ def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
     tensors = face.tensors(_checkpointed(shape) if policy == "selective" else shape)
     if policy == "balanced":
         return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
-    # stock's checkpoint of the core attention keeps its result, which linear_proj reads
+    # stock's checkpoint of the core attention keeps its output, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
     given_bytes = face.core_arguments_bytes(shape) if let_go else 0
     return given_bytes + sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
 
 
 def _checkpointed(shape: LayerShape) -> LayerShape:
-    """The shape whose core attention keeps what it was called with, as stock's checkpoint does: keys and values that came from
-    other context-parallel ranks are exchanged again."""
+    """Return the shape as stock's checkpoint of the core attention sees it: it saves its arguments, and exchanges other ranks'
+    keys and values again.
+    """
     return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 
 def replayed_flops(shape: LayerShape, replay: Collection[str], kind: LayerKind | None = None) -> int:
-    """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `kind`: of layer; None: a usual one."""
+    """Return the FLOPs one layer recomputes for one micro-batch on one rank. `kind`: default a layer without experts."""
     total = 0
     for section in kind or shape.model.kind_sections(experts=False):
         if section.opaque:

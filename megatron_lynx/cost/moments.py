@@ -1,19 +1,19 @@
-"""When a device of a stage is fullest: its peak is a maximum over moments, because much of what it holds is never there together.
+"""Moments at which a stage's device may reach its peak; parts that are never live together are not added up.
 
-    forward              the last of its micro-batches in flight has run forward
-    loss                 last stage: the loss is computed, or its backward begins: the logits in fp32 and in the model's type. In
-                         the combined schedule on one stage the embedding's backward of the micro-batch before comes behind it
+    forward              the last micro-batch in flight has run forward
+    loss                 last stage: the loss, or the start of its backward: logits in fp32 and in the model's type. The combined
+                         schedule on one stage then runs the embedding's backward of the previous micro-batch
     head_backward        last stage: the output projection's backward, with the logits' gradient
-    backward             a layer runs backward, made again before where it was not kept: the logits are gone
-    embedding_backward   first stage: that micro-batch's layers are gone, the embedding's gradient is made as one dense block
-    reduction            gradients are reduced; those that tensor-parallel ranks share are copied side by side
-    first_update         the optimizer allocates its state, and copies in fp32 what it is given in less
-    update               every later one: its state is there all the time
-    optimizer_made       with an optimizer that is on the host in part: before the first step it is made of whole parameters
+    backward             a layer's backward, after its recomputation; the logits are freed
+    embedding_backward   first stage: the micro-batch's layers are freed, the embedding's gradient is one dense block
+    reduction            gradients are reduced; those shared by tensor-parallel ranks are copied into one block
+    first_update         the optimizer allocates its state, and fp32 copies of smaller types
+    update               every later update
+    optimizer_made       before the first step a partly offloaded optimizer is built from whole parameters
 
-Without flushes all micro-batches in flight but one are there in reductions and updates, too: the pipeline never gets empty.
+Without flushes the pipeline never drains: reductions and updates have all micro-batches in flight but one.
 
-What is held of the layers at each is the same for stock's policies and for plans, so both are counted by `Parts`.
+`Parts` serves stock's policies and plans alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one device of one stage, by kind, at one moment: what `total` adds up is there at once."""
+    """Bytes on one device of one stage, by kind, at one moment."""
 
     parameters: int = 0
     gradients: int = 0
@@ -51,26 +51,25 @@ class StageMemory:
     buffers: int = 0
     update_copies: int = 0
     learned: int = 0
-    """What a run was seen to hold beside all that is counted; below 0 where it held less."""
+    """Observed by a run besides all counted kinds; below 0 if it used less."""
     moment: Moment = field(default="forward", compare=False)
-    """Which moment this is: of a stage's peak, the one that binds."""
+    """The binding moment, of a stage's peak."""
     totals: Mapping[Moment, int] = field(default_factory=dict, compare=False)
-    """What is held at every moment that the stage has, of a stage's peak."""
+    """Total at every moment, of a stage's peak."""
 
     @property
     def always(self) -> int:
-        """What is held before there is any activation."""
+        """Return the bytes before any activation."""
         states = self.parameters + self.gradients + self.optimizer
         return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest + self.learned
 
     @property
     def before_step(self) -> int:
-        """What is held when a step begins, from the second one on: buffers were made in the first, and stay."""
+        """Return the bytes when a step begins, from the second step on: buffers stay."""
         return self.always + self.buffers
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Every kind of bytes, by name."""
         return {name: size for name, size in vars(self).items() if name not in ("moment", "totals")}
 
     @property
@@ -79,67 +78,67 @@ class StageMemory:
 
     @property
     def named(self) -> dict[str, int]:
-        """The total, then every kind."""
         return {"total": self.total, **self.kinds}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a device of one stage ever holds, each part as large as it gets, whenever that is."""
+    """Parts of a stage's device memory, each at its largest."""
 
     states: StageMemory
-    """What is there at all moments: states, buffers, the rest."""
+    """Live at all moments: states, buffers, the rest."""
     embedding: int = 0
-    """Masks of the embedding's dropout, of all micro-batches in flight."""
+    """Dropout masks of the embedding, all micro-batches in flight."""
     messages: int = 0
-    """Buffers of messages between stages, while micro-batches run."""
+    """Buffers of messages between stages."""
     in_hand: int = 0
-    """What a layer's backward has in hand beside what the layer keeps."""
+    """Transients of a layer's backward."""
     head: int = 0
-    """What final norm and output projection read; the norm's part is what the layers put out."""
+    """Inputs of final norm and output projection; the norm's is the layers' output."""
     predicting: int = 0
-    """What layers that predict more tokens keep, until the backward of those before them begins."""
+    """Activations of MTP layers, until the backward of the layers before them begins."""
     logits: int = 0
     """All copies of one micro-batch's logits while the loss is computed."""
     logits_kept: int = 0
-    """What the loss keeps of them, where the embedding's backward of the micro-batch before runs behind it; else 0."""
+    """Saved by the loss, if the embedding's backward of the previous micro-batch runs after it; else 0."""
     loss_in_hand: int = 0
-    """Of a head in pieces: what was made of the pieces before, beside the logits of one."""
+    """Head in pieces: results of earlier pieces, live with one piece's logits."""
     logits_gradient: int = 0
     head_in_hand: int = 0
-    """What the output projection's backward has in hand beside the gradient of the logits."""
+    """Transients of the output projection's backward."""
     tied_gradient: int = 0
-    """Where one weight is both, what the output projection's backward made of its gradient waits for the embedding's."""
+    """Tied weight: its gradient from the output projection, which waits for the embedding's."""
     embedding_gradient: int = 0
     reduced: int = 0
-    """Gradients side by side, to be reduced in one call."""
+    """Gradients copied into one block for one reduction."""
     update_copies: int = 0
     update_in_hand: int = 0
-    """What an update needs for one parameter after the other."""
+    """Transients of an update, one parameter at a time."""
     optimizer_made: int = 0
-    """What making the optimizer takes beyond its state (`cost.host_optimizer`)."""
+    """Needed to build the optimizer, beyond its state (`cost.host_optimizer`)."""
     remembered: int = 0
-    """What dispatchers of tokens keep of their last call, when what its backward reads is gone: they let go of it in the next."""
+    """Tensors of the last call that token dispatchers free only in the next one."""
     pool: int = 0
-    """Of one chunk's micro-batch what captured graphs keep: their pool holds it when its backward is over, too."""
+    """Saved by captured graphs for one chunk and micro-batch; their pool is not freed after backward."""
     pools: int = 0
-    """The same of all chunks in flight."""
+    """The same for all chunks in flight."""
     activations: int = 0
-    """What layers keep of all chunks in flight; with offloading, the share that stays."""
+    """Activations of all chunks in flight; with offloading, those that stay."""
     activations_at_loss: int | None = None
-    """The same where the chunk before the loss keeps less than the others, or more; None: no less and no more."""
+    """The same at the loss, if the chunk before it differs from the others."""
     staging: int = 0
     recomputed: int = 0
     chunk: int = 0
-    """What the layers of one chunk keep of one micro-batch, whose backward ends with the embedding's."""
+    """Activations of one chunk and micro-batch, which are freed by the embedding's backward."""
     activations_behind_backward: int | None = None
-    """What they hold when the backward of one micro-batch is over, deferred weight gradients included; None: all but `chunk`."""
+    """Activations left after one micro-batch's backward, operands of delayed weight gradients included; default: all but `chunk`.
+    """
     flushed: bool = True
-    """Whether no micro-batch is in flight when gradients are reduced and parameters updated."""
+    """Whether no micro-batch is in flight in reductions and updates."""
 
     @property
     def fullest(self) -> StageMemory:
-        """The moment at which most is held; of equals the first."""
+        """Return the peak moment; of equals the first."""
         totals = self._totals
         moment = max(totals, key=lambda each: totals[each])
         beside: dict[str, Any] = self._beside_states(moment)
@@ -147,7 +146,7 @@ class Parts:
 
     @property
     def peak_bytes(self) -> int:
-        """What is held then: `fullest.total`, in less time."""
+        """Return the peak; faster than `fullest.total`."""
         return max(self._totals.values())
 
     @property
@@ -157,7 +156,7 @@ class Parts:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Those that the stage has: only the last one has logits, only the first one an embedding."""
+        """Return the moments that the stage has: only the last has logits, only the first an embedding."""
         missing = {"loss", "head_backward"} if self.logits == 0 else set()
         missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
         missing |= {"optimizer_made"} if self.optimizer_made == 0 else set()
@@ -165,17 +164,16 @@ class Parts:
 
     @property
     def beside_states(self) -> dict[str, dict[str, int]]:
-        """What is held beside what is always there, by moment and kind."""
+        """Return all but `states`, by moment and kind."""
         return {moment: self._beside_states(moment) for moment in self.moments}
 
     def at(self, moment: Moment) -> StageMemory:
-        """What is held at one moment."""
         beside: dict[str, Any] = self._beside_states(moment)
         return replace(self.states, moment=moment, **beside)
 
     @property
     def _at_loss(self) -> dict[str, int]:
-        """Beside what the head reads."""
+        """Return logits and transients at the loss."""
         computed = {"logits": self.logits, "in_hand": self.loss_in_hand} if self.loss_in_hand else {"logits": self.logits}
         if not self.logits_kept:
             return computed
@@ -202,9 +200,9 @@ class Parts:
         return running | {"head": self.head // 2} if moment == "forward" else running
 
     def _between_batches(self, moment: Moment) -> dict[str, int]:
-        """In reductions and updates."""
+        """Return reductions' and updates' parts."""
         left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
-        if self.pools:  # there is no plan beside graphs without flushes
+        if self.pools:  # graphs are refused without flushes
             left = {"activations": self.pools}
         if moment == "reduction":
             return left | {"in_hand": self.reduced + self.remembered}
@@ -212,7 +210,7 @@ class Parts:
 
     @property
     def _running(self) -> dict[str, int]:
-        """What is held for all micro-batches in flight, or to pass them on."""
+        """Return the parts of all micro-batches in flight."""
         return {
             "activations": self.activations,
             "staging": self.staging,
@@ -222,6 +220,6 @@ class Parts:
 
     @property
     def _activations_of_others(self) -> int:
-        """When the backward of one micro-batch is over."""
+        """Return the activations after one micro-batch's backward."""
         rest = self.activations - self.chunk if self.activations_behind_backward is None else self.activations_behind_backward
         return max(0, rest)

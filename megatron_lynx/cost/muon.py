@@ -1,18 +1,18 @@
-"""Muon (`--optimizer muon`, `dist_muon`, `adaptive_muon`): the parameters that it updates, their bytes, and its seconds.
+"""Muon (`--optimizer muon`, `dist_muon`, `adaptive_muon`): its parameters, bytes and seconds.
 
-    matrices     weights of layers' linears and experts, not embeddings of words and the output projection: main 4, momentum 4;
-                 of `adaptive_muon` a second moment, 4
+    matrices     weights of layers' linears and experts, not word embeddings or the output projection: main 4, momentum 4;
+                 for `adaptive_muon` a second moment, 4
     all others   Adam's (`cost.parameters`)
 
-An update orthogonalizes the momentum of every matrix, m x n with m <= n, by Newton-Schulz steps in bf16, a tensor-parallel rank
-its own part of each (`--muon-tp-mode blockwise`), queries, keys and values apart:
+An update orthogonalizes the momentum of every matrix, m x n with m <= n, by Newton-Schulz steps in bf16, each tensor-parallel
+rank its part (`--muon-tp-mode blockwise`), queries, keys and values apart:
 
     X X^T    B = b A + c A A    a X + B X          2 m m n  +  2 m m m  +  2 m m n  FLOPs a step
 
 Without the distributed optimizer every rank steps all. With it (`LayerWiseDistributedOptimizer`) each rank steps whole matrices:
-the fullest one its share, or the largest matrix, and from 0.18 on buffers of parameters and gradients have as many numbers for
-every rank. Read in megatron-core 0.16.1 to 0.19.2 (`muon.py`, `emerging_optimizers.py`, `layer_wise_optimizer.py`) and in
-NVIDIA-NeMo/Emerging-Optimizers (`newton_schulz`). Routers, a thousandth, are left out of the seconds.
+the fullest rank an even share or the largest matrix. From 0.18 on all ranks' buffers have equal sizes. Source: megatron-core
+0.16.1 to 0.19.2 (`muon.py`, `emerging_optimizers.py`, `layer_wise_optimizer.py`) and NVIDIA-NeMo/Emerging-Optimizers
+(`newton_schulz`). Seconds leave out routers, a thousandth.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
 
 IN_HAND_BYTES = 16
-"""Of each number of a matrix while it is orthogonalized: momentum, X before its cast, and the result in fp32; X twice in bf16."""
+"""Bytes per number while a matrix is orthogonalized: momentum, X before its cast, and the result in fp32; X twice in bf16."""
 
 
 class Matrices(NamedTuple):
-    """Matrices of one shape on one rank."""
+    """Equal matrices on one rank."""
 
     small: int
     large: int
@@ -46,8 +46,9 @@ class Matrices(NamedTuple):
 
 
 def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
-    """Those of a stage's layers, and the table of learned positions, which Megatron takes for one of them. `split`: queries, keys
-    and values apart."""
+    """Yield the matrices of a stage's layers, and learned positions, which Megatron treats as one. `split`: queries, keys and
+    values apart.
+    """
     shape = LayerShape.of(job)
     for section, count in sections_on(job, stage).items():
         for name, linear in planning_of(section).linears(shape).items():
@@ -61,7 +62,7 @@ def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
 
 
 def fullest(job: Job, found: list[Matrices], of: Callable[[Matrices], float]) -> float:
-    """A sum over the matrices of the rank that has most."""
+    """Return a sum over the matrices of the rank that has most."""
     total = 0.0
     for experts, sharers in ((False, job.parallel.context * job.replicas), (True, expert_sharers(job))):
         own = [each for each in found if each.experts == experts]
@@ -71,7 +72,7 @@ def fullest(job: Job, found: list[Matrices], of: Callable[[Matrices], float]) ->
 
 
 def spared_bytes(job: Job, stage: int) -> int:
-    """Bytes of the optimizer's state that a rank does not hold beside Adam; below 0 where whole matrices are shared unevenly."""
+    """Return the optimizer bytes saved against Adam; below 0 if whole matrices are shared unevenly."""
     if not job.optimizer.muon_steps:
         return 0
     each, found = bytes_each(job), list(matrices(job, stage, split=False))
@@ -82,7 +83,7 @@ def spared_bytes(job: Job, stage: int) -> int:
 
 
 def filled_numbers(job: Job, stage: int) -> int:
-    """Numbers of a stage's buffers that belong to no parameter, because ranks have as many each."""
+    """Return the padding of a stage's buffers, in numbers, for equal sizes on all ranks."""
     if not job.optimizer.muon_steps or not job.parallel.distributed_optimizer:
         return 0
     found = list(matrices(job, stage, split=False))
@@ -95,14 +96,14 @@ def filled_numbers(job: Job, stage: int) -> int:
 
 
 def in_hand_bytes(job: Job, stage: int) -> int:
-    """The most that an update has in hand for one matrix."""
+    """Return the transients of an update."""
     if not job.optimizer.muon_steps:
         return 0
     return IN_HAND_BYTES * max((each.numbers for each in matrices(job, stage)), default=0)
 
 
 def newton_schulz_s(job: Job, stage: int) -> float:
-    """Seconds of the products of one update, on the rank that has most; 0 where the cluster's GEMMs are not described."""
+    """Return the seconds of one update's products on the fullest rank; 0 if the cluster's GEMMs are not described."""
     matmul, steps = job.cluster.matmul, job.optimizer.muon_steps
     if matmul is None or not steps:
         return 0.0

@@ -1,24 +1,25 @@
-"""How many parameters a rank holds, by what they belong to, and the bytes that each brings with it.
+"""Parameters of a rank by kind, and their bytes.
 
                                    weight   gradient   optimizer
     fp32                              4         4       8    two moments
     bf16, gradients in fp32           2         4      12    main parameter, two moments
     bf16, gradients in bf16           2         2      12    the same; and in updates 4 for the gradient in fp32
-    held in FP8 (--fp8-param-gather)  1         as above           a linear's weight; its bytes by columns come on top
-    precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
-                                                             less where these are held in less
-other optimizers              2    4 or 2      4, and 4 for each number that they remember (`optimizer.states`)
-on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
-states on the host between updates                 those that stay; in updates all main parameters, and two chunks of moments
-With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
-With several instances of it, by those of one instance.
-fp16 weights are counted as bf16 ones. Their loss scale is one number.
+    stored in FP8 (--fp8-param-gather)  1       as above     linear weights; bytes by columns are added
+    precision-aware                   2    4 or 2      10    the half of the main parameter missing in a bf16 weight, two moments;
+                                                             less with smaller types
+    other optimizers                  2    4 or 2      4, and 4 per number of state (`optimizer.states`)
+    on the host, whole or in part     2    4 or 2      12 for the part on the device, and 4 more for gradients in 16 bits
+                                                       (`cost.host_optimizer`)
+    states on the host between updates                 the part on the device; in updates all main parameters, and two chunks of
+                                                       moments
 
-Where it comes from: `validate_args` (bf16 means gradients in fp32 unless --grad-reduce-in-bf16 or --main-grads-dtype says so;
-fp16 means fp16 unless --accumulate-allreduce-grads-in-fp32), `DistributedOptimizer._copy_model_grads_to_main_grads` (the copy in
-fp32, none if precision-aware), Transformer Engine's `FusedAdam` (`store_param_remainders`). The first three rows are the table in
-Megatron's documentation of the distributed optimizer, but that it counts the copy of the gradient as if it were held all the
-time: `zero_grad` frees it before the next forward.
+The distributed optimizer shares the last column among the context x data parallel ranks (of one instance). fp16 counts as bf16,
+its loss scale as nothing.
+
+Source: `validate_args` (bf16 implies fp32 gradients unless --grad-reduce-in-bf16 or --main-grads-dtype; fp16 implies fp16 unless
+--accumulate-allreduce-grads-in-fp32), `DistributedOptimizer._copy_model_grads_to_main_grads` (the fp32 copy, none if
+precision-aware), Transformer Engine's `FusedAdam` (`store_param_remainders`). Megatron's documentation of the distributed
+optimizer has the first three rows, but counts the gradient's copy as permanent: `zero_grad` frees it before the next forward.
 """
 
 from __future__ import annotations
@@ -43,35 +44,35 @@ from megatron_lynx.units import MIB
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 FP32_BYTES, MOMENTS_BYTES = 4, 8
-"""Of one number; and both moments of Adam in fp32."""
+"""Bytes of one number, and of both Adam moments, in fp32."""
 
 
 @dataclass(frozen=True)
 class BytesEach:
-    """What one parameter brings with it."""
+    """Bytes per parameter."""
 
     weight: int
     gradient: int
     main_parameter: int
     moments: int
-    """What else is remembered of it: both moments of Adam."""
+    """Other optimizer state: both moments of Adam."""
     gradient_copy: int
-    """The copy in fp32 that is made for the update."""
+    """fp32 copy of the gradient, made by the update."""
     state_copies: int = 0
-    """Copies in fp32 of what is held in less, made for the update."""
+    """fp32 copies of states in smaller types, made by the update."""
     lasting_copy: int = 0
-    """A copy of the gradient in fp32 that nobody lets go of."""
+    """fp32 copy of the gradient that is never freed."""
     stays: float = 1.0
-    """Of a rank's share of the optimizer, what is on the device."""
+    """Share of the optimizer that is on the device."""
 
     @property
     def optimizer(self) -> float:
-        """On the device."""
+        """Return the optimizer's bytes on the device."""
         return self.stays * (self.main_parameter + self.moments + self.lasting_copy)
 
     @property
     def update_copies(self) -> int:
-        """What is there in updates alone."""
+        """Return the bytes live only in updates."""
         return self.gradient_copy + self.state_copies
 
 
@@ -89,38 +90,38 @@ def bytes_each(job: Job) -> BytesEach:
         if job.model.fp8_recipe in (None, "delayed") or asked.main_parameters == "fp16":
             main, copy = TYPE_BYTES[asked.main_parameters], 0
             copied.append(asked.main_parameters)
-        # Otherwise main parameters and the gradients' copies are Megatron's own, in fp32 (`OptimizerConfig.__post_init__`).
+        # Else main parameters and gradient copies are Megatron's, in fp32 (`OptimizerConfig.__post_init__`).
     state_copies = FP32_BYTES * sum(each not in ("fp32", "remainder") for each in copied)
     return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies, stays=1 - asked.states_on_host)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters one rank of one stage holds."""
+    """Parameters of one rank of one stage."""
 
     matrices: int
-    """The weights of the layers' linears."""
+    """Weights of the layers' linears."""
     vectors: int
     """Biases and norms, the final norm included."""
     embedding: int
     """Word and learned position embeddings."""
     head: int
-    """The output projection, where it is not the embedding itself on the same stage."""
+    """Output projection, unless it is the embedding on the same stage."""
     experts: int = 0
-    """Experts, which have a data-parallel group of their own."""
+    """Experts with a data-parallel group of their own."""
     routers: int = 0
-    """Of the matrices those of routers: they are in no FP8."""
+    """Part of `matrices` that is routers, which have no FP8."""
     largest: int = 0
-    """The largest single parameter: a linear's weight, or an embedding."""
+    """Largest parameter: a linear's weight or an embedding."""
 
     @property
     def linears(self) -> int:
-        """The weights of linears of Transformer Engine's, but those of experts."""
+        """Return the weights of Transformer Engine's linears without experts."""
         return self.matrices - self.routers
 
     @property
     def others(self) -> int:
-        """All parameters but those of experts."""
+        """Return all but experts."""
         return self.matrices + self.vectors + self.embedding + self.head
 
     @property
@@ -129,7 +130,7 @@ class Parameters:
 
 
 def stage_parameters(job: Job, stage: int) -> Parameters:
-    """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
+    """Count the parameters of a stage. Tied embeddings are on both ends of a pipeline."""
     model, tensor, halves = job.model, job.parallel.tensor, halves_on(job, stage)
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
@@ -150,18 +151,18 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
 
 
 def embeds_on(job: Job, stage: int) -> bool:
-    """Whether a stage has the embedding: the first, and the one that predicts more tokens."""
+    """Whether a stage has the embedding: the first, and with MTP the last."""
     return stage == 0 or (job.model.mtp > 0 and stage == job.parallel.pipeline - 1)
 
 
 def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
-    """The halves of a stage's layers, of every kind, and how many there are; those of layers that predict more tokens, too."""
+    """Return the halves of a stage's layers, MTP layers included, with their number."""
     counted = sections_on(job, stage)
     return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counted.items()]
 
 
 def sections_on(job: Job, stage: int) -> Counter[Section]:
-    """What fills the halves of a stage's layers, and how many times; of those that predict more tokens, too."""
+    """Count the sections of a stage's layers, MTP layers included."""
     counts = job.halves_on(stage)
     if job.model.mtp and stage == job.parallel.pipeline - 1:
         counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
@@ -169,15 +170,18 @@ def sections_on(job: Job, stage: int) -> Counter[Section]:
 
 
 def passed_weights(model: Model, kind: LayerKind | None = None) -> int:
-    """Weights of one layer that one token is multiplied with, over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with SwiGLU,
-    else 2hH; of experts a token passes some. `kind`: of layer; None: a usual one."""
+    """Return the weights of one layer that one token is multiplied with, over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with
+    SwiGLU, else 2hH; of experts, the routed ones. `kind`: default a layer without experts.
+    """
     sections = kind or model.kind_sections(experts=False)
     return sum(planning_of(section).parameters(model, Parallel()).passed for section in sections)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
-    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch. Of
-    weights that are held in FP8 themselves: their bytes by columns, and scales; of layers that stay in bf16, the other bytes."""
+    """Return the FP8 copies of a stage's linear weights, made in each step's first micro-batch.
+
+    For weights stored in FP8: their bytes by columns, and scales; for layers that stay in bf16, the extra bytes.
+    """
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
@@ -198,19 +202,19 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
 
 
 def held_in_fp8(job: Job, parameters: Parameters) -> tuple[int, int]:
-    """How many of these parameters are themselves held in FP8, and gathered so: the weights of layers' linears, and experts."""
+    """Return (linear weights, experts) that are stored and gathered in FP8."""
     return (parameters.linears, parameters.experts) if job.model.fp8_parameters else (0, 0)
 
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """Of so many numbers. `in_fp8`: how many of them are held in FP8, of which those by columns are not counted here."""
+    """Return the bytes of `count` parameters. `in_fp8`: stored in FP8, without bytes by columns."""
     recipe = job.model.fp8_recipe
     held = buffer_bytes(recipe, in_fp8) if recipe is not None and _in_buffer(job) else 0
     return (count - in_fp8) * bytes_each(job).weight + held
 
 
 def gathered_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """What the distributed optimizer gathers of so many parameters."""
+    """Return the bytes that the distributed optimizer gathers."""
     return parameter_bytes(job, count, in_fp8 if _in_buffer(job) else 0)
 
 
@@ -224,19 +228,22 @@ def gradient_bytes(job: Job, count: int) -> int:
 
 
 def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
-    """This rank's share, rounded up. `experts`: of the parameters, those of experts."""
+    """Return this rank's share, rounded up. `experts`: part of `count`."""
     return _shared(job, count, experts, bytes_each(job).optimizer)
 
 
 def update_copies_bytes(job: Job, parameters: Parameters) -> int:
-    """What this rank's share of an update copies into fp32, or restores from the host."""
+    """Return the fp32 copies of this rank's update, and states that it restores from the host."""
     copies = _shared(job, parameters.total, parameters.experts, bytes_each(job).update_copies)
     return copies + sum(restored_bytes(job, parameters))
 
 
 def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
-    """Of states that are on the host between updates: main parameters, all of which an update restores first, and those moments
-    that are on the device at once. A parameter's are in one chunk (`ChunkedOptimizerStateOffloader` of Megatron's dev branch)."""
+    """Return (main parameters, moments) that an update brings to the device from states on the host.
+
+    All main parameters are restored first, moments by chunks; one parameter's moments are in one chunk
+    (`ChunkedOptimizerStateOffloader` of Megatron's dev branch).
+    """
     asked, each, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
     moments, largest = asked.states_on_host * each.moments * owned, each.moments * min(parameters.largest, owned)
     window = 2 * max(asked.chunk_mib * MIB, largest) if asked.chunk_mib else moments
@@ -244,20 +251,20 @@ def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
 
 
 def reduced_bytes(job: Job, parameters: Parameters) -> int:
-    """Gradients of norms and row-parallel biases, of which with sequence parallelism every tensor-parallel rank has a part.
+    """Return the gradients that sequence parallelism reduces over tensor-parallel ranks: norms and row-parallel biases.
 
-    They are copied into one block, reduced, and copied back (`_allreduce_non_tensor_model_parallel_grads`). Biases of
-    column-parallel linears, which are not among them, are counted, too: few bytes at a moment that never binds.
+    They are copied into one block and back (`_allreduce_non_tensor_model_parallel_grads`). Column-parallel biases are counted,
+    too, though Megatron leaves them out.
     """
     together = job.parallel.sequence_parallel and job.parallel.tensor > 1
     return parameters.vectors * bytes_each(job).gradient if together else 0
 
 
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
-    """What an update needs beside states and copies, at most.
+    """Return an upper bound on an update's transients.
 
-    Fused optimizers step in place. Copies to the host and back convert on the device, one parameter at a time. PyTorch's AdamW on
-    a CPU has the root of one parameter's second moment in fp32, twice, and that of the parameter before.
+    Fused optimizers step in place. Copies to and from the host convert on the device, one parameter at a time. On a CPU,
+    PyTorch's AdamW has two fp32 roots of one parameter's second moment, and that of the previous one.
     """
     if job.cluster.device != "cpu":
         ways = 0 if not job.optimizer.offloaded else 1 + (job.optimizer.gradients != "fp32")  # back, and out
@@ -266,7 +273,7 @@ def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
 
 
 def owned_parameters(job: Job, parameters: Parameters) -> int:
-    """How many parameters a rank steps, rounded up."""
+    """Return the number of parameters that a rank steps, rounded up."""
     return _shared(job, parameters.total, parameters.experts, 1)
 
 
@@ -280,7 +287,7 @@ def _shared(job: Job, count: int, experts: int, each: float) -> int:
 
 
 class ParameterTensors(NamedTuple):
-    """Parameters of one rank as tensors: copies and launches of an update go by them, not by their elements."""
+    """Number of parameter tensors of one rank: copies and launches of an update depend on it."""
 
     weights: int
     vectors: int
@@ -292,7 +299,7 @@ class ParameterTensors(NamedTuple):
 
 
 def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
-    """Those of the layers; at the ends embeddings, the last norm, and the head if it is not the embedding itself."""
+    """Count the tensors of the layers and of the model's ends on this stage."""
     model, halves = job.model, halves_on(job, stage)
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     norms = last * (1 + NORMS * model.mtp) + sum(count * half.norms for half, count in halves)

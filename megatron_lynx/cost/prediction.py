@@ -1,16 +1,16 @@
-"""What multi-token prediction adds to the last stage: layers behind the last one, each with a loss of its own, none planned.
+"""Multi-token prediction (MTP) on the last stage: extra layers, each with a loss, never recomputed by a plan.
 
-    tokens, one further ─> embedding ─> norm ─┐
-                                              ├─> projection (2h to h) ─> a layer like the last one ─> norm ─> head and loss
-    what the layer before put out ────> norm ─┘
+    tokens shifted by one ──> embedding ─> norm ─┐
+                                                 ├─> projection (2h to h) ─> a layer like the last one ─> norm ─> head and loss
+    output of the previous layer ─────────> norm ┘
 
-seconds      those of a layer, an embedding and a head in the profile, of three of its norms, and of the projection, by its FLOPs
-             beside those of the attention's row-parallel linear; its collectives are exposed
-kept         of the micro-batch whose loss is next: all that the layer keeps, and six blocks as large as its input: what the
-             embedding made, both normed ones side by side, what the layer and its norm put out; once more what was there before,
-             because Megatron puts all results behind each other for the head. Of each loss what its backward reads
-parameters   of the layer, the projection, three norms; the embeddings, where the first stage is another: beside the head, whose
-             weight is allocated there even where it is tied
+seconds      layer, embedding and head from the profile, three norms, and the projection, scaled by FLOPs from the attention's
+             row-parallel linear, with exposed collectives
+kept         for the next loss's micro-batch: all that the layer saves, and six blocks as large as its input: embedding output,
+             both normed ones concatenated, outputs of layer and norm; and a copy of the earlier outputs, since Megatron
+             concatenates all for the head. For each loss what its backward reads
+parameters   layer, projection, three norms; with pipelining a copy of the embeddings, and the head, whose weight is allocated
+             there even if tied
 
 Source: `MultiTokenPredictionLayer` and `GPTModel._postprocess` of megatron-core 0.16 to 0.19.
 """
@@ -26,16 +26,16 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 
 NORMS = 3
-"""Of each layer that predicts: of the embedding, of what comes in, and of what goes out."""
+"""Norms of an MTP layer: of the embedding, its input, and its output."""
 
 
 def projection_weights(model: Model) -> int:
-    """Weights of one projection over all tensor-parallel ranks."""
+    """Return the weights of one projection over all tensor-parallel ranks."""
     return 2 * model.hidden**2
 
 
 def last_end_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
-    """The last stage's end: the head, once more behind every layer that predicts. `message_bytes`, `pieces`: as of the head."""
+    """Return the last stage's end: the head, once more for every MTP layer, and these layers."""
     head, times = head_of(profile, message_bytes, pieces), profile.shape.mtp
     if not times:
         return head
@@ -49,7 +49,7 @@ def last_end_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockP
 
 
 def _predicting_s(profile: Profile, message_bytes: int) -> tuple[float, float]:
-    """Forward and backward of one layer that predicts, without its head."""
+    """Return forward and backward seconds of one MTP layer without its head."""
     shape = profile.shape
     attention, mlp = shape.halves.values()
     sections = (attention, mlp if shape.experts is None else shape.experts.section)
@@ -64,7 +64,7 @@ def _predicting_s(profile: Profile, message_bytes: int) -> tuple[float, float]:
 
 
 def _projection_s(profile: Profile, attention: Section, message_bytes: int) -> tuple[float, float]:
-    """Forward and backward of the projection: its input is twice as wide as a message, and its result is gathered."""
+    """Return forward and backward seconds of the projection: its input is two messages wide, its output is gathered."""
     shape, alike = profile.shape, profile.of(attention).items[attention.row_parallel]
     element = 4 if shape.dtype == "fp32" else 2
     flops = 4 * (message_bytes // element) * shape.hidden // shape.tensor
@@ -80,7 +80,7 @@ def _projection_s(profile: Profile, attention: Section, message_bytes: int) -> t
 
 
 def predicting_bytes(shape: LayerShape) -> int:
-    """What all layers that predict keep of one micro-batch, without losses."""
+    """Return the bytes saved by all MTP layers of one micro-batch, without losses."""
     times = shape.model.mtp
     if not times:
         return 0
@@ -89,5 +89,5 @@ def predicting_bytes(shape: LayerShape) -> int:
 
 
 def losses_bytes(shape: LayerShape) -> int:
-    """What the losses of all layers that predict keep beside the usual one's."""
+    """Return the bytes saved by all MTP losses."""
     return shape.model.mtp * loss_kept_bytes(shape)

@@ -1,18 +1,10 @@
-"""What a replay of one layer half runs, what it regenerates, and what stays in memory for it.
+"""Recomputation of one layer half: the items that run, the bytes that it makes, and the bytes that stay for it.
 
     item        norm ─────> linear_qkv ─────> rotary ─────> core_attention ─────> linear_proj ─────> bda
     block            norm_out          qkv_out        q, k                probs, context        mask
 
-    replay = {norm, core}:  norm runs, linear_qkv hands over its memo, rotary and core run, linear_proj is reached: stop.
+    replay = {norm, core}:  norm runs, linear_qkv returns its memo, rotary and core run, linear_proj is reached: stop.
 
- [1] a replayed item lets go of what its backward reads; it, and the code on the way, runs again
- [2] a kept site lets go of its argument, where the replay makes that anyway; the replay must only *reach* it
- [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
- [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads those of `Section.ends`
- [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
- [6] where a replay stops, what the sites that it ran returned is remembered, and so held, until it goes on
- [7] a checkpointed half runs again up to what its backward reads first, dispatch of tokens included, which reads what the router
-     decided; or to its end, where the half behind it needs what it returns
 These are the rules of `runtime.record`, for sizes instead of tensors.
 """
 
@@ -28,45 +20,45 @@ from megatron_lynx.profiler.profile import SavedTensor
 
 
 class Checkpoint(NamedTuple):
-    """A half that keeps at most its input: everything inside runs again when backward enters it, what communicates included."""
+    """A half that saves at most its input and is recomputed whole, communication included."""
 
     feeds: bool = False
-    """Whether it runs again to its end, because the half behind it keeps no input."""
+    """Recomputed to its end, because the next half saves no input."""
     fed: bool = False
-    """Whether it keeps no input, and gets it from the half before."""
+    """Saves no input, and gets it from the previous half."""
     ahead_to: str | None = None
-    """The item to which it runs again while the layer above runs backward (`timetable.PlannedHalf`)."""
+    """Item to which it is recomputed during the backward of the layer above (`timetable.PlannedHalf`)."""
     gathers_ahead: bool = False
     """Whether its input is gathered before that."""
     goes_on: bool = False
-    """Whether what comes behind all that communicates runs again in the first wait of its own backward."""
+    """Whether the items after its last communication are recomputed in the first wait of its backward."""
 
     @property
     def joined(self) -> bool:
-        """Whether it is a part of a layer that keeps one input."""
+        """Whether it is part of a layer that keeps one input."""
         return self.feeds or self.fed
 
     def items(self, section: Section) -> tuple[str, ...]:
-        """What runs again."""
+        """Return the recomputed items."""
         return section.run_again(whole=self.feeds)
 
 
 INSIDE = Checkpoint(feeds=True, fed=True)
-"""A half inside a group of layers that keep one input, neither its first nor its last."""
+"""A half inside a group of layers that keeps one input, neither first nor last."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One half under one choice of replayed items. Bytes count the half's saved blocks, not its input."""
+    """One half under one choice of recomputed items. Bytes exclude the half's input."""
 
     runs: tuple[str, ...]
-    """The items that a replay runs, in order; kept code on the way included, kept sites not."""
+    """Items that the recomputation runs, in order: code on the way included, kept sites not."""
     stays: tuple[SavedTensor, ...]
-    """What is held from forward to backward."""
+    """Tensors held from forward to backward."""
     regenerated_bytes: int
-    """What the replay makes."""
+    """Bytes that it makes."""
     there_bytes: Mapping[str, int]
-    """By item before which it may stop: what it has made by then, memos of the sites that it ran included."""
+    """By item before which it may stop: bytes made by then, memos of the sites that it ran included."""
 
     @property
     def stays_bytes(self) -> int:
@@ -81,29 +73,37 @@ def replay_of(
     whole: bool = False,
     stops: Collection[str] | None = None,
 ) -> Replay:
-    """What follows from replaying exactly these items of a section. `whole`: whether the replay runs to the half's end. [7]
-    `stops`: the items before which it may stop, if not those of the section."""
+    """Return the consequences of recomputing exactly these items.
+
+    `whole`: run to the half's end. `stops`: items before which it may stop; default: the section's.
+    """
     order, code, ends = section.names, section.code, section.ends
     if any(item.role == "dispatch" and item.name in replay for item in section.items):
-        ends = tuple(item for item in ends if section.of_name[item].role != "router")  # [7]
+        ends = tuple(
+            item for item in ends if section.of_name[item].role != "router"
+        )  # a recomputed dispatch reads the router's result
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
     last = len(order) - 1 if whole else last
     passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
-    made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
+    made = {
+        tensor.made_by for tensor, items in let_go if items and not tensor.output
+    }  # the linear recomputes its Transformer Engine norm: no memo
     runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
     there = dict.fromkeys(section.stops if stops is None else stops, 0)
     for tensor, items in let_go:
-        remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed  # [4]
+        remembered = (
+            tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed
+        )  # memo of a kept site that recomputation passes
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
             continue
         if items:
             regenerated += tensor.bytes
         first = min((_last_run(section, tensor, item) for item in items), default=len(order))
-        if tensor.output and tensor.made_by in runs:  # [6]
+        if tensor.output and tensor.made_by in runs:  # a stopped recomputation holds the outputs of the sites that it ran
             first = min(first, order.index(tensor.made_by))
         for stop in there:
             there[stop] += tensor.bytes * (first < order.index(stop))
@@ -113,14 +113,14 @@ def replay_of(
 def sensible_choices(
     section: Section, tensors: Sequence[SavedTensor], context: int = 1, *, sequence_parallel: bool = False, te: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5, and fewer
-    than that of latent attention that are worth anything.
+    """Yield each set of recomputed items that equals the items its recomputation runs: at most 2^5, and for latent attention only
+    useful ones.
 
-    `context`: among how many ranks a sequence is cut; among several the core attention is kept. `sequence_parallel`, `te`: what
-    latent attention can replay depends on these, too.
+    `context`: number of context-parallel ranks; with several the core attention is kept. `sequence_parallel`, `te`: restrict
+    latent attention, too.
 
-    A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
-    again anyway need not hold what it saves.
+    Other sets are equivalent to one of these: keeping an item that saves nothing has no effect, and code that runs anyway need
+    not hold its outputs.
     """
     replayable = section.replayable_among(context, sequence_parallel=sequence_parallel)
     found = (
@@ -135,28 +135,31 @@ def sensible_choices(
 
 
 def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Of a section with two paths, whose items can be chosen in hundreds of ways: only sets without which more would be held, or
-    run again. Of two that hold as much, one runs no more than what the other runs: the first that runs fewest is taken."""
+    """Drop the sets of a two-path section that another one beats in both bytes and items. Latent attention has hundreds; of sets
+    that hold equal bytes the first with fewest items is taken.
+    """
     fewest: dict[int, tuple[str, ...]] = {}
     for chosen in choices:
         held = replay_of(section, tensors, chosen).stays_bytes
         fewest.setdefault(held, chosen)
     kept: list[tuple[str, ...]] = []
-    for _, chosen in sorted(fewest.items()):  # each holds more than those before it
+    for _, chosen in sorted(fewest.items()):  # by rising bytes
         if not any(set(again) <= set(chosen) for again in kept):
             kept.append(chosen)
     yield from (chosen for chosen in choices if chosen in kept)
 
 
 def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
-    """Whether `item`'s hold on the tensor becomes a handle."""
+    """Whether `item` frees the tensor and gets it from recomputation."""
     if item in replay:
-        return True  # [1]
+        return True  # it frees all that its backward reads
     if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
         return False
     from_kept_site = tensor.output and tensor.made_by not in replay
     if not section.two_paths:
-        return section.before(item) in replay and not from_kept_site  # [2] [3]
+        return (
+            section.before(item) in replay and not from_kept_site
+        )  # a kept site frees its argument if recomputation makes that anyway; a kept site's output stays as its memo
     before = section.names[section.index(item) - 1]
     return tensor.made_by in replay and not from_kept_site and (before in replay or before not in section.code)
 
@@ -166,7 +169,9 @@ def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:
 
 
 def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
-    """The last item that must run before this handle can be filled: a linear's argument exists when the linear is reached."""
+    """Return the last item to run before the tensor is available to `item`: a linear's argument exists when the linear is
+    reached.
+    """
     index = section.index(item)
     own = item in section.code or not _is_argument(section, tensor, item)
     return index if own else index - 1

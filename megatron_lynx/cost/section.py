@@ -1,14 +1,13 @@
-"""One section of a layer, priced under one choice of replayed items: for the solver, which asks for every choice, for the
-rehearsal of a plan, which has made its choices, and for the table of trade-offs.
+"""Price of one section of a layer under one choice of recomputed items, and the Pareto front over all choices.
 
-    items of the section ──replay_of──> what runs, stays, is regenerated ──> seconds and FLOPs of the replay
-                                                                         └─> memory of the half, a gathered input included
+    items of the section ──replay_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
+                                                                          └─> memory of the half, a gathered input included
 
-What recomputation buys, for every set of replayed items worth looking at, is the front of bytes of one layer against seconds:
+The front is bytes saved per layer against seconds:
 
-seconds │                    o full               It begins with nothing replayed. Balanced recomputation (norms and
+seconds │                    o full               It begins with nothing recomputed. Balanced recomputation (norms and
         │             o                           the activation; Yuan et al., ATC '24) ends the flat stretch, before a GEMM
-        │   balanced                              or the attention has to run again.
+        │   balanced                              or the attention is recomputed.
         │ o──o
         └─────────────────────── bytes saved
 """
@@ -29,46 +28,46 @@ from megatron_lynx.profiler.profile import Profile
 
 
 class Stop(NamedTuple):
-    """How far a replay is that stops before an item."""
+    """Progress of a recomputation that stops before an item."""
 
     seconds: float
-    """What has run."""
+    """Seconds run."""
     bytes: int
-    """What is there of what it regenerates, and of what it remembers to go on. A gathered input is in it."""
+    """Bytes live, including tensors kept to resume and a gathered input."""
 
 
 class Begun(NamedTuple):
-    """How far a checkpoint is when it has run ahead, and stops at an item."""
+    """Progress of a checkpoint that runs ahead and stops at an item."""
 
     seconds: float
     bytes: int
-    """As `Stop` has it."""
+    """As in `Stop`."""
     under_way_s: float
-    """The part of what it communicates that is under way then."""
+    """Communication in flight when it stops."""
     again_s: float
-    """What of that runs once more when it goes on: code between sites."""
+    """Part of `seconds` that runs again on resuming: code between sites."""
     waits_s: float = 0.0
-    """What has been waited for until then."""
+    """Waits until then."""
 
 
 @dataclass(frozen=True)
 class PricedSection:
-    """One micro-batch in one section whose items are replayed as chosen."""
+    """Price of one micro-batch in one section with these recomputed items."""
 
     memory: HalfMemory
-    """What it holds when it is replayed on demand."""
+    """Memory if recomputed on demand."""
     replay_s: float = 0.0
-    """Forward seconds of everything that the replay runs, code on the way included."""
+    """Forward seconds of all that recomputation runs, code on the way included."""
     flops: int = 0
-    """What the replayed items compute again."""
+    """FLOPs of the recomputed items."""
     communicates_s: float = 0.0
-    """What a checkpoint's collectives and exchanges take as they run again, exposed as in a forward."""
+    """Exposed communication of a recomputed checkpoint."""
     gathered_bytes: int = 0
-    """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
+    """Buffer of an input gathered once for recomputation and backward."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
-    """By item before which the replay can stop: how far it is then."""
+    """By item before which recomputation can stop."""
     begun: Mapping[str, Begun] = field(default_factory=dict)
-    """Of a checkpoint that runs again in parts: by item at which it stops, the last one first."""
+    """For a checkpoint recomputed in parts, by item at which it stops, last first."""
 
 
 def priced(
@@ -78,8 +77,7 @@ def priced(
     checkpoint: Checkpoint | None = None,
     less_in_hand_bytes: int = 0,
 ) -> PricedSection:
-    """What it costs to replay these items of the section. `checkpoint`: of one that keeps its input at most, whose items these
-    are. `less_in_hand_bytes`: as `cost.memory.half_memory` has it."""
+    """Price the recomputation of these items. `checkpoint`: of these items, saving at most its input."""
     costs = profile.of(section)
     feeds = checkpoint is not None and checkpoint.feeds
     if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.goes_on):
@@ -120,10 +118,12 @@ def priced(
 def _in_parts(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
-    """A checkpoint that runs again in parts: as far as an item while the layer above runs backward, or where backward enters it,
-    and the rest behind that. What a reduction makes is remembered until then, and what one reads that scatters, as it travels; a
-    gathered input has a buffer of its own until the linear has read it. Rows of tokens are not counted here: those that are sent
-    and those that arrive are in hand at every moment (`stage_memory.dispatched_bytes`)."""
+    """Price a checkpoint recomputed in two parts: to an item, during the backward of the layer above or at the start of its
+    backward, and the rest after that.
+
+    Until then it holds a reduction's result (of a reduce-scatter, its input while in flight). A gathered input has a buffer until
+    the linear has read it. Rows of tokens are counted at every moment elsewhere (`stage_memory.dispatched_bytes`).
+    """
     at_once = checkpoint._replace(ahead_to=None, gathers_ahead=False, goes_on=False)
     price = priced(profile, section, replay, at_once, less_in_hand_bytes)
     item = checkpoint.ahead_to or section.last_communicating
@@ -145,7 +145,7 @@ def _in_parts(
 def _begun(
     profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, item: str, *, gathers: bool = False
 ) -> Begun:
-    """How far it is where it stops at an item. `gathers`: before it, while its input travels into a buffer; else behind it."""
+    """Return the progress at an item. `gathers`: stop before it while its input is gathered; else stop after it."""
     costs, index = profile.of(section), section.index(item)
     stop = item if gathers or section.exchanges else section.names[index + 1]
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
@@ -162,30 +162,31 @@ def _begun(
 
 
 def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:
-    """With what is there of it while the attention half of the layer above runs backward: its MLP half comes behind that at
-    once, its attention half behind the MLP half, for which all of it is there."""
+    """Add the prefetched bytes that are live during the backward of the layer above: its MLP half follows that layer's attention
+    half, its attention half follows the MLP half.
+    """
     nearest, *_ = memory.ahead
     before = (nearest, nearest, begun_bytes, begun_bytes) if checkpoint.feeds else (begun_bytes, begun_bytes, 0, 0)
     return dataclasses.replace(memory, ahead=before)
 
 
 def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
-    """Whether a replay of these items runs the GEMM whose input is gathered once."""
+    """Whether these items include the GEMM whose input is gathered once."""
     return profile.shape.sequence_parallel and section.gathered in replay
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """A set of items that are replayed on demand: one layer, one micro-batch, one rank."""
+    """A set of items recomputed on demand: one layer, micro-batch and rank."""
 
     replay: tuple[str, ...]
     saved_bytes: int
-    """How much less is held between forward and backward than if everything is kept."""
+    """Against saving everything."""
     replay_s: float
 
 
 def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
-    """Every trade-off that no other one beats in both, from nothing replayed to most bytes saved."""
+    """Return all trade-offs that no other beats in both figures, by rising seconds."""
     both = [
         TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
         for first, second in product(*(list(_trade_offs(profile, section)) for section in _sections(profile)))
@@ -198,7 +199,7 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
 
 
 def _sections(profile: Profile) -> tuple[Section, ...]:
-    """What fills the halves of a layer: of one with experts, if there are any."""
+    """Return the sections of a layer; one with experts if the model has any."""
     attention, mlp = profile.shape.halves.values()
     return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
 

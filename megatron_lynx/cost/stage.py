@@ -1,18 +1,18 @@
-"""Seconds of a stage's passes and of a whole step, and how much of it is under way at once.
+"""Seconds of a stage's passes and of a step, and chunks in flight.
 
 stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once,
-stage 1     F B F B F B F B                 each with the messages that it exchanges with its neighbours
+stage 1     F B F B F B F B                 each with the messages exchanged with its neighbours
 
-How many chunks a stage holds between their forward and their backward, at most:
+Maximum chunks between forward and backward:
 
 1F1B, p = 4          stage 0 1 2 3            p - s
 chunks in flight           4 3 2 1
-without flushes            4 3 2 1            p - s, all the time
+without flushes            4 3 2 1            p - s, always
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 
-Chunks with unequal layers are counted one by one (`schedule.one_stage.counts_at_backwards`): of the 11 there are 7 of chunk 0
-and 4 of chunk 1 when the first backward begins, and never 11 of one.
+Unequal chunks are counted one by one (`schedule.one_stage.counts_at_backwards`): of the 11, there are 7 of chunk 0 and 4 of chunk
+1 when the first backward begins.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Phases:
-    """How many backwards of a stage follow a forward (steady), and how many follow another backward (cool-down)."""
+    """Number of a stage's backwards that follow a forward (steady), and another backward (cool-down)."""
 
     steady: int
     cooldown: int
@@ -57,7 +57,7 @@ class Phases:
 
 
 def phases_of(job: Job, stage: int) -> Phases:
-    """The phases of a stage that has one chunk. Without flushes there is no cool-down but at the end of training."""
+    """Return the phases of a stage with one chunk. Without flushes the cool-down comes only at the end of training."""
     if job.schedule == "double_buffered":
         return Phases(steady=job.microbatches, cooldown=0)
     warmup = min(job.parallel.pipeline - 1 - stage, job.microbatches)
@@ -66,25 +66,25 @@ def phases_of(job: Job, stage: int) -> Phases:
 
 @dataclass(frozen=True)
 class SectionSeconds:
-    """One micro-batch in what fills a half, with the waits for its collectives or exchanges."""
+    """One micro-batch in one section, with exposed collectives and exchanges."""
 
     forward_s: float
     backward_s: float
     replay_s: float = 0.0
-    """What runs again before the backward."""
+    """Recomputation before the backward."""
 
 
 HalfSeconds = Mapping[Section, SectionSeconds]
-"""Of everything that fills a half of some layer."""
+"""By every section of the model."""
 
 
 def half_seconds(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
-    """Stock Megatron that recomputes nothing."""
+    """Return stock Megatron's halves without recomputation."""
     return {section: _seconds_of(profile, section, message_bytes) for section in job.model.every_section}
 
 
 def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> SectionSeconds:
-    """What some layers have has its waits in its figures."""
+    """Profiles of experts include communication already."""
     half = profile.of(section)
     forward_s, backward_s = (
         0.0 if section.in_some_layers else sum(window_lengths_s(profile, passing, section, message_bytes)) for passing in PASSES
@@ -93,12 +93,12 @@ def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> Secti
 
 
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
-    """A stage of stock Megatron that recomputes nothing."""
+    """Return a stock stage without recomputation."""
     return stage_of_layers(job, profile, stage, half_seconds(job, profile, message_bytes))
 
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds) -> StageSeconds:
-    """A stage of layers with such halves, with the ends of the model that it holds."""
+    """Return a stage of such halves, with its ends of the model."""
     counts, ends = job.halves_on(stage), _ends(job, profile, stage)
     forward, backward, replay_s = (
         sum(counts[section] * getattr(each, name) for section, each in halves.items())
@@ -108,7 +108,7 @@ def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds)
 
 
 def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
-    """The ends of the model that a stage holds: most hold none."""
+    """Return the embedding and the head, if on this stage."""
     message_bytes = LayerShape.of(job).gathered_bytes
     first = [embedding_of(profile, message_bytes)] if stage == 0 else []
     last = [last_end_of(profile, message_bytes, job.head_pieces)] if stage == job.parallel.pipeline - 1 else []
@@ -116,8 +116,7 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
-    """A value of each stage, asked for once where stages are alike: as many layers of each kind, and the same end of the model,
-    if any."""
+    """Evaluate `value` once per group of equal stages: same layers of each kind, same end of the model."""
     pipeline = job.parallel.pipeline
     known: dict[object, T] = {}
     values = []
@@ -130,25 +129,25 @@ def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
 
 
 def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> float:
-    """One step of 1F1B, without the optimizer: messages hold up both sides, so each stage pays one for each neighbour."""
+    """Return one step of 1F1B without the update. Messages block both sides, so each stage pays one per neighbour."""
     paces = [stage.both_s + p2p_s * ((number > 0) + (number < len(stages) - 1)) for number, stage in enumerate(stages)]
     return (microbatches - 1) * max(paces) + sum(paces)
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """How many one stage holds; each is one chunk of one micro-batch."""
+    """Return a stage's maximum number of (chunk, micro-batch) in flight."""
     return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group, stage)
 
 
 def chunks_in_flight_by_stage(job: Job) -> list[int]:
-    """How many each stage holds."""
     pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
     return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
 
 
 def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int | None = None) -> int:
-    """The most that all micro-batches in flight keep when a backward of `chunk` begins, or any. `sizes`: bytes that one
-    micro-batch keeps in each chunk of the stage."""
+    """Return the peak of all micro-batches in flight when a backward of `chunk`, or any, begins. `sizes`: bytes per micro-batch
+    in each chunk of the stage.
+    """
     counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
     some = [each for one in counts for each in one] if chunk is None else counts[chunk]
     return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in some)
@@ -161,6 +160,6 @@ def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage:
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:
-    """How many micro-batches of a stage's first chunk, whose backward comes last, it holds."""
+    """Return the micro-batches in flight of a stage's first chunk, whose backward is last."""
     pipeline = job.parallel.pipeline
     return min(job.microbatches, pipeline - stage if job.chunks == 1 else job.microbatch_group)

@@ -1,33 +1,32 @@
-"""Everything that one device holds at its fullest, each byte under a name.
+"""Peak memory of one device, by kind.
 
-    parameters  gradients  optimizer       all the time
+    parameters  gradients  optimizer       always
     rest                                   workspaces
-    learned                                what a run was seen to hold beside all of these, or less than them (below 0)
-    buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients;
-                                           userbuffers; of captured graphs masks and working memory (`graphs`)
-    activations                            what layers keep, all chunks in flight; with offloading, the share that stays
+    learned                                observed by a run besides all of these; below 0 if it used less
+    buffers                                Megatron's global buffer; Transformer Engine's dummy weight gradients; userbuffers;
+                                           masks and workspace of captured graphs (`graphs`)
+    activations                            layers, all chunks in flight; with offloading, the share that stays
     staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
-    messages                               with a pipeline: what is being sent to and received from other stages
-    embedding                              first stage: dropout's masks
-    head  logits                           last stage: what final norm and output projection read; all copies of the logits
-    recomputed                             what one whole layer makes again under `full` and `balanced`; the scores of one, under
-                                           `selective`
-    in_hand                                gradients on their way through a layer, the head or the embedding; rows of tokens on
-                                           their way to experts and back, and what dispatchers remember of their last call
-    update_copies                          copies in fp32 that an update makes
-    fp8_weights                            with FP8: copies of the linears' weights, or what they hold by columns
+    messages                               with a pipeline: messages being sent and received
+    embedding                              first stage: dropout masks
+    head  logits                           last stage: inputs of final norm and output projection; all copies of the logits
+    recomputed                             one whole layer under `full` and `balanced`; one layer's scores under `selective`
+    in_hand                                transient gradients in a layer, the head or the embedding; tokens in flight to and from
+                                           experts, and tensors that dispatchers keep of their last call
+    update_copies                          fp32 copies made by an update
+    fp8_weights                            FP8 copies of the linears' weights, or their bytes by columns
     second_weights                         without flushes: the other version of the parameters
-    second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
+    second_gradients                       with deferred updates, on all stages but the first: the next batch's
 
-Which of them are there at once is said in `cost.moments`: a device is fullest at one of several moments.
+`cost.moments` says which are live together.
 
 Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
 
     (N - 2)(1 - r)C   +   2C                            +   2rC
-    out of reach          one is run, one still copied      ping and pong               =   (N - (N - 4)r)C
+    the others            one running, one being copied     ping and pong               =   (N - (N - 4)r)C
 
-so four chunks or fewer gain nothing, and are not offloaded. On the last stage the logits exist only between the forward of its
-last chunk and that chunk's backward. It is not offloaded, so no copy is under way then: one chunk is whole, not two.
+so stages with four chunks or fewer do not offload. On the last stage the logits are live only between the forward of its last
+chunk and that chunk's backward. It is not offloaded, so no copy is in flight then: one chunk is whole, not two.
 """
 
 from __future__ import annotations
@@ -81,51 +80,46 @@ from megatron_lynx.kinds.experts.saved import as_held, gathered_tokens, remember
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
-"""What is allocated beside everything else: workspaces of cuBLAS, 32 MiB for each of the threads that run forward and backward
-(PyTorch's default on Hopper), and Transformer Engine's own one of as much. What CUDA's context and NCCL hold is not allocated by
-PyTorch, and in a cluster's reserve. On the CPU testbed there is none of them."""
+"""Allocations not counted elsewhere: cuBLAS workspaces, 32 MiB for each of the forward and backward threads (PyTorch's default on
+Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none.
+"""
 
 CHUNKS_NOT_OFFLOADED = 4
-"""One chunk is run, one is copied out, and two come back: with no more than these, nothing is offloaded."""
+"""One chunk runs, one is copied out, two come back: with no more than these, offloading saves nothing."""
 
 
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
-    """A stage at its fullest, offloading this share of each chunk's bytes.
-
-    It is under `job.policy`; not `planned`, of which only a plan knows.
-    """
+    """Return a stage's peak, offloading this share of each chunk. `job.policy` is not `planned`."""
     return stage_parts(job, stage, offload_ratio).fullest
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
-    """The memory of every stage, as `stage_memory` has it, in less time."""
+    """Return `stage_memory` of every stage, faster."""
     return tuple(parts.fullest for parts in OffloadingStages.of(job).parts(offload_ratio))
 
 
 def always_bytes(job: Job) -> int:
-    """What the fullest stage holds before there is any activation: the same for all policies and micro-batch sizes."""
+    """Return the fullest stage's bytes before any activation: independent of policy and micro-batch size."""
     states = of_every_stage(job, lambda stage: _states(job, stage).held)
     return max(held.always for held in states) + REST_BYTES[job.cluster.device]
 
 
 @dataclass(frozen=True)
 class OffloadingStages:
-    """Every stage of a job with nothing offloaded, and what another share changes: asked for many shares, the rest is counted
-    once."""
+    """Stages without offloading, to which different shares can be applied."""
 
     stages: tuple[Parts, ...]
     in_flight: tuple[int, ...]
 
     @classmethod
     def of(cls, job: Job) -> OffloadingStages:
-        """Under the job's policy."""
         shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
         in_flight = tuple(chunks_in_flight_by_stage(job))
         numbers = range(job.parallel.pipeline)
         return cls(tuple(_parts(job, stage, shape, states[stage], in_flight[stage], 0.0) for stage in numbers), in_flight)
 
     def parts(self, ratio: float) -> tuple[Parts, ...]:
-        """Everything that each stage holds at some moment, with this share of each chunk's bytes offloaded."""
+        """Return every stage's parts with this share of each chunk offloaded."""
         last = len(self.stages) - 1
         return tuple(
             _with_share(own, count, ratio, last=stage == last)
@@ -134,22 +128,21 @@ class OffloadingStages:
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
-    """Everything that a stage holds at some moment, under `job.policy`."""
+    """Return a stage's parts under `job.policy`."""
     return _parts(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
 
 
 @lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False) -> Parts:
-    """Everything that a stage holds at some moment but what its layers keep and recompute.
+    """Return a stage's parts without what its layers save and recompute.
 
-    `layer_whole`: whether a whole layer's workspace is counted, as stock's checkpoints need it; else that of the half that is
-    recomputed right before its backward. Cached: the planner asks a dozen times for each stage, and stock's settings thousands.
+    `layer_whole`: count a whole layer's transients, as stock's checkpoints need; else those of a half recomputed right before its
+    backward. Cached for planner and stock search.
     """
     return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=layer_whole)
 
 
 def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: int, ratio: float) -> Parts:
-    """`in_flight`: chunks."""
     own = replace(
         _beside_layers(job, stage, shape, states, layer_whole=True),
         recomputed=_recomputed(shape, job.policy, job.kinds_on(stage)),
@@ -159,8 +152,9 @@ def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: 
 
 
 def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
-    """What of `Parts` the layers of a stage keep, of which one micro-batch has so many bytes in each chunk. `more`: bytes beside
-    all micro-batches."""
+    """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
+    micro-batches.
+    """
 
     def most(chunk: int | None = None) -> int:
         return most_in_flight_bytes(job, stage, sizes, chunk) + more
@@ -172,8 +166,7 @@ def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int 
 
 
 def _with_share(own: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
-    """The same with this share of each chunk's bytes offloaded, every chunk taken to be as large as the largest while it is
-    whole."""
+    """Offload this share of each chunk; every chunk is taken to be as large as the largest while it is whole."""
     if ratio == 0 or in_flight <= CHUNKS_NOT_OFFLOADED:
         return own
     whole_bytes = (1 if last else 2) * own.chunk
@@ -221,15 +214,14 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
 
 
 def _head_in_hand(job: Job, shape: LayerShape, tied: bool, *, in_place: bool) -> int:
-    """Of the output projection's backward; or of a layer that predicts more tokens, or of the embedding in front of it: their
-    backward comes before that of all layers that are planned."""
+    """Return the transients of the last stage's end; with MTP the largest of the head's, an MTP layer's and its embedding's."""
     own = head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
     return max(own, layer_in_hand_bytes(shape), embedding_gradient_bytes(shape)) if job.model.mtp else own
 
 
 @dataclass(frozen=True)
 class _States:
-    """What follows from a stage's parameters alone."""
+    """Parts that depend on parameters only."""
 
     held: StageMemory
     reduced: int
@@ -257,14 +249,14 @@ def _states(job: Job, stage: int) -> _States:
 
 
 def _messages(job: Job, shape: LayerShape) -> int:
-    """One way: what is being sent, and what is received. Interleaved schedules exchange both ways beside their passes."""
+    """Return a send and a receive buffer; interleaved schedules have both directions at once."""
     if job.parallel.pipeline == 1:
         return 0
     return (4 if job.chunks > 1 else 2) * shape.input_bytes
 
 
 def chunk_bytes(job: Job, stage: int) -> int:
-    """What the layers of one chunk keep of one micro-batch (C); of the largest chunk, where a stage's differ."""
+    """Return the bytes saved by the layers of the largest chunk of one micro-batch (C)."""
     return max(_chunk_sizes(job, stage, LayerShape.of(job)))
 
 
@@ -273,30 +265,31 @@ def _chunk_sizes(job: Job, stage: int, shape: LayerShape) -> list[int]:
 
 
 def offloads(job: Job, stage: int) -> bool:
-    """Whether a stage has so many chunks in flight that offloading can gain anything."""
+    """Whether offloading saves anything on this stage."""
     return chunks_in_flight(job, stage) > CHUNKS_NOT_OFFLOADED
 
 
 def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
-    """Pinned host memory of one rank: of every chunk in flight but the two that are whole."""
+    """Return a rank's pinned host memory: all chunks in flight but the two that are whole."""
     return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job, stage)) if offloads(job, stage) else 0
 
 
 def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:
-    """What the layer that makes most again holds meanwhile."""
+    """Return the largest recomputation of a layer."""
     if policy == "none":
         return 0
     return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
 
 
 def pair_more_bytes(shape: LayerShape) -> int:
-    """What a forward and a backward that run in turns, layer by layer, hold beyond one of the two: a layer, which the forward
-    has made before the backward lets go of its own, taken to keep everything; and its rows on their way."""
+    """Return the extra bytes of an interleaved forward and backward over one of them: one layer, saving everything, and its
+    tokens in flight.
+    """
     return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
 
 
 def without_overlap(job: Job) -> Job:
-    """The same job where tokens are waited for."""
+    """Return the job without overlapped token exchanges."""
     experts = job.model.experts
     if experts is None or not experts.overlapped:
         return job
@@ -304,6 +297,6 @@ def without_overlap(job: Job) -> Job:
 
 
 def dispatched_bytes(shape: LayerShape) -> int:
-    """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
+    """Return the tokens sent and received while a half of experts runs."""
     rows, gathered = routed_rows(as_held(shape)), shape.model.moe_dispatcher == "allgather"
     return (rows + (gathered_tokens(shape) if gathered else rows)) * shape.model.hidden * shape.model.element_bytes

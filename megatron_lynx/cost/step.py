@@ -1,13 +1,13 @@
-"""Seconds of one optimizer step of a whole job, as its policy and offload ratio are stated.
+"""Seconds of one optimizer step under the job's policy and offload ratio.
 
 m x slowest stage   +   one micro-batch on all other stages / v chunks   +   messages, of which chunks hide all but the first
-+   copies to and from the host that nothing hides   +   gradients, optimizer, parameters
++   exposed host copies   +   gradients, optimizer, parameters
 
-stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on the own share, all-gather of parameters
+stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on its share, all-gather of parameters
 stage 1     F B F B F B F B   |
 
-A pass takes no less than the host needs to issue it. Without flushes: m x slowest stage, copies and the update; what stages
-wait for each other before an update, and messages not behind passes, a simulation adds (`simulator.double_buffered`).
+A pass takes at least its host time. Without flushes: m x slowest stage, copies and the update; a simulation adds waits between
+stages and exposed messages (`simulator.double_buffered`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megatron_lynx.profiler.shape import LayerShape
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The parts of a step, one after the other."""
+    """Consecutive parts of a step."""
 
     pipeline_s: float
-    """Forwards and backwards of the slowest stage, replays and exposed collectives included."""
+    """Passes of the slowest stage, recomputation and exposed collectives included."""
     bubble_s: float
     messages_s: float
     copies_s: float
-    """Host copies that outlast what they run behind."""
+    """Exposed host copies."""
     update_s: float
-    """Gradients reduced, optimizer, parameters gathered, as far as nothing hides them."""
+    """Exposed reduction of gradients, optimizer, gather of parameters."""
 
     @property
     def total_s(self) -> float:
@@ -56,7 +56,7 @@ class StepSeconds:
 
 
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
-    """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
+    """Return the parts of a job's step; `job.policy` is not `planned`."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
     halves = _replaying(job, profile, shape.gathered_bytes)
     stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
@@ -74,18 +74,17 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
 
 
 def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> float:
-    """Messages between stages. With one chunk they hold up both sides, every time."""
+    """Return the exposed messages. With one chunk all of them block both sides."""
     if job.chunks > 1:
         return 2 * waited_messages(job) * message_s
     return step_s(stages, job.microbatches, message_s) - step_s(stages, job.microbatches, 0.0)
 
 
 def waited_messages(job: Job) -> int:
-    """How many messages, one behind the other, a step waits for at least on its way forward; and as many on its way back.
+    """Return the minimum number of consecutive messages that a step waits for in forward direction; the same again in backward.
 
-    They are those of the first micro-batch. With several chunks it passes every stage several times; only where groups of
-    micro-batches are larger than the pipeline has it come round before its next chunk has its turn. Where no message overlaps a
-    pass, every pass waits for one.
+    They are the first micro-batch's, which passes each stage once per chunk; with groups larger than the pipeline it returns
+    before its next chunk's turn. Without overlapped messages every pass waits for one.
     """
     pipeline, chunks = job.parallel.pipeline, job.chunks
     if chunks > 1 and not job.overlap.messages:
@@ -94,7 +93,7 @@ def waited_messages(job: Job) -> int:
 
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
-    """One micro-batch on a stage's device, with what the policy replays on demand. Whole layers repeat their collectives."""
+    """Return one micro-batch on a stage with the policy's recomputation; whole layers repeat their collectives."""
     return stage_of_layers(job, profile, stage, _replaying(job, profile, message_bytes))
 
 
@@ -104,7 +103,7 @@ def _replaying(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
 
 
 def _replay_s(policy: Policy, profile: Profile, section: Section, stock: SectionSeconds) -> float:
-    """What some layers have runs again whole, or not at all."""
+    """Sections of some layers only (experts) are recomputed whole or not at all."""
     if policy == "full":
         return stock.forward_s
     items = () if section.in_some_layers else replayed_items(policy)
@@ -113,7 +112,7 @@ def _replay_s(policy: Policy, profile: Profile, section: Section, stock: Section
 
 
 def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
-    """Exposed copies of the stage that exposes most, if each offloads this share of what its policy keeps."""
+    """Return the exposed copies of the stage that exposes most, offloading this share."""
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0:
         return 0.0
@@ -126,12 +125,11 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
 
 
 def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, message_s: float) -> float:
-    """Exposed seconds of a whole step; `copy_s`: of what one chunk of stage `number` offloads of one micro-batch, one way.
+    """Return exposed copy seconds per step. `copy_s`: copying one chunk of stage `number` for one micro-batch, one way.
 
-    Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
-    Copies and messages between stages take turns where they share a link (Yuan et al. serialise them: copies slow messages down),
-    so of each pass the time of one message is not theirs; without chunks a plan keeps them apart, and behind each pair's forward
-    there are none.
+    Copies out overlap a forward during warm-up, copies back a backward during cool-down, both overlap a pair in steady state.
+    Copies and messages alternate on a shared link (Yuan et al. serialise them), so a pass loses one message's time; without
+    chunks a plan keeps them apart, and copies overlap only the pair's backward.
     """
     shared_s = message_s if meet_messages(job) else 0.0
     forward_s, backward_s = (seconds / job.chunks - shared_s for seconds in (stage.forward_s, stage.backward_s))

@@ -1,4 +1,4 @@
-"""Seconds of a step: one figure, or a range where an overlap hides an unknown part of what it could."""
+"""Seconds of a step: one figure, or a range if the hidden part of an overlap is unknown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_lynx.units import format_seconds
 
 @dataclass(frozen=True)
 class StepRange:
-    """From the shortest to the longest step that is possible; both are equal where the step is known."""
+    """Shortest and longest possible step; equal if known."""
 
     least_s: float
     most_s: float
@@ -21,7 +21,7 @@ class StepRange:
 
     @property
     def expected_s(self) -> float:
-        """The middle, by which steps are ranked."""
+        """Middle of the range; steps are ranked by it."""
         return (self.least_s + self.most_s) / 2
 
     @property
@@ -37,7 +37,7 @@ class StepRange:
 
     @property
     def as_json(self) -> dict[str, float]:
-        """`step_s`: the longest, which every command prints of a step; the shortest where there is another one."""
+        """`step_s` is the longest, as in every command; `step_at_best_s` the shortest, if it differs."""
         return {"step_s": self.most_s, **({} if self.is_known else {"step_at_best_s": self.least_s})}
 
     def plus(self, seconds: float) -> StepRange:
@@ -45,5 +45,5 @@ class StepRange:
 
 
 def hiding_all(profile: Profile) -> Profile:
-    """The profile as if userbuffers hid every exchange behind its GEMM, as far as that lasts."""
+    """Return the profile as if userbuffers hid every exchange as far as its GEMM lasts."""
     return profile.model_copy(update={"hiding": "userbuffers"})

@@ -1,21 +1,17 @@
-"""Seconds of the update, once in a step, on the stage with most parameters: gradients reduced, optimizer, parameters gathered.
+"""Seconds of the update on the stage with most parameters: gradient reduction, optimizer, parameter gather.
 
-    nothing overlaps     ... B | reduce | Adam | gather | F ...
-    gradients            ... B             Adam | gather | F ...     bucket by bucket behind the last micro-batch's backward; the
-                         reduce ... last                             last bucket waits for the end of it
-    parameters           ... B | reduce | Adam | first | F ...       bucket by bucket behind the first forward, which waits for
-                                               gather ......         the first one
+    nothing overlapped   ... B | reduce | Adam | gather | F ...
+    gradients            ... B             Adam | gather | F ...     by bucket, during the last micro-batch's backward; the last
+                         reduce ... last                             bucket is exposed
+    parameters           ... B | reduce | Adam | first | F ...       by bucket, during the first forward; the first bucket is
+                                               gather ......         exposed
 
-An optimizer on the host comes on top (`cost.host_optimizer`); the device's own part of it is short, and counted before it. So do
-the products of Muon (`cost.muon`).
+Added: an optimizer on the host (`cost.host_optimizer`), Muon's products (`cost.muon`), fixed costs (`cost.fixed`).
 
 With several instances of the distributed optimizer gradients are reduced within each, then each rank's share between them;
 parameters are gathered within.
 
-Beside these come kernels, small all-reduces and waits of the host that are there however few parameters there are (`cost.fixed`).
-
-What is hidden is not free: GEMMs beside a collective lose a share of their rate (`matmul.beside_collective`). What there is to
-hide behind is taken to be a pass that replays nothing, whatever the policy, so that policies are compared by what they do.
+Overlap slows GEMMs (`matmul.beside_collective`). The overlapped pass is taken without recomputation, for all policies alike.
 """
 
 from __future__ import annotations
@@ -45,43 +41,42 @@ from megatron_lynx.profiler.shape import LayerShape
 
 @dataclass(frozen=True)
 class UpdateSeconds:
-    """The update of parameters that one group of ranks shares, as long as its parts take alone."""
+    """Update of parameters shared by one group of ranks, each part without overlap."""
 
     reduce_s: float
     adam_s: float
     gather_s: float
     bucket_share: float
-    """Of reductions and gathers, that of one bucket."""
+    """Share of one bucket in reductions and gathers."""
 
     def exposed_s(self, job: Job, behind: StageSeconds) -> float:
-        """What it adds to the step. `behind`: one micro-batch of the stage."""
+        """Return the seconds added to a step. `behind`: one micro-batch of the stage."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
         if job.overlap.gradients:
             reduce_s = self._left_s(job, reduce_s, behind.backward_s)
-            if not job.parallel.distributed_optimizer:  # an all-reduce, of which the gather is the second half
+            if not job.parallel.distributed_optimizer:  # an all-reduce; the gather is its second half
                 gather_s = self._left_s(job, gather_s, max(0.0, behind.backward_s - self.reduce_s))
         if job.overlap.parameters:
             gather_s = self._left_s(job, gather_s, behind.forward_s)
         return reduce_s + self.adam_s + gather_s
 
     def passes_left(self, job: Job, behind: StageSeconds) -> StageSeconds:
-        """What of the passes hides another group's: links are shared, whichever bucket is full first."""
+        """Return the parts of the passes left to hide another group's communication: links are shared."""
         reduced_s = self.reduce_s if job.parallel.distributed_optimizer else self.reduce_s + self.gather_s
         return StageSeconds(max(0.0, behind.forward_s - self.gather_s), max(0.0, behind.backward_s - reduced_s))
 
     def _left_s(self, job: Job, seconds: float, behind_s: float) -> float:
-        """What no pass hides of a reduction or a gather, and what the pass loses by what it hides."""
+        """Return the exposed part of a reduction or gather, and the slowdown of the pass."""
         left_s = max(seconds * self.bucket_share, seconds - behind_s)
         lost = 0.0 if job.cluster.matmul is None else job.cluster.matmul.beside_collective
         return left_s + lost * (seconds - left_s)
 
 
 def update_s(job: Job, profile: Profile) -> float:
-    """Seconds that updating adds to a step, whatever the policy.
+    """Return the seconds that an update adds to a step, under any policy.
 
-    Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
-    Experts do that in buckets and groups of their own, as soon as a bucket is full (`DistributedDataParallel`,
-    `register_grad_ready` of megatron-core 0.16 to 0.19): with the others' they are hidden as far as passes last.
+    Experts have their own buckets and groups, reduced as soon as a bucket is full (`DistributedDataParallel`,
+    `register_grad_ready` of megatron-core 0.16 to 0.19).
     """
     of_stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: of_stages[stage].total)
@@ -107,8 +102,7 @@ def update_s(job: Job, profile: Profile) -> float:
 
 
 def reduction_s(job: Job) -> float:
-    """Seconds in which gradients are reduced behind the last backward, on the stage with most parameters: Megatron's schedule
-    ends with them. 0 where they are reduced while backward runs."""
+    """Return the exposed gradient reduction after the last backward; 0 if overlapped."""
     if job.overlap.gradients:
         return 0.0
     most = max(of_every_stage(job, lambda stage: stage_parameters(job, stage)), key=lambda parameters: parameters.total)
@@ -121,15 +115,16 @@ def reduction_s(job: Job) -> float:
 
 
 def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, linears: int = 0, in_fp8: int = 0) -> UpdateSeconds:
-    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many. `linears`: how many of
-    them are weights that FP8 casts; `in_fp8`: how many are held and gathered in FP8."""
+    """Return the update of `count` parameters shared by `sharers` ranks, `stride` apart, in buckets of `bucket`. `linears`:
+    weights that FP8 casts; `in_fp8`: stored and gathered in FP8.
+    """
     instances = job.parallel.optimizer_instances
     own = sharers // instances
     owned, each = count / own if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
     streamed += _cast_bytes(job, linears, own)
-    if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
+    if job.schedule == "double_buffered":  # the newest version is first copied over the retired one
         streamed += 2 * count * each.weight
     moved, byte_per_s = (own - 1) / own * count, _replica_byte_per_s(job, own, stride, instances)
     between = 2 * (instances - 1) / instances * count / own  # an all-reduce of the own share
@@ -143,8 +138,9 @@ def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, linea
 
 
 def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
-    """What is read and written for the copies in FP8 of so many weights, in the first micro-batch of a step. Where weights are
-    held in FP8 a rank casts what it has stepped, and copies by columns what all have gathered."""
+    """Return the bytes read and written to cast weights to FP8 in a step's first micro-batch. Weights stored in FP8
+    are cast by the rank that stepped them, and copied by columns after the gather.
+    """
     if job.model.fp8_recipe is None:
         return 0
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
@@ -154,11 +150,13 @@ def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
 
 
 def _stepped_bytes(job: Job) -> float:
-    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
-    Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
-    Beside these, gradients are cleared, looked through for what is no number, and averaged in place if shared."""
+    """Return the bytes read and written per stepped parameter: gradient (norm 1, clipping 2, Adam 1; first copied, if needed),
+    Adam's state twice, and the parameter, from the main parameter in place or (precision-aware) joined with its remainder.
+    `_updated` adds clearing, checking and
+    averaging.
+    """
     each = bytes_each(job)
-    if job.optimizer.offloaded:  # norm and clipping of all gradients; what stays is stepped in fp32
+    if job.optimizer.offloaded:  # norm and clipping of all gradients; the rest is stepped in fp32
         stepped = 2 * (each.main_parameter + each.moments) + FP32_BYTES + each.weight
         return 3 * each.gradient + each.stays * (2 * each.lasting_copy + each.gradient + stepped)
     gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
@@ -167,13 +165,13 @@ def _stepped_bytes(job: Job) -> float:
 
 
 def _replica_byte_per_s(job: Job, sharers: int, stride: int, groups: int = 1) -> float:
-    """Rate of a ring over the ranks of one stage that hold the same parameters, for the stage that nodes cut worst.
+    """Return the rate of a ring over one stage's ranks with the same parameters, for the stage most split across nodes.
 
-    t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
-                                     node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
-    Rings begin with a stage's first rank, because Megatron numbers tensor ranks first, then context, data and pipeline ranks.
-    The members in one node pool their NICs; where there are fewest, the ring is slowest. `groups`: how many such rings a stage
-    has, one behind the other.
+        t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
+                                         node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
+
+    Megatron numbers tensor ranks first, then context, data and pipeline ranks. Members in one node pool their NICs; the node with
+    fewest is slowest. `groups`: rings per stage.
     """
     node, nic, nvlink = job.cluster.node, job.cluster.nic, job.cluster.nvlink
     if node is None or nic is None or sharers == 1:

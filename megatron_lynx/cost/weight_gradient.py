@@ -1,12 +1,12 @@
-"""What the gradient of a linear's weight takes and holds, where it is put off: a filler of waits that depends on no other rank.
+"""Delayed weight gradients of linears: seconds and bytes.
 
-    backward of a linear     dgrad ─> the gradient goes on          at once
-                             wgrad                                  later, in a wait: until then its two operands are held
+    backward of a linear     dgrad ─> the gradient is passed on     at once
+                             wgrad                                  later, in a wait; its two operands stay until then
                                └── total input (gathered, with sequence parallelism)  x  gradient of the output (all rows)
 
-Each of the two is half of the backward's GEMMs: as many FLOPs, and a profile has the seconds of both, measured or not. Nothing
-else holds the operands when the half of the linear is over: both count whole. In FP8 Transformer Engine may keep a tensor by rows
-and by columns, a byte each: as many bytes as in bf16. Of experts all of a rank count together, under the load that is assumed.
+Each GEMM is half of the backward's FLOPs; profiles have both, measured or estimated. Both operands count in full. In FP8
+Transformer Engine may keep a tensor by rows and by columns, a byte each: as many bytes as in bf16. Experts of a rank count
+together, under the assumed load.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ class WeightGradient(NamedTuple):
 
     seconds: float
     input_bytes: int
-    """What the linear was given, on all rows."""
+    """Its input, all rows."""
     gradient_bytes: int
-    """The gradient of what it put out, on all rows."""
+    """Gradient of its output, all rows."""
 
     @property
     def bytes(self) -> int:
-        """What is held while it is put off."""
         return self.input_bytes + self.gradient_bytes
 
 
 def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGradient:
-    """The weight gradient of one of a section's linears."""
     item = profile.of(section).items[linear]
     input_bytes, gradient_bytes = planning_of(section).operands_bytes(profile, linear)
     if (recipe := profile.shape.fp8) is not None:

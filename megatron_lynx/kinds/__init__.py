@@ -1,1 +1,1 @@
-"""Kinds of what fills a half of a layer, a slice each: its section, what planning asks of it, what a run must know of it."""
+"""Kinds of layer halves: their sections as data, and their sizes, seconds and saved tensors for planning."""

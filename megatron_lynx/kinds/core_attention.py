@@ -1,32 +1,31 @@
-"""The core attention of any kind: what it keeps, and how long it takes, among context-parallel ranks and in one order, too.
+"""Core attention of any kind: saved tensors and seconds, with context parallelism and in deterministic mode.
 
-Where context-parallel ranks exchange keys and values inside it:
+Exchanges of context-parallel ranks inside it:
 
-    p2p          turn 0 on own keys | turn 1 | ... | turn c-1      in each turn but the last the next keys and values come in, in
+    p2p          turn 0 on own keys | turn 1 | ... | turn c-1      each turn but the last receives the next keys and values, in
                                                                    backward with their gradients: a turn is the slower of the two
     all_gather   k, v gathered | attention                         backward: gathered again | attention | dk, dv scattered
-    a2a          q, k, v traded | attention | result traded        backward: its gradient traded | attention | dq, dk, dv traded
-    a2a+p2p      traded in groups, the ring among them in between
+    a2a          q, k, v exchanged | attention | output exchanged  backward: its gradient | attention | dq, dk, dv exchanged
+    a2a+p2p      a2a within groups, a ring between them
 
-Causal attention is balanced: a rank has the i-th slice of a sequence from its front and the i-th from its end, so turns are
-equally long. Nothing of ours runs beside the exchange; what attention's own turns do not hide is in its seconds, and so exposed.
-What fused attention keeps then:
+Causal attention is balanced: a rank has the i-th slice of a sequence from its front and from its end, so turns are equal. Plans
+put nothing into these exchanges; the part that attention does not hide is in its seconds. Fused attention saves:
 
-    p2p          its own queries, and the keys and values that came last around the ring
-    all_gather   its own queries, keys and values, which a replay can make again
-    a2a          what it got for its heads, and the result as it was before it was traded back
+    p2p          its own queries, and the last keys and values of the ring
+    all_gather   its own queries, keys and values, which can be recomputed
+    a2a          its heads' inputs, and its output before it is exchanged back
 
-Where it must add up in one order (`model.deterministic`), its backward does more:
+In deterministic mode (`model.deterministic`) backward does more:
 
-    copies      FlashAttention-2     the gradient of the queries in n copies in fp32, cleared first, added up at the end
-    products    cuDNN on Hopper      the gradient of all scores is written down in 16 bits, for a kernel that adds up by rows
-    free        cuDNN on Blackwell   the gradient of the queries has a kernel of its own, which is as fast
+    copies      FlashAttention-2     dQ in n fp32 copies, cleared first and added up at the end
+    products    cuDNN on Hopper      gradients of all scores, written in 16 bits for a kernel that adds by rows
+    free        cuDNN on Blackwell   a kernel of its own for dQ, as fast
 
-n: a block works on one head of one sequence from its beginning to its end, and every multiprocessor is to have a block.
+n: a block works on one head of one sequence from beginning to end, and every multiprocessor gets a block.
 
 Sources: `AttnFuncWithCPAndKVP2P`, `AttnFuncWithCPAndKVAllGather` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine 2.20;
-`mha_bwd` of flash-attention (`flash_api.cpp`, `nsplits`); pull request 398 of NVIDIA/cudnn-frontend: before cuDNN 9.25 all
-products are written down, since then no more than 256 MB of them; issue 2340 of NVIDIA-NeMo/Megatron-Bridge.
+`mha_bwd` of flash-attention (`flash_api.cpp`, `nsplits`); NVIDIA/cudnn-frontend, pull request 398 (before cuDNN 9.25 all products
+are written, since then at most 256 MB); NVIDIA-NeMo/Megatron-Bridge, issue 2340.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 FUSED_BACKWARD = 2.5
-"""GEMMs of fused attention's backward over those of its forward: five and two."""
+"""Ratio of GEMMs in fused attention's backward (five) and forward (two)."""
 PRODUCT_BYTES = 2
 
 
 class AttentionBytes(NamedTuple):
-    """What the core attention takes and makes on one rank. Of latent attention values are narrower than keys."""
+    """Inputs and output of the core attention on one rank. Latent attention has narrower values than keys."""
 
     query: int
     key: int
@@ -56,24 +55,24 @@ class AttentionBytes(NamedTuple):
 
 
 def core_tensors(shape: LayerShape) -> list[SavedTensor]:
-    """What the attention itself keeps, beside queries, keys and values."""
+    """Return the tensors that the attention saves besides queries, keys and values."""
     own = {"made_by": CORE_ATTENTION, "saved_by": (CORE_ATTENTION,)}
     element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
     if shape.model.attention == "flash":
-        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp of each row
+        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp per row
     if not shape.eager:
         return [SavedTensor(bytes=shape.scores * size, **own) for size in (element, *((MASK_BYTES, element) if dropout else ()))]
-    sizes = [FP32_BYTES]  # what softmax made
+    sizes = [FP32_BYTES]  # softmax's output
     if element != FP32_BYTES and not dropout:
-        sizes.append(element)  # its copy in the model's type, which the second GEMM reads
+        sizes.append(element)  # its copy in the model's type, read by the second GEMM
     if dropout:
-        sizes += [element, element]  # the noise, and their product
-    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # a boolean each, made anew by every layer
+        sizes += [element, element]  # noise, and dropout's output
+    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # booleans, new in every layer
     return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
 
 
 def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str) -> list[SavedTensor]:
-    """The blocks that it keeps. `handed_on`: the item that made queries, keys and values."""
+    """Return the tensors saved with context parallelism. `handed_on`: the item that makes queries, keys and values."""
     traders, _ = layout.context_groups
     own_queries = handed_on if traders == 1 else CORE_ATTENTION
     own_keys = handed_on if layout.context_exchange == "all_gather" else CORE_ATTENTION
@@ -83,13 +82,14 @@ def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str
 
 
 def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Both passes, its exchange included. `flops`: of a forward over the whole square."""
+    """Return both passes, exchange included. `flops`: of a forward over the whole square."""
     return _exchanging_s(_alone_s(shape, flops, sum(given), roof), shape, given, roof)
 
 
 def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes:
-    """Unfused: two batched GEMMs, a head of a sequence each, and softmax with its mask and dropout pass over all scores. `read`:
-    bytes of what it takes and makes."""
+    """Return the seconds without exchange. Unfused: two batched GEMMs, a head of a sequence each, and softmax, mask and dropout
+    over all scores. `read`: bytes of inputs and output.
+    """
     if shape.model.attention == "flash":
         causal = flops / 2 * shape.seen
         kernel = shape.model.attention_kernel
@@ -104,7 +104,7 @@ def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes
 
 
 def _exchanging_s(alone: Passes, shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
-    """The core attention with its exchange. `alone`: a rank's share of the work, without."""
+    """Add the exchange. `alone`: a rank's share without it."""
     layout = shape.parallel
     if layout.context == 1:
         return alone
@@ -115,7 +115,7 @@ def _exchanging_s(alone: Passes, shape: LayerShape, given: AttentionBytes, roof:
 
 
 def _in_turns(alone: Passes, turns: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Around a ring of so many ranks, or of groups, each rank of which has its heads of the whole group's rows."""
+    """Return the seconds around a ring of ranks, or of groups whose ranks each have their heads for the group's rows."""
     if turns == 1:
         return alone
     arriving = given.key + given.value
@@ -125,14 +125,14 @@ def _in_turns(alone: Passes, turns: int, given: AttentionBytes, roof: Roofline) 
 
 
 def _gathered_s(shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Keys and values are gathered one after the other; in backward again, and their gradients are scattered."""
+    """Keys and values are gathered one after the other, in backward again, and their gradients scattered."""
     others = shape.parallel.context - 1
     both_s = roof.ring.seconds(others * given.key) + roof.ring.seconds(others * given.value)
     return Passes(both_s, 2 * both_s)
 
 
 def _traded_s(traders: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Queries, keys, values and the result, each in a message of its own; in backward the gradients of all four."""
+    """Queries, keys, values and output are one message each; in backward the gradients of all four."""
     if traders == 1:
         return Passes(0.0, 0.0)
     share = (traders - 1) / traders
@@ -141,7 +141,7 @@ def _traded_s(traders: int, given: AttentionBytes, roof: Roofline) -> Passes:
 
 
 def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:
-    """Seconds of fused attention, of which `free` is what it takes in any order."""
+    """Return fused attention in deterministic mode; `free`: without."""
     if shape.ordered is None:
         return free
     if (more := _copies_bytes(shape, shape.ordered)) is not None:
@@ -151,7 +151,7 @@ def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:
 
 
 def ordered_bytes(shape: LayerShape) -> int:
-    """What the backward allocates for its order while it runs."""
+    """Return the extra allocations of a deterministic backward."""
     if shape.ordered is None:
         return 0
     if (more := _copies_bytes(shape, shape.ordered)) is not None:
@@ -161,7 +161,7 @@ def ordered_bytes(shape: LayerShape) -> int:
 
 
 def _copies_bytes(shape: LayerShape, ordered: OrderedAttention) -> int | None:
-    """All copies but the one that there is anyway; None where these kernels make none."""
+    """Return all dQ copies except the usual one; None if these kernels make none."""
     if ordered.way != "copies" and shape.model.attention_kernel != "flash_attention_2":
         return None
     traders, _ = shape.parallel.context_groups

@@ -1,15 +1,15 @@
-"""What planning asks of a kind of section: sizes, seconds, saved tensors, parameters, gradients on their way through backward.
+"""Interface of a kind of section for planning: sizes, seconds, saved tensors, parameters, backward transients.
 
-    a kind says                         what follows for every kind alike
-    linears      rows and columns       FLOPs, seconds of the GEMMs, weights, bytes that they return
-    core         what attention reads   its seconds, with the exchange of context-parallel ranks
-    kernels      bytes they move        seconds of what is no GEMM
-    saved        memory blocks          bytes by item, and what a replay regenerates (`cost.replay`)
-    parameters   how many               bytes of weights, gradients and optimizer (`cost.parameters`)
-    backward     its operators          what is in hand beside what is kept (`cost.in_hand`)
-    refusals     what it cannot have    jobs that are refused before anything is planned (`planner.checks`)
+    a kind defines                      derived for every kind
+    linears      rows and columns       FLOPs, seconds of the GEMMs, weights, output bytes
+    core         attention's inputs     its seconds, with context-parallel exchanges
+    kernels      bytes they move        seconds of all other kernels
+    saved        memory blocks          bytes by item, and those that recomputation makes (`cost.replay`)
+    parameters   counts                 bytes of weights, gradients and optimizer (`cost.parameters`)
+    backward     its operators          transient memory (`cost.in_hand`)
+    refusals     unsupported settings   jobs refused before planning (`planner.checks`)
 
-Whoever walks over layers asks `kinds.planning.planning_of(section)` and knows no kind.
+Code that walks over layers calls `kinds.planning.planning_of(section)` and knows no kind.
 """
 
 from __future__ import annotations
@@ -32,122 +32,122 @@ from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 BESIDE_COLLECTIVES = ("column_parallel", "up_projection", "query_projection")
-"""Roles of linears in whose backward stock Megatron runs collectives beside the GEMMs."""
+"""Roles of linears in whose backward stock Megatron overlaps collectives with GEMMs."""
 
 
 GATHERING = ("column_parallel", "up_projection", "query_projection")
-"""Roles of linears that gather what they read, under sequence parallelism."""
+"""Roles of linears that gather their input under sequence parallelism."""
 
 
 class Linear(NamedTuple):
-    """A linear of one rank, or as many alike as an item of experts stands for."""
+    """A linear of one rank, or several equal ones of an item of experts."""
 
     rows: int
     """Rows of each."""
     taken: int
-    """Columns of what it takes."""
+    """Input columns."""
     made: int
-    """Columns of what it makes."""
+    """Output columns."""
     times: int = 1
-    """How many there are, one after another."""
+    """Number of such linears, run one after another."""
 
     @property
     def one_flops(self) -> int:
-        """FLOPs of one GEMM in a forward: 2mnk."""
+        """Forward FLOPs of one GEMM: 2mnk."""
         return 2 * self.rows * self.taken * self.made
 
 
 @dataclass(frozen=True)
 class HalfParameters:
-    """The parameters of one half of one layer."""
+    """Parameters of one half of one layer."""
 
     cut: int
-    """Weights that are cut over tensor-parallel ranks, counted over all of them."""
+    """Weights split over tensor-parallel ranks, summed over all of them."""
     passed: int
     """Weights that one token is multiplied with, over all ranks."""
     vectors: int
-    """Numbers in biases and norms on one rank."""
+    """Elements of biases and norms on one rank."""
     weights: int
-    """Weights of one rank, as tensors."""
+    """Weight tensors of one rank."""
     biased: int
-    """How many of these have a bias, if the model has biases."""
+    """Number of these with a bias, if the model has biases."""
     norms: int = 1
-    """Norms, as modules."""
+    """Norm modules."""
     largest: int = 0
-    """The largest weight, over all tensor-parallel ranks."""
+    """Largest weight, over all tensor-parallel ranks."""
     whole: int = 0
-    """Weights that every tensor-parallel rank has whole."""
+    """Weights replicated on every tensor-parallel rank."""
     apart: int = 0
-    """Parameters of one rank that have a data-parallel group of their own: experts."""
+    """Expert parameters of one rank, which have a data-parallel group of their own."""
     router: int = 0
-    """Of the whole weights those of a router, which is no linear of Transformer Engine's and in no FP8."""
+    """Part of `whole` that is a router's: no linear of Transformer Engine and no FP8."""
 
 
 class Step(NamedTuple):
-    """The backward of one operator."""
+    """Backward of one operator."""
 
     item: str
-    """Whose saved tensors are let go afterwards; empty for none."""
+    """Item whose saved tensors are freed afterwards; may be empty."""
     made: int
-    """Bytes that are allocated while it runs."""
+    """Bytes allocated while it runs."""
     let_go: int
-    """Of these and of the gradients made before, what is freed when it has run."""
+    """Bytes of these and of earlier gradients freed after it."""
 
 
 class Planning(ABC):
-    """One section of a kind, as planning sees it. `shape`: one layer of one rank; seconds are of one micro-batch."""
+    """Planning view of one section. `shape`: one layer of one rank; seconds: of one micro-batch."""
 
     def __init__(self, section: Section) -> None:
         self.section = section
 
     @abstractmethod
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        """Its linears, by item."""
+        """Return the linears by item."""
 
     @abstractmethod
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
-        """What an item runs that is neither a linear nor the core attention, and neither begins nor ends the half."""
+        """Return the kernels of an item other than a linear, core attention, norm or residual."""
 
     @abstractmethod
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """Every memory block that its backward reads, beside its input; blocks of no bytes may be among them."""
+        """Yield every tensor that its backward reads, except its input; zero-byte tensors are allowed."""
 
     @abstractmethod
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """What it has of parameters."""
+        """Return its parameters."""
 
     @abstractmethod
     def backward(self, shape: LayerShape) -> Iterator[Step]:
-        """The operators of its backward, from the gradient of what it made to that of its input (`kinds.backward`)."""
+        """Yield the operators of its backward, from its output's gradient to its input's (`kinds.backward`)."""
 
     def attention(self, shape: LayerShape) -> AttentionBytes:
-        """What the core attention reads and writes, where it has one."""
+        """Return the sizes of its core attention."""
         raise NotImplementedError(f"{self.section.name} has no core attention")
 
     def core_flops(self, shape: LayerShape) -> int:
-        """FLOPs of the core attention's two batched GEMMs in a forward, over the whole square: a causal mask saves none."""
+        """Return the forward FLOPs of the core attention's two batched GEMMs, without savings of a causal mask."""
         raise NotImplementedError(f"{self.section.name} has no core attention")
 
     def core_arguments_bytes(self, shape: LayerShape) -> int:
-        """What a checkpoint of the core attention is given, and nobody else keeps."""
+        """Return the extra arguments that a checkpoint of the core attention saves."""
         return 0
 
     def refusals(self, job: Job) -> Iterator[Problem]:
-        """What a job may state beside it, so that it can be estimated, but no plan can have."""
+        """Yield settings that can be estimated but not planned."""
         yield from ()
 
     def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:
-        """The memory blocks of the half, beside its input."""
+        """Return the saved tensors of the half, except its input."""
         return tuple(block for block in self.saved(shape) if block.bytes)
 
     def flops(self, shape: LayerShape) -> dict[str, int]:
-        """FLOPs of the GEMMs in one forward of each item, as torch's FlopCounterMode counts them."""
+        """Return the forward GEMM FLOPs of each item, as torch's FlopCounterMode counts them."""
         flops = dict.fromkeys(self.section.names, 0)
         flops |= {name: linear.times * linear.one_flops for name, linear in self.linears(shape).items()}
         return flops | {item.name: self.core_flops(shape) for item in self.section.items if item.role == "core"}
 
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
-        """What an item returns, as far as it is a submodule. A row-parallel linear's is reduced, and scattered."""
+        """Return the bytes that a submodule returns; a row-parallel linear's output is reduced, and scattered."""
         if not item.is_site:
             return 0
         if item.role == "core":
@@ -158,15 +158,15 @@ class Planning(ABC):
         return linear.rows * linear.made * shape.model.element_bytes
 
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> HalfProfile:
-        """The figures of the half."""
+        """Return the profile of the half."""
         return HalfProfile(input_bytes=shape.input_bytes, items=self.items(shape, roof), tensors=self.tensors(shape))
 
     def listed(self) -> Iterable[Item]:
-        """Its items in the order in which profiles list them."""
+        """Items in the order in which profiles list them."""
         return self.section.items
 
     def items(self, shape: LayerShape, roof: Roofline) -> dict[str, ItemProfile]:
-        """The figures of every item."""
+        """Return the figures of every item."""
         priced, saved = {item.name: self._item(shape, item, roof) for item in self.listed()}, dict.fromkeys(self.section.names, 0)
         for block in self.tensors(shape):
             if block.saved_by:
@@ -183,7 +183,7 @@ class Planning(ABC):
         )
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
-        """Of an item that is no linear."""
+        """Return the seconds of an item other than a linear."""
         if item.role == "core":
             return core_s(shape, self.core_flops(shape), self.attention(shape), roof)
         if item.role == "residual":
@@ -196,7 +196,7 @@ class Planning(ABC):
         return alone + normed_cast(shape, shape.own_tokens * shape.model.hidden, roof)
 
     def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> ItemProfile:
-        """One GEMM after another. The weight's gradient is added to an fp32 buffer: read and written."""
+        """Return the figures of a linear. The weight's gradient accumulates in fp32: read and written."""
         element, flops, weight = shape.model.element_bytes, linear.one_flops, linear.taken * linear.made
         taken, made, recipe = linear.rows * linear.taken, linear.rows * linear.made, shape.model.fp8_recipe
 
@@ -220,9 +220,10 @@ class Planning(ABC):
         )
 
     def _casts_s(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
-        """Forward and backward seconds of a linear's casts: of its input, where no norm makes it, and of its output's gradient.
+        """Return forward and backward seconds of a linear's FP8 casts: its input, unless a norm makes it, and its output's
+        gradient.
 
-        Under sequence parallelism what is gathered is gathered in FP8, and by columns only afterwards.
+        Sequence parallelism gathers FP8 bytes, and copies by columns afterwards.
         """
         casts, sliced = roof.casts, shape.parallel.sequence_parallel
         if casts is None:
@@ -240,20 +241,19 @@ class Planning(ABC):
         return forward_s, roof.cast_s(casts.of(own, both=not scatters)) + backward_s
 
     def norm_casts(self, shape: LayerShape, item: Item) -> bool:
-        """Whether the norm inside a linear makes its input in FP8."""
+        """Whether the norm inside a linear makes its FP8 input."""
         return item.role == "column_parallel" and self.section.fuses_norm
 
     def input_width(self, sizes: Shape, linear: str) -> int:
-        """Columns of what one of its linears reads, over all ranks; the residual stream's, unless a kind says otherwise."""
+        """Return the columns of a linear's input, over all ranks."""
         return sizes.hidden
 
     def carried_width(self, sizes: Shape, collective: Collective) -> int:
-        """Columns of what a collective carries that names its linear, over all rows and ranks."""
+        """Return the columns that a collective of a named linear carries, over all ranks."""
         return self.input_width(sizes, collective.of)
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """What a linear's weight gradient is computed with: what the linear was given, and the gradient of what it made, each on
-        all rows. What it was given is what it keeps of that, by the profile; in FP8 the cast one."""
+        """Return (input, output gradient) bytes of a linear's weight gradient, each on all rows, in FP8 after the cast."""
         half, message_bytes = profile.of(self.section), profile.message_bytes
         if linear == self.section.column_parallel:
             return profile.gathered_input(message_bytes), made_bytes(half, linear)
@@ -261,18 +261,18 @@ class Planning(ABC):
 
 
 def made_bytes(half: HalfProfile, linear: str) -> int:
-    """What a linear returned, by its profile."""
+    """Return a linear's output, from its profile."""
     made = (tensor.bytes for tensor in half.tensors if tensor.made_by == linear and tensor.output)
     return next(made, half.items[linear].output_bytes)
 
 
 def kept_of_argument(half: HalfProfile, linear: str) -> int:
-    """What a linear keeps of its input, by its profile."""
+    """Return the bytes that a linear saves of its input, from its profile."""
     return sum(tensor.bytes for tensor in half.tensors if linear in tensor.saved_by)
 
 
 def normed_cast(shape: LayerShape, count: int, roof: Roofline) -> Passes:
-    """What it takes to cast so many numbers that a norm inside a linear makes."""
+    """Return the seconds to cast `count` numbers made by a norm inside a linear."""
     if roof.casts is None:
         return Passes(0.0, 0.0)
     return Passes(roof.cast_s(roof.casts.of_norm(count, both=not shape.parallel.sequence_parallel)), 0.0)

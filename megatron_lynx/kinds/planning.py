@@ -1,4 +1,4 @@
-"""The kinds' faces to planning: who walks over layers asks for that of a section, and knows no kind."""
+"""Planning interfaces of all kinds, by section."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ FACES: dict[str, type[Planning]] = {
     EXPERTS.name: MixtureOfExperts,
     **dict.fromkeys(OPAQUE, OpaqueHalf),
 }
-"""By the name of the sections of a kind."""
+"""By section name."""
 
 
 @lru_cache(maxsize=64)
 def planning_of(section: Section) -> Planning:
-    """The face of a section."""
     return FACES[section.name](section)
 
 
 def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
-    """The memory blocks of a half, beside its input, in layers that have its usual content."""
+    """Return the saved tensors of a half with its usual content, except its input."""
     return planning_of(shape.model.halves[half]).tensors(shape)
 
 
 def flops_of(shape: LayerShape) -> dict[str, int]:
-    """FLOPs of the GEMMs in one forward of each item of a layer that has the usual content of its halves."""
+    """Return the forward GEMM FLOPs of each item of a layer with usual content."""
     return {item: flops for half in HALVES for item, flops in planning_of(shape.model.halves[half]).flops(shape).items()}

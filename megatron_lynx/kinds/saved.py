@@ -1,16 +1,15 @@
-"""Memory blocks that halves of several kinds save: of the norm before it, of what it was given, of dropout.
+"""Tensors saved by halves of several kinds: norm, attention output, dropout.
 
-Three implementations, as `model.attention` and the device say:
+Three implementations, by `model.attention` and device:
 
-    unfused, cpu    Megatron's local layer in eager PyTorch: every operator saves for itself. The scores of the whole
-                    s x s square, in fp32 where the model is not; dropout saves its noise, an element each; RMSNorm its
-                    product; SwiGLU three blocks; grouped keys and values are repeated for each head.
+    unfused, cpu    Megatron's local layer in eager PyTorch: every operator saves for itself. Scores of the whole s x s square, in
+                    fp32 if the model's type is smaller; dropout saves its noise, an element each; RMSNorm its product; SwiGLU
+                    three blocks; grouped keys and values are repeated for each head.
     flash           fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
-                    MLP 19, norms 4 per sbh at two bytes an element. SwiGLU saves what it is given, 6H/h with what it makes;
-                    where it is not fused SiLU and the other half are blocks of their own, 10H/h (8H/h in Yuan et al.,
-                    ATC '24, whose fork added no offset).
-                    In FP8, linears keep bytes of their inputs instead, which they made themselves (`profiler.quantized`).
-    unfused, cuda   the same kernels but for the attention, with its 5as/h: softmax's result 2, its dropout's mask 1 and result 2.
+                    MLP 19, norms 4 per sbh at two bytes an element. SwiGLU saves its input, 6H/h with its output; unfused, SiLU
+                    and the other half are blocks of their own, 10H/h (8H/h in Yuan et al., ATC '24, whose fork had no offset).
+                    In FP8, linears save bytes of their inputs instead, from their own casts (`profiler.quantized`).
+    unfused, cuda   the same kernels except attention, with its 5as/h: softmax's output 2, dropout's mask 1 and output 2.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 
 def context_tensors(shape: LayerShape) -> list[SavedTensor]:
-    """What the attention hands on. Fused kernels read it in backward as well, so with current scales `linear_proj` keeps it as it
-    is, instead of its bytes in FP8 (Megatron's `set_save_original_input`); with delayed ones it cannot."""
+    """Return the attention's output. Fused kernels read it in backward, so with current scaling `linear_proj` saves the same
+    tensor instead of FP8 bytes (Megatron's `set_save_original_input`); with delayed scaling it cannot.
+    """
     model = shape.model
     query = shape.tokens * model.element_bytes * shape.query_width
     if model.fp8_recipe != "delayed":
@@ -38,8 +38,9 @@ def context_tensors(shape: LayerShape) -> list[SavedTensor]:
 
 
 def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) -> list[SavedTensor]:
-    """The output of a half's norm, which these items read, and per row what it needs to go back. Where Transformer Engine makes
-    it inside a linear it is no site: nothing remembers its output."""
+    """Return the output of a half's norm, read by `readers`, and its statistics. Inside a Transformer Engine linear it is no
+    site: its output has no memo.
+    """
     model, norm, output = shape.model, section.norm, shape.input_bytes
     inside = model.uses_te and section.fuses_norm
     if inside and model.fp8_recipe is not None:
@@ -49,7 +50,7 @@ def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) 
 
 
 def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTensor]:
-    """What a norm keeps that makes so many bytes of a rank's own rows, beside these."""
+    """Return the tensors saved by a norm besides its output of `output_bytes`."""
     model, own = shape.model, {"made_by": norm, "saved_by": (norm,)}
     layernorm = model.norm == "layernorm"
     one = FP32_BYTES if model.uses_te or (shape.eager and not layernorm) else model.element_bytes
@@ -58,8 +59,9 @@ def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTen
 
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:
-    """What RMSNorm of single operators keeps of an input of so many bytes: its product before the weight, in fp32, and in 16 bits
-    the fp32 copy that this is made of. Then nothing of the norm reads its input, which counts as kept all the same."""
+    """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, and in 16 bits
+    its fp32 copy. The input counts as saved, too, though backward does not read it.
+    """
     model = shape.model
     whole = size // model.element_bytes * FP32_BYTES
     return [whole] if model.element_bytes == FP32_BYTES else [whole, whole]

@@ -1,11 +1,10 @@
-"""Which kinds of sections there are, and which of them fill the halves of a model's layers: plans, jobs, profiles and live layers
-are read with this.
+"""Registry of kinds, and the choice of sections for a model's layers.
 
-    facts of a model ──> for each half, the last kind of KINDS that answers ──> a section
+    facts of a model ──> for each half, the last of KINDS that answers ──> a section
 
-A new kind is one line more in `KINDS`, one in `kinds.planning` and one in `apply.kinds` (docs/architecture.md).
+To add a kind, add a line to `KINDS`, one to `kinds.planning` and one to `apply.kinds` (docs/architecture.md).
 
-Files name items and kinds; a wrong name is answered with those that exist.
+Names of items and kinds in files are validated here.
 """
 
 from __future__ import annotations
@@ -28,47 +27,47 @@ from megatron_lynx.kinds.section import HALVES, Half, Section
 
 
 class Facts(NamedTuple):
-    """What of a model, or of one of its layers, decides which kinds fill the halves."""
+    """Facts of a model or of one layer that determine its sections."""
 
     te: bool = False
-    """Whether the layers are Transformer Engine's."""
+    """Whether layers are Transformer Engine's."""
     latent: LatentSizes | None = None
-    """The sizes of multi-latent attention, where that is the attention."""
+    """Sizes of multi-latent attention, if used."""
     experts: bool = False
-    """Whether the layer has a mixture of experts."""
+    """Whether the layer has experts."""
     shared_experts: bool = False
-    """Whether that has shared experts."""
+    """Whether it has shared experts."""
     dispatcher: Dispatcher = "alltoall"
-    """Who brings tokens to them."""
+    """Token dispatcher."""
     overlapped: bool = False
-    """Whether their exchanges run beside the computing of another micro-batch: then layers run in nodes."""
+    """Whether exchanges overlap another micro-batch's compute: then layers run in nodes."""
     kinds: tuple[str, ...] = ()
-    """The names of kinds that no other fact speaks of."""
+    """Names of kinds that no other fact determines."""
     opaque: tuple[OpaqueName, ...] = ()
-    """Of one layer: what nobody looks into."""
+    """Opaque halves of one layer."""
     captured: tuple[CapturedModule, ...] = ()
-    """The modules that run as captured graphs."""
+    """Modules captured as graphs."""
     copies_go: bool = False
-    """Whether linears compute in FP8 or FP4, and checkpoints keep no copies of what they read."""
+    """Whether linears compute in FP8 or FP4, and checkpoints keep no copies of their inputs."""
 
 
 USUAL = Facts()
-"""Those of a layer with the usual attention and an MLP."""
+"""Facts of a layer with usual attention and an MLP."""
 
 
 LayerKind = tuple[Section, Section]
-"""What fills the halves of a layer, in the order of a forward: layers with the same are alike."""
+"""Sections of a layer in forward order."""
 
 
 class Kind(NamedTuple):
-    """What may fill a half."""
+    """A kind of section for a half."""
 
     sections: tuple[Section, ...]
-    """Its sections, the most of each: plan files know the items of all of them."""
+    """Its sections, largest of each kind; plan files may name all their items."""
     chosen: Callable[[Facts], Section | None]
-    """The section that fills the half of a layer with these facts. None: it is of another kind."""
+    """Return the section for these facts, or None."""
     name: str = ""
-    """How `Facts.kinds` names it, where no other fact speaks of it."""
+    """Its name in `Facts.kinds`, if no other fact determines it."""
 
     @property
     def half(self) -> Half:
@@ -95,35 +94,35 @@ KINDS: list[Kind] = [
     Kind((EXPERTS_WITH_SHARED,), _experts),
     *(Kind(tuple(one for one in OPAQUE.values() if one.half == half), _opaque(half)) for half in HALVES),
 ]
-"""The usual content of each half first: it answers to all facts."""
+"""Usual content of each half first: it answers to all facts."""
 
 
 def filling(half: Half) -> tuple[Section, ...]:
-    """What may fill a half, the most of each kind, the usual one first."""
+    """Return the possible sections of a half, largest of each kind, the usual one first."""
     return tuple(section for kind in KINDS if kind.half == half for section in kind.sections)
 
 
 def names_in(half: Half) -> tuple[str, ...]:
-    """Every item that plan files know of a half, each kind's in the order of a forward."""
+    """Return all items of a half in plan files, in forward order of each kind."""
     sections = filling(half)
     inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
     return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)
 
 
 def all_items() -> tuple[str, ...]:
-    """Every item that plan files know."""
+    """Return all items in plan files."""
     return tuple(name for half in HALVES for name in names_in(half))
 
 
 def kind_names() -> tuple[str, ...]:
-    """The names of kinds that no fact but `Facts.kinds` speaks of."""
+    """Return the names valid in `Facts.kinds`."""
     return tuple(kind.name for kind in KINDS if kind.name)
 
 
 def sections_of(facts: Facts = USUAL) -> LayerKind:
-    """What fills the halves of a layer, in the order of a forward."""
+    """Return the sections of a layer in forward order."""
     found: dict[Half, Section] = {}
-    for kind in KINDS:  # the last one that answers
+    for kind in KINDS:  # the last that answers
         if (section := kind.chosen(facts)) is not None:
             found[section.half] = section
     attention, mlp = (in_graph(found[half], facts.captured) for half in HALVES)
@@ -136,12 +135,12 @@ def _without_copies(section: Section) -> Section:
 
 
 def halves_of(facts: Facts) -> Mapping[Half, Section]:
-    """What fills the halves of those layers of a model that have the usual content of what only some layers have otherwise."""
+    """Return the usual sections of a model's halves, without experts."""
     return dict(zip(HALVES, sections_of(facts._replace(experts=False)), strict=True))
 
 
 def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
-    """Text must be one of these names; asked when it is checked, so that kinds may still be added."""
+    """Validate a name against a list read at check time, since kinds can be added."""
 
     def check(text: str) -> str:
         if text not in names():
@@ -153,7 +152,7 @@ def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
 
 
 ItemName = Annotated[str, _one_of(all_items), WithJsonSchema({"enum": list(all_items()), "type": "string"})]
-"""Every item that plan files know."""
+"""An item in a plan file."""
 
 KindName = Annotated[str, _one_of(kind_names), WithJsonSchema({"type": "string"})]
-"""A kind of what fills a half that no key of its own speaks of."""
+"""A kind in `Facts.kinds`."""

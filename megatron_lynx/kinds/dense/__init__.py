@@ -1,1 +1,1 @@
-"""The usual attention and the MLP."""
+"""Dense attention and MLP."""

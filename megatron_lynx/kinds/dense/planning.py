@@ -1,4 +1,4 @@
-"""The usual attention and the MLP of one layer of one rank by its shape.
+"""Planning of dense attention and MLP.
 
 Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size.
 
@@ -34,7 +34,7 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 
 class DenseAttention(Planning):
-    """Queries, keys and values of one linear."""
+    """Attention with one linear for queries, keys and values."""
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         hidden = shape.model.hidden
@@ -51,7 +51,7 @@ class DenseAttention(Planning):
         return 2 * (2 * shape.scores * shape.model.head_size)
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
-        """Queries and keys, copied out of the linear's block and normed, if they are, and turned."""
+        """Queries and keys: copied out of the linear's block and normed, if they are, then rotated."""
         model, both = shape.model, sum(_query_key_bytes(shape))
         normed = one_kernel(4 * both, 5 * both) if model.qk_norm else Kernels((), ())
         if model.position != "rope":
@@ -60,8 +60,9 @@ class DenseAttention(Planning):
         return normed + query + key
 
     def core_arguments_bytes(self, shape: LayerShape) -> int:
-        """Inside a checkpoint eager kernels repeat grouped keys and values for every head, so it holds them as they were: keys,
-        and the projection's whole block, of which values are a part."""
+        """In a checkpoint eager kernels repeat grouped keys and values per head, so their originals are saved: keys, and the
+        projection's block, which contains values.
+        """
         model = shape.model
         if not shape.eager or model.kv_groups == model.heads:
             return 0
@@ -101,8 +102,6 @@ class DenseAttention(Planning):
 
 
 class DenseMlp(Planning):
-    """Two linears around an activation."""
-
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         hidden = shape.model.hidden
         return {LINEAR_FC1: Linear(shape.tokens, hidden, shape.fc1_width), LINEAR_FC2: Linear(shape.tokens, shape.ffn, hidden)}
@@ -132,7 +131,7 @@ class DenseMlp(Planning):
         ffn, made = rows * shape.ffn, rows * shape.fc1_width
         yield from row_parallel(shape, self.section, ffn)
         between = made + ffn if shape.activation_apart else 0
-        if shape.eager and shape.model.activation == "gelu":  # its tanh and its polynomial are blocks of their own
+        if shape.eager and shape.model.activation == "gelu":  # tanh and polynomial are blocks of their own
             between += 2 * ffn
         yield Step(ACTIVATION, made + between, ffn + between)
         yield from column_parallel(shape, self.section, made)
@@ -144,12 +143,12 @@ def _query_key_bytes(shape: LayerShape) -> tuple[int, int]:
 
 
 def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
-    """What the attention reads: views of the projection's one block, or blocks of their own where something changed them."""
+    """Return the attention's inputs: views of the projection's block, or blocks of their own if changed."""
     model, element = shape.model, shape.model.element_bytes
     query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
     rotary = model.position == "rope"
     changed = rotary or model.qk_norm
-    repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
+    repeated = shape.eager and model.kv_groups < model.heads  # keys and values are copied for each head
     if shape.parallel.context > 1 and not shape.eager:
         return _exchanged(shape, whole, query, key)
     viewed = not repeated if shape.eager else not changed
@@ -167,13 +166,14 @@ def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     if rotary:
         blocks += _turning_tables(shape)
     if changed and not shape.eager:
-        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
+        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, copied out of the block by fused kernels
     return blocks
 
 
 def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[SavedTensor]:
-    """What fused attention keeps of queries, keys and values where context-parallel ranks exchange them. Fused kernels take what
-    nothing changed out of the projection's block, as a copy."""
+    """Return the inputs that fused attention saves with context parallelism. Fused kernels copy unchanged ones out of the
+    projection's block.
+    """
     model = shape.model
     blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=(), output=True)]
     if model.qk_norm:
@@ -185,7 +185,7 @@ def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[Save
 
 
 def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
-    """Sine and cosine, for queries and for keys, where no kernel of its own turns them."""
+    """Return sine and cosine, for queries and for keys, unless a fused kernel rotates them."""
     if shape.model.fuses("rope") and not shape.eager:
         return []
     table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes
@@ -193,10 +193,10 @@ def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
-    """What the norms of queries and keys keep, of that many bytes: code between `linear_qkv` and the attention, as `rotary` is.
+    """Return the tensors saved by the norms of queries and keys, as part of `rotary`.
 
-    Fused kernels copy what they norm out of the projection's block. Eager ones read it there, but for queries that share their
-    keys, which Megatron copies to put them side by side; RMSNorm keeps its product as well.
+    Fused kernels copy their inputs out of the projection's block. Eager ones read them there, except queries of grouped keys,
+    which Megatron copies together; RMSNorm saves its product as well.
     """
     model, own = shape.model, {"made_by": ROTARY, "saved_by": (ROTARY,)}
     layernorm = model.norm == "layernorm"
@@ -209,7 +209,7 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
 
 
 def mlp_tensors(shape: LayerShape) -> list[SavedTensor]:
-    """What linears and activation keep, norm and dropout apart."""
+    """Return the saved tensors of linears and activation, without norm and dropout."""
     model = shape.model
     rows = shape.tokens * model.element_bytes
     own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}

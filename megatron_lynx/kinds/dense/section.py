@@ -1,15 +1,15 @@
-"""The sections of a dense transformer layer, as Megatron has run it since 0.12.
+"""Sections of a dense transformer layer (Megatron since 0.12).
 
     attention    input_layernorm ─> linear_qkv ─> rotary ─> core_attention ─> linear_proj ─> attention_bda
     mlp          pre_mlp_layernorm ─> linear_fc1 ─> activation ─> linear_fc2 ─> mlp_bda
 
     tensor parallelism alone       fwd.0  all-reduce of the output          bwd.0  all-reduce of the input's gradient
     with sequence parallelism      fwd.0  all-gather of the input           bwd.0  all-gather of the output's gradient
-                                   fwd.1  reduce-scatter of the output      bwd.1  all-gather of the input again, beside dgrad
-                                                                            bwd.2  reduce-scatter of its gradient, beside wgrad
+                                   fwd.1  reduce-scatter of the output      bwd.1  all-gather of the input, overlapped with dgrad
+                                                                            bwd.2  reduce-scatter of its gradient, with wgrad
 
-`rotary` is the code between linear_qkv and core_attention: splitting Q, K and V, their norms, the rotary embedding. With
-Transformer Engine a norm is no submodule of the layer (an identity is in its place) but the first part of the linear behind it.
+`rotary` is the code between linear_qkv and core_attention: splitting Q, K and V, their norms, the rotary embedding. Transformer
+Engine fuses a norm into the next linear; the layer has an identity in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLLECTIVES: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = {
         Collective("reduce_scatter", "input_gradient", "column_parallel", beside="wgrad"),
     ),
 }
-"""Those of a column-parallel linear that is followed by a row-parallel one."""
+"""Collectives of a column-parallel linear followed by a row-parallel one."""
 
 ATTENTION = Section(
     name="attention",
@@ -61,17 +61,16 @@ MLP = Section(
 
 LINEAR_QKV, ROTARY, CORE_ATTENTION, LINEAR_PROJ = ATTENTION.names[1:5]
 LINEAR_FC1, ACTIVATION, LINEAR_FC2 = MLP.names[1:4]
-"""Names for formulas that hold for one item alone: sizes, FLOPs, saved tensors."""
+"""Names for formulas of single items."""
 
 DENSE: Mapping[Half, Section] = {"attention": ATTENTION, "mlp": MLP}
-"""What fills the halves of a dense layer."""
+"""Sections of a dense layer."""
 
 ITEMS: tuple[str, ...] = ATTENTION.names + MLP.names
 REPLAYABLE: tuple[str, ...] = ATTENTION.replayable + MLP.replayable
-"""Items that a plan may replay."""
+"""Items that a plan may recompute."""
 
 COLUMN_PARALLEL = tuple(section.column_parallel for section in DENSE.values())
 ROW_PARALLEL = tuple(section.row_parallel for section in DENSE.values())
 LINEARS = tuple(linear for section in DENSE.values() for linear in section.linears)
 CODE_ITEMS = frozenset(item.name for section in DENSE.values() for item in section.items if not item.is_site)
-"""The items that are no submodule."""

@@ -1,1 +1,1 @@
-"""Mixtures of experts, in place of a layer's MLP."""
+"""Mixture of experts."""

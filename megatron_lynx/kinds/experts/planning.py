@@ -1,26 +1,24 @@
-"""Seconds of a mixture of experts, item by item, by its shape and the cluster's figures.
+"""Planning of a mixture of experts.
 
     norm  shared  router  permute | all-to-all | (gather) sort  experts one after another  sort (scatter) | all-to-all | unpermute
     └────────────────────┴──────── dispatch ────────────────┘   fc1  activation  fc2      └────────────── combine ──────────────┘
 
-Rows are those of the fullest rank (`experts.load`), for which the others wait. Each expert's GEMMs are as efficient as their own
-size: few rows for each expert make them slow. The exchanges are counted beside the items. Of an all-to-all over `expert` ranks
-each sends all but its own part,
+Rows are the fullest rank's (`experts.load`), for which the others wait. Each expert's GEMMs have the efficiency of their own
+size. Exchanges are separate from items. In an all-to-all over `expert` ranks each sends all but its own part,
 
-    to ranks in its node     over NVLink, or PCIe where there is none
-    to others                over its share of the node's NICs                  the two at once: the longer one counts
+    to ranks in its node     over NVLink, or PCIe without it
+    to others                over its share of the node's NICs                  concurrently: the longer one counts
 
-The ranks of such a group are consecutive but for the `expert_tensor` ranks among which each expert is cut, as
-`parallel_state.initialize_model_parallel` numbers them (order tp-ep-dp). Where nodes cut groups, the rank with fewest others in
-its node is waited for:
+Ranks of such a group are `expert_tensor` apart, the ranks that split each expert (`parallel_state.initialize_model_parallel`,
+order tp-ep-dp). If a node contains only part of a group, the rank with fewest peers in its node is slowest:
 
     6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
 
-The all-gather dispatcher brings every token to all of these ranks, cut experts' included, and sums what comes of them back.
+The all-gather dispatcher sends every token to all of these ranks, those of split experts included, and sums the results.
 
-DeepEP and HybridEP send a token once to each rank that has any of its experts, and to another node once for all of that node's
-ranks, among which NVLink hands it on; cut experts are ranks of the same group. A token that is for k of E experts, chosen evenly,
-goes to one of n parts with E/n of them with probability 1 - C(E - E/n, k) / C(E, k).
+DeepEP and HybridEP send a token once to each rank with any of its experts, and once to another node, where NVLink forwards it;
+split experts are ranks of the same group. A token for k of E experts, chosen evenly, goes to one of n parts with E/n of them with
+probability 1 - C(E - E/n, k) / C(E, k).
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 
 class MixtureOfExperts(Planning):
-    """A router, and experts of which every token passes some; shared ones which all tokens pass."""
+    """Router, routed experts and shared experts."""
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         return expert_linears(shape)
@@ -79,13 +77,13 @@ class MixtureOfExperts(Planning):
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
 
     def listed(self) -> Iterable[Item]:
-        """Linears first, then what is routed, then what is as in a layer with an MLP."""
+        """Linears first, then the routed path, then the items of an MLP layer."""
         late = (EXPERTS_ACTIVATION, ROUTER, DISPATCH, COMBINE, self.section.norm, self.section.residual, SHARED_ACTIVATION)
         names = *EXPERTS.linears, *SHARED_LINEARS, *late
         return (self.section.of_name[name] for name in dict.fromkeys(names) if name in self.section.names)
 
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
-        """Of linears alone: what goes between ranks is counted in rows."""
+        """Return the outputs of linears; exchanged rows are counted elsewhere."""
         linear = self.linears(shape).get(item.name)
         return 0 if linear is None else shape.model.element_bytes * linear.times * linear.rows * linear.made
 
@@ -108,8 +106,9 @@ class MixtureOfExperts(Planning):
         return expert_tensors(shape)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """`expert` ranks hold all experts of a layer, each cut among `expert_tensor` ranks; the router is on every rank, and
-        shared experts, an MLP, are cut among `tensor` ranks: `SequentialMLP`, `TopKRouter` and `SharedExpertMLP`."""
+        """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router;
+        shared experts are an MLP split among `tensor` ranks (`SequentialMLP`, `TopKRouter`, `SharedExpertMLP`).
+        """
         experts, local = mixture(model), mixture(model).count // layout.expert
         one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn), model.hidden * experts.count
         linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
@@ -125,11 +124,11 @@ class MixtureOfExperts(Planning):
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
-        """Not walked through: what is in hand there is bounded by rows that travel (`cost.stage_memory`)."""
+        """Empty: rows in flight bound its transients (`cost.stage_memory`)."""
         yield from ()
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """Experts give back as many rows as they got."""
+        """Experts return as many rows as they get."""
         half, role = profile.of(self.section), self.section.of_name[linear].role
         if role == "experts_in":
             return kept_of_argument(half, linear), made_bytes(half, linear)
@@ -139,20 +138,21 @@ class MixtureOfExperts(Planning):
 
 
 def mixture(model: Model) -> Experts:
-    """Of a model with experts."""
+    """Return the experts of a model that has some."""
     assert model.experts is not None, "asked only of models with experts"
     return model.experts
 
 
 def expert_sharers(job: Job) -> int:
-    """Ranks of one stage that hold the same experts (expert data parallel), over which their optimizer state is sharded, as
-    `parallel_state.initialize_model_parallel` groups them."""
+    """Return the expert data-parallel size, over which experts' optimizer states are sharded
+    (`parallel_state.initialize_model_parallel`).
+    """
     layout = job.parallel
     return job.gpus // (layout.expert_tensor_size * layout.expert * layout.pipeline)
 
 
 def expert_matrices(model: Model) -> int:
-    """Weights of one whole expert."""
+    """Return the weights of one whole expert."""
     return _mlp(model, mixture(model).ffn)
 
 
@@ -168,12 +168,12 @@ def _biases(model: Model, tensor: int) -> int:
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
-    """Seconds of an all-to-all of so many ranks, `stride` apart, that hand out `size_bytes` each: of the slowest group."""
+    """Return the slowest group's all-to-all of `ranks` ranks, `stride` apart, that send `size_bytes` each."""
     assert cluster.node is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     if ranks == 1:
         return 0.0
-    blocks = range(0, gpus, ranks * stride)[: cluster.node.gpus]  # groups side by side; then they begin as before in a node
+    blocks = range(0, gpus, ranks * stride)[: cluster.node.gpus]  # adjacent groups; later ones start at the same places of a node
     starts = {(block + rank) % cluster.node.gpus for block in blocks for rank in range(min(stride, cluster.node.gpus))}
     inside = min(fewest_in_a_node(start, stride, ranks, cluster.node.gpus) for start in starts)
     near_s = link_among(cluster, min(ranks * stride, cluster.node.gpus)).seconds(size_bytes * (inside - 1) / ranks)
@@ -184,7 +184,7 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
 
 
 def _exchange_s(job: Job, shape: LayerShape) -> float:
-    """One exchange of tokens, of which there are two in each pass: rows out, rows back."""
+    """Return one exchange of tokens; each pass has two."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
     if experts_of(shape).dispatcher in FUSED:
         return _fused_exchange_s(job.cluster, shape, row_bytes)
@@ -196,7 +196,7 @@ def _exchange_s(job: Job, shape: LayerShape) -> float:
 
 
 def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> float:
-    """The same by a flex dispatcher: every token once to each rank, and once to each other node."""
+    """Return the same for a flex dispatcher: every token once per rank, and once per other node."""
     assert cluster.node is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
@@ -213,13 +213,13 @@ def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> fl
 
 
 def expected_parts(experts: Experts, parts: int) -> float:
-    """To how many of so many parts, each with as many of a layer's experts, a token goes on average."""
+    """Return the expected number of parts that a token is sent to, of `parts` equal parts of a layer's experts."""
     others = experts.count - experts.count // parts
     return parts * (1 - comb(others, experts.per_token) / comb(experts.count, experts.per_token))
 
 
 def _cut_s(job: Job, shape: LayerShape) -> float:
-    """Cut experts gather rows, and scatter their sums, where these have not come to all of their ranks."""
+    """Return one gather of rows to split experts, or scatter of sums; other dispatchers include it."""
     if experts_of(shape).dispatcher != "alltoall":
         return 0.0
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
@@ -228,7 +228,7 @@ def _cut_s(job: Job, shape: LayerShape) -> float:
 
 
 def _shared_collective_s(job: Job, shape: LayerShape) -> float:
-    """One collective of shared experts, which are an MLP on all rows: nothing hides those of sequence parallelism."""
+    """Return one exposed collective of shared experts, an MLP on all rows."""
     tensor = shape.parallel.tensor
     if tensor == 1 or not shared_width(shape):
         return 0.0
@@ -236,7 +236,7 @@ def _shared_collective_s(job: Job, shape: LayerShape) -> float:
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:
-    """A GEMM of every token with every expert's row; choosing among scores in fp32."""
+    """A GEMM of every token with every expert's row, and top-k in fp32."""
     count, tokens, element = experts_of(shape).count, shape.own_tokens, shape.model.element_bytes
     gemm_s = roof.seconds(2 * tokens * shape.model.hidden * count, element * tokens * (shape.model.hidden + count))
     chosen_s = roof.seconds(0, 4 * FP32_BYTES * tokens * count)
@@ -244,14 +244,15 @@ def _router(shape: LayerShape, roof: Roofline) -> Passes:
 
 
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
-    """On one way: permuted or put back, and sorted by expert where a rank has several. Each row is read and written. A flex
-    dispatcher sorts alone: what it sends it takes from where it is."""
+    """Return one permutation of rows, and the sorting by expert if a rank has several: each row is read and written. Flex
+    dispatchers only sort.
+    """
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
-    if experts_of(shape).dispatcher == "allgather":  # one copy: rows of all tokens to those of this rank's experts
+    if experts_of(shape).dispatcher == "allgather":  # one copy, from all tokens to the rows of this rank's experts
         return Passes(*2 * (roof.seconds(0, row_bytes * max(padded_rows(shape), gathered_tokens(shape))),))
     sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
-    if padded_rows(shape) > routed_rows(shape):  # copied to where there is room to fill up
+    if padded_rows(shape) > routed_rows(shape):  # copied to padded rows
         sorted_s += roof.seconds(0, row_bytes * padded_rows(shape))
     if experts_of(shape).dispatcher in FUSED:
         return Passes(max(sent_s, sorted_s), max(sent_s, sorted_s))

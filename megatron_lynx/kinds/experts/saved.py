@@ -1,29 +1,30 @@
-"""A mixture of experts on one rank by its shape: rows and columns, and every memory block that its backward reads.
+"""Saved tensors, rows and widths of a mixture of experts on one rank.
 
-    T tokens ── norm ──┬── shared experts: an MLP that every token passes
-                       ├── router ── probabilities, which expert gets what
+    T tokens ── norm ──┬── shared experts: an MLP for every token
+                       ├── router ── probabilities, expert choices
                        └── dispatch: permute ── all-to-all ── R rows ── experts ── combine: all-to-all ── unpermute ──> T
 
-T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
-rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
-`MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
-Bytes are counted for `experts.holds` times as many, where that is said.
+T: a rank's own tokens; k: experts per token; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the
+fullest rank, with etp ranks that split each expert (`expert_tensor`). Rows are counted as in megatron-core's
+`MoEAlltoAllTokenDispatcher`; `experts.load` is the fullest rank's load over a balanced one. Bytes use `experts.holds` instead, if
+given.
 
-    norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
-    router       `TopKRouter`: chosen experts (int64, twice), their scores in fp32; of all experts `experts.scores` numbers in
+    norm         as in a layer with an MLP, but never fused into a linear
+    router       `TopKRouter`: chosen experts (int64, twice), their scores in fp32; for all experts `experts.scores` numbers in
                  fp32, one of them for an auxiliary loss
-    dispatch     the router's map (a byte each) and probabilities of all experts; `permute` keeps where each row came from
-                 (int64), which `combine` reads as well. It hands on R rows, and the probability of each
-    experts      what comes out of the first GEMM, and what goes into the second one:
+    dispatch     routing map (a byte each) and probabilities of all experts; `permute` saves row sources (int64), which `combine`
+                 reads as well. Outputs: R rows, and the probability of each
+    experts      output of the first GEMM, and input of the second:
                  fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
                            fused: f + f + f
                  eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
                  squared   ReLU f + f + f; f + f in one kernel with the probabilities (`WeightedSquaredReLUFunction`)
     shared       an MLP's, without norm and dropout
-In FP8 each expert's rows are filled up to a multiple of 16, or 32 (mxfp8): by `Fp8Padding` before its GEMMs, or, as the launch
-may say, by the router, whose rows then travel, too. Its linears keep bytes and scales of what they were given, each expert its
-own, and nobody keeps the dispatched rows; a replay that passes them needs them. Megatron has the shared experts' first linear
-keep the norm's output as it is (`set_save_original_input`), but for delayed scaling.
+
+In FP8 each expert's rows are padded to a multiple of 16, or 32 (mxfp8): by `Fp8Padding` before its GEMMs, or by the router, if so
+configured, and padding is then exchanged, too. Linears save bytes and scales of their inputs, each expert its own, and the
+dispatched rows are not saved; recomputation that passes them needs them. Except with delayed scaling, the shared experts' first
+linear saves the norm's output (`set_save_original_input`).
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 INDEX_BYTES = 8
-"""The size of an index of PyTorch's."""
+"""Bytes of a PyTorch index."""
 
 INPUT = "input"
 
 SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
-"""The items of shared experts, by those of the MLP that they are like."""
+"""Items of shared experts, by the MLP items that they resemble."""
 
 
 @lru_cache(maxsize=256)
 def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
+    """Return the saved tensors of the whole half, except its input."""
     shape = as_held(shape)
     section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
-    if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # Megatron has others keep the norm's output, as it is
+    if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # the norm's output is not the linear's saved input
         readers = (ROUTER,)
     norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
     blocks = (*norm, *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
@@ -77,7 +78,7 @@ def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 
 
 def saved_parts(shape: LayerShape) -> dict[str, int]:
-    """Bytes of the half's input, and of what each item is the first to save."""
+    """Return the bytes of the half's input, and of the tensors that each item is the first to save."""
     parts = dict.fromkeys((INPUT, *experts_of(shape).section.names), 0) | {INPUT: shape.input_bytes}
     for block in expert_tensors(shape):
         if block.saved_by:
@@ -93,7 +94,7 @@ def _router(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
-    """What it keeps itself, and the rows that it hands on, with the probability of each."""
+    """Dispatch's own saved tensors, its output rows, and the probability of each."""
     experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
     fused = experts.dispatcher in FUSED
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
@@ -106,8 +107,9 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
-    """Bytes of what says where rows go, by itself and together with the way back: of the all-to-all, and of gathers, after which
-    each part of an expert has those of its tokens."""
+    """Return the bytes of (routing map and probabilities, row sources). After gathers every part of an expert has its tokens'
+    own.
+    """
     experts = experts_of(shape)
     parts = shape.parallel.expert_tensor_size if experts.dispatcher == "allgather" else 1
     of_all = parts * shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
@@ -115,9 +117,9 @@ def _maps(shape: LayerShape) -> tuple[int, int]:
 
 
 def _fused_maps(shape: LayerShape) -> tuple[int, int]:
-    """The same of a flex dispatcher. With DeepEP: the choices, where each row's probability is read and put
-    (`_indices_to_multihot`), and the map of what came, by experts of this rank. HybridEP's handle is taken to be as large as the
-    map that it is made of."""
+    """Return the same for a flex dispatcher. DeepEP: choices, sources and targets of probabilities (`_indices_to_multihot`), and
+    the map of received rows by local expert. HybridEP's handle is taken to be as large as its map.
+    """
     experts, rows = experts_of(shape), routed_rows(shape)
     if experts.dispatcher == "hybridep":
         return shape.own_tokens * experts.count * (1 + FP32_BYTES), rows * INDEX_BYTES
@@ -126,13 +128,14 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 
 
 def remembered_bytes(shape: LayerShape) -> int:
-    """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
-    probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
+    """Return the bytes that one layer's dispatcher keeps in attributes until its next call: routing map, probabilities, row
+    sources (`MoEAlltoAllTokenDispatcher`).
+    """
     return sum(block.bytes for block in _dispatch(as_held(shape)) if DISPATCH in block.saved_by)
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Between the experts' GEMMs, and what these keep of what they were given in FP8."""
+    """Tensors between the experts' GEMMs, and their FP8 inputs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
     block, gated = padded_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
@@ -152,8 +155,9 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Shared experts save what an MLP of their width does. Beside the exchanges they gather their input themselves, so that their
-    first linear keeps it whole, and their gate has neither offset nor clamp (`SharedExpertMLP`)."""
+    """Shared experts save as an MLP of their width. If overlapped with exchanges they gather their input themselves and save it
+    whole, and their gate has neither offset nor clamp (`SharedExpertMLP`).
+    """
     if not experts_of(shape).shared_ffn:
         return
     plain = {"glu_offset": False, "activation_clamped": False} if experts_of(shape).shared_beside else {}
@@ -166,7 +170,7 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
-    if experts_of(shape).shared_gate:  # the gate's linear keeps what it was given, and the product what it multiplies
+    if experts_of(shape).shared_gate:  # the gate's linear saves its input, and the product the other factor
         yield from (SavedTensor(bytes=shape.input_bytes, made_by=SHARED_FC2, saved_by=(SHARED_FC2,)) for _ in range(2))
 
 
@@ -175,13 +179,13 @@ def _gathers_apart(shape: LayerShape) -> bool:
 
 
 def experts_of(shape: LayerShape) -> Experts:
-    """The mixture of a layer's model."""
+    """Return the experts of a layer that has some."""
     assert shape.model.experts is not None, "asked only of layers with experts"
     return shape.model.experts
 
 
 def as_held(shape: LayerShape) -> LayerShape:
-    """The shape whose rows are those that bytes are counted for: of `experts.holds`, where that is said."""
+    """Return the shape with `experts.holds` as load, if given, for counting bytes."""
     experts = experts_of(shape)
     if experts.holds is None:
         return shape
@@ -190,8 +194,7 @@ def as_held(shape: LayerShape) -> LayerShape:
 
 
 def routed_rows(shape: LayerShape) -> int:
-    """Rows that the experts of the fullest rank are given (R). A router that fills them up does so for each expert, on each rank
-    that tokens come from."""
+    """Return the rows of the fullest rank's experts (R), with a router's padding for each expert and source rank."""
     experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
     rows = ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
     by_router = experts.filled and experts.dispatcher == "alltoall"
@@ -199,12 +202,12 @@ def routed_rows(shape: LayerShape) -> int:
 
 
 def gathered_tokens(shape: LayerShape) -> int:
-    """Tokens that every rank has where they are gathered."""
+    """Return the number of tokens after a gather."""
     return shape.own_tokens * shape.parallel.expert * shape.parallel.expert_tensor_size
 
 
 def padded_rows(shape: LayerShape) -> int:
-    """Rows that their GEMMs work on: in FP8 each expert's are filled up, where the router did not do so."""
+    """Return the rows of the experts' GEMMs: in FP8 each expert's are padded, unless the router did."""
     experts, rows = experts_of(shape), routed_rows(shape)
     if shape.model.fp8_recipe is None or (experts.filled and experts.dispatcher == "alltoall"):
         return rows
@@ -212,8 +215,7 @@ def padded_rows(shape: LayerShape) -> int:
 
 
 def _filled_up(shape: LayerShape, rows: int, parts: int) -> int:
-    """Rows that so many parts of these are filled up with, to a multiple that FP8 needs: half of it for each, in the mean, and
-    where every token goes to every expert as many as it takes."""
+    """Return the padding of `parts` parts: half a multiple each on average; exact if every token goes to every expert."""
     recipe, experts = shape.model.fp8_recipe, experts_of(shape)
     if recipe is None:
         return 0
@@ -224,22 +226,21 @@ def _filled_up(shape: LayerShape, rows: int, parts: int) -> int:
 
 
 def local_experts(shape: LayerShape) -> int:
-    """Experts of one rank."""
     return experts_of(shape).count // shape.parallel.expert
 
 
 def expert_width(shape: LayerShape) -> int:
-    """Columns between an expert's GEMMs on one rank."""
+    """Width of an expert on one rank."""
     return experts_of(shape).ffn // shape.parallel.expert_tensor_size
 
 
 def shared_width(shape: LayerShape) -> int:
-    """Columns between the GEMMs of shared experts on one rank; 0 without any."""
+    """Width of shared experts on one rank; 0 if none."""
     return experts_of(shape).shared_ffn // shape.parallel.tensor
 
 
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
-    """The linears of the half by item."""
+    """Return the linears by item."""
     count, rows = local_experts(shape), padded_rows(shape)
     linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
     if width := shared_width(shape):
@@ -248,7 +249,7 @@ def expert_linears(shape: LayerShape) -> dict[str, Linear]:
 
 
 def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
-    """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
+    """Return both linears around an activation of `width` columns. `rows_and_count`: rows of each, and their number."""
     (rows, count), hidden = rows_and_count, shape.model.hidden
     outer = 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

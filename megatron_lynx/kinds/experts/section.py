@@ -1,28 +1,26 @@
-"""The section that fills the MLP half of a layer of experts.
+"""Section of the MLP half of a layer with experts.
 
     pre_mlp_layernorm ─┬> shared_fc1 ─> shared_activation ─> shared_fc2 ──────────────────────────────────────────────────┐
                        └> router ─> dispatch ══> experts_fc1 ─> experts_activation ─> experts_fc2 ─> combine ══> (+) ─> mlp_bda
 
-    ══>  tokens move to the ranks of their experts, and back
+    ══>  tokens are exchanged between ranks
 
-What a router decides must not be decided again, and tokens must not travel again: `router`, `dispatch` and `combine` are always
-kept. What they hand to the experts is held by the graph anyway, because the experts' first linear saves its input. Experts'
-linears exchange nothing themselves. `experts_fc1`, `experts_activation` and `experts_fc2` stand for all experts of a rank: each
-has a call of its own where they run one by one, and a half has as many of these calls in every micro-batch, whatever the load.
-Items of shared experts exist where the model has shared experts.
+`router`, `dispatch` and `combine` are always kept: routing must not be decided twice, and tokens are exchanged once. The graph
+holds their outputs anyway, since the experts' first linear saves its input. `experts_fc1`, `experts_activation` and `experts_fc2`
+stand for all experts of a rank; run one by one, each expert has a call of its own, the same number in every micro-batch. Shared
+items exist only with shared experts.
 
-Its windows are the exchanges in which tokens travel, where experts are shared out over ranks. Collectives of the tensor-parallel
-group inside it are none.
+Its windows are token exchanges under expert parallelism; tensor-parallel collectives inside are none.
 
     alltoall    fwd.0  tokens to their experts   fwd.1  their probabilities           fwd.2  rows back
                 bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
     deepep      fwd.0  tokens and probabilities  fwd.1  rows back                     bwd.0, bwd.1  their gradients
-    hybridep    none: its kernels run on the compute stream, which therefore waits for nothing (flex with either backend)
-    allgather   none: every rank gets all tokens, and sums of all, by calls that return when they are there
+    hybridep    none: its kernels run on the compute stream (flex with either backend)
+    allgather   none: its gathers and reductions are synchronous
 
-Where exchanges are overlapped (`--overlap-moe-expert-parallel-comm`) Megatron never calls the half's method: it runs four nodes
-in turn with those of another micro-batch, each with a backward of its own. One method of them has what a plan recomputes, and
-nothing waits for an exchange:
+With overlapped exchanges (`--overlap-moe-expert-parallel-comm`) Megatron does not call the half's method: it interleaves four
+nodes with those of another micro-batch, each with its own backward. Plans recompute in one method of them, and nothing waits for
+an exchange:
 
     norm, shared experts, router │ dispatch │ routed_experts_compute: rows sorted, experts, rows sorted back │ combine, residual
 """
@@ -38,7 +36,7 @@ from megatron_lynx.kinds.dense.section import MLP
 from megatron_lynx.kinds.section import Exchange, Item, Pass, Role, Section
 
 MIXTURE = "mlp"
-"""Where Megatron's layer has its mixture of experts, as an attribute path."""
+"""Attribute path of the mixture in Megatron's layer."""
 
 _SHARED = (
     Item("shared_fc1", "column_parallel", path=f"{MIXTURE}.shared_experts.linear_fc1"),
@@ -66,8 +64,7 @@ _ROUTED = (
 
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
-"""Who brings tokens to experts that are shared out over ranks: Megatron's all-to-all, its flex dispatcher with one of two
-backends, or gathers of all tokens."""
+"""Token dispatcher: all-to-all, a flex dispatcher's backend, or all-gather."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 FUSED: tuple[Dispatcher, ...] = ("deepep", "hybridep")
 """Backends of the flex dispatcher."""
@@ -96,9 +93,9 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
 
 
 def _in_nodes(section: Section) -> Section:
-    """The same half where exchanges are overlapped."""
+    """The section with overlapped exchanges."""
     apart = tuple(item.name for item in section.items if item not in _ROUTED or item.role == "router")
-    exchanges = EXCHANGES["hybridep"]  # tokens travel in other nodes
+    exchanges = EXCHANGES["hybridep"]  # tokens are exchanged in other nodes
     return replace(section, exchanges_of=exchanges, method="routed_experts_compute", owner=MIXTURE, apart=apart)
 
 
@@ -106,17 +103,18 @@ MIXTURES: Mapping[tuple[Dispatcher, bool], Section] = {
     (dispatcher, shared): _section(_SHARED + _ROUTED if shared else _ROUTED, dispatcher)
     for dispatcher, shared in product(DISPATCHERS, (False, True))
 }
-"""By dispatcher, and by whether there are shared experts."""
+"""By dispatcher and presence of shared experts."""
 IN_NODES: Mapping[tuple[Dispatcher, bool], Section] = {key: _in_nodes(section) for key, section in MIXTURES.items()}
-"""The same where exchanges are overlapped."""
+"""The same with overlapped exchanges."""
 EXPERTS, EXPERTS_WITH_SHARED = MIXTURES["alltoall", False], MIXTURES["alltoall", True]
 SHARED_EXPERTS = tuple(item.name for item in _SHARED)
-"""The items that exist with shared experts only."""
+"""Items that exist only with shared experts."""
 
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
 BESIDE: Mapping[Role, tuple[str, ...]] = {"dispatch": (SHARED_FC1, SHARED_ACTIVATION), "combine": (SHARED_FC2,)}
-"""What of shared experts computes beside which exchange, in either pass, where they have a stream of their own
-(`--moe-shared-expert-overlap`): `MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`."""
+"""Shared items that overlap each exchange, in either pass, on their own stream (`--moe-shared-expert-overlap`):
+`MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`.
+"""
 SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
-"""Names for formulas that hold for one item alone: seconds, saved tensors."""
+"""Names for formulas of single items."""

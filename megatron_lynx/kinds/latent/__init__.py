@@ -1,1 +1,1 @@
-"""Multi-latent attention: tokens are compressed, and heads are made of that."""
+"""Multi-latent attention."""

@@ -1,17 +1,17 @@
-"""Latent attention of one layer of one rank by its shape: FLOPs, bytes that kernels move, every block that backward reads.
+"""Planning of multi-latent attention.
 
-Letters as in `profiler.shape`; q and k: what queries, and keys with values, are compressed to; r: the rotary part of a head.
+Letters as in `profiler.shape`; q and k: ranks of compressed queries, and of keys with values; r: rotary part of a head.
 
-    item                   takes      makes                    its rows
-    linear_q_down_proj     h          q                        Megatron's own: all, a t-th of the columns, then gathered
+    item                   input      output                   rows
+    linear_q_down_proj     h          q                        Megatron's: all, a t-th of the columns, then gathered
     linear_kv_down_proj    h          k + r                    Transformer Engine's: the rank's own, all columns
-    q_, kv_layernorm       q, k       q, k                     as many as are handed on
+    q_, kv_layernorm       q, k       q, k                     those of its input
     linear_q_up_proj       q          a (d + r) / t            all
     linear_kv_up_proj      k          a (d + v) / t            all
-    rotary                 both       queries and keys of a (d + r) / t, values of a v / t: three blocks of their own
+    rotary                 both       queries and keys of a (d + r) / t, values of a v / t: three blocks
 
-`linear_proj` reads a v / t columns. Sine and cosine are kept for queries and for keys. Fused, they are one buffer for all layers,
-and queries are turned in the block in which `linear_q_up_proj` made them.
+`linear_proj` reads a v / t columns. Sine and cosine are saved for queries and for keys; the fused kernel shares one buffer among
+all layers, and rotates queries in place in the output of `linear_q_up_proj`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 
 DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
-"""Roles of linears that compress tokens, and of those that make heads."""
+"""Roles of compressing linears, and of linears that make heads."""
 
 
 class LatentAttention(Planning):
-    """Projections down, norms of what was compressed, and projections up to heads."""
+    """Down-projections, norms of their outputs, and up-projections to heads."""
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         sizes, hidden, te, heads = sizes_of(shape.model), shape.model.hidden, shape.model.uses_te, heads_of(shape)
@@ -60,7 +60,7 @@ class LatentAttention(Planning):
         return 2 * shape.scores * (sizes.query_head_size + sizes.value_head_size)
 
     def attention(self, shape: LayerShape) -> AttentionBytes:
-        """Values travel as narrow as they are."""
+        """Values keep their own width."""
         one, sizes = shape.model.element_bytes * shape.tokens * heads_of(shape), sizes_of(shape.model)
         query, value = one * sizes.query_head_size, one * sizes.value_head_size
         return AttentionBytes(query, query, value, value)
@@ -70,7 +70,7 @@ class LatentAttention(Planning):
         if item.role == "inner_norm":
             one = element * latent_rows(shape) * _rank(sizes, item) * shape.model.qk_norm
             return one_kernel(2 * one, 3 * one)
-        if sizes.fused_rotary:  # of queries the rotary part alone
+        if sizes.fused_rotary:  # only the rotary part of queries
             columns = heads * (2 * sizes.rope_size + sizes.kv_head_size + sizes.query_head_size + sizes.value_head_size)
             one = element * shape.tokens * (columns + sizes.rope_size)
             return one_kernel(one, one)
@@ -100,7 +100,7 @@ class LatentAttention(Planning):
         sizes = sizes_of(shape.model)
         readers = tuple(item.name for item in self.section.items if item.role in ("down_projection", "query_projection"))
         yield from norm_tensors(shape, self.section, readers if shape.model.fp8_recipe is None else ())
-        if shape.model.fp8_recipe is not None:  # each casts it for itself
+        if shape.model.fp8_recipe is not None:  # each casts it separately
             size = saved_bytes(shape.model.fp8_recipe, shape.own_tokens, shape.model.hidden)
             yield from (SavedTensor(bytes=size, made_by=linear, saved_by=(linear,)) for linear in readers)
         if sizes.q_rank is not None:
@@ -112,9 +112,11 @@ class LatentAttention(Planning):
         yield dropout_tensor(shape, self.section)
 
     def _compressed(self, shape: LayerShape, path: tuple[Item, Item, Item], width: int, rank: int) -> Iterator[SavedTensor]:
-        """One path's, from its down-projection to what its up-projection reads. What was gathered stays for replays that pass
-        it, as long as `linear_proj`'s input, which always stays. Transformer Engine's linears, norm inside or not, keep what they
-        were called with, or a copy where that is a part of a wider block."""
+        """Saved tensors of one path, from down-projection to the up-projection's input.
+
+        A gathered latent stays for recomputation as long as the always-kept input of `linear_proj`. Transformer Engine's linears
+        save their input, or a copy if it is part of a wider block.
+        """
         (down, norm, up), model, rows = path, shape.model, latent_rows(shape)
         element, recipe = model.element_bytes, model.fp8_recipe
         stays = (LINEAR_PROJ,) if not model.uses_te and shape.parallel.tensor > 1 else ()
@@ -134,7 +136,7 @@ class LatentAttention(Planning):
             yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """A fused kernel turns queries where they are, and its tables are one buffer for all layers."""
+        """A fused kernel rotates queries in place, with tables shared by all layers."""
         one, linears, given = shape.tokens * shape.model.element_bytes, self.linears(shape), self.attention(shape)
         if shape.parallel.context > 1 and not shape.eager:
             query, *others = kept_beside_exchange(shape.parallel, given, ROTARY)
@@ -154,7 +156,7 @@ class LatentAttention(Planning):
         return [item for item in self.section.items if item.role in roles]
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """Transformer Engine's down-projections are whole on each rank. Of projections the last alone may have a bias."""
+        """Transformer Engine's down-projections are whole on each rank. Only the last projection may have a bias."""
         sizes = sizes_of(model)
         queries = model.heads * sizes.query_head_size * (sizes.q_rank or model.hidden)
         keys_values = model.heads * sizes.kv_head_size * sizes.kv_rank
@@ -173,13 +175,13 @@ class LatentAttention(Planning):
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
-        """Keys and queries are wider than values, and there are two paths from the heads back."""
+        """Keys and queries are wider than values; two paths lead back from the heads."""
         element, linears, given = shape.model.element_bytes, self.linears(shape), self.attention(shape)
         yield from row_parallel(shape, self.section, given.value)
         yield from core(shape, given.query, (given.query + given.value) // 2)
         heads, down = self._with_role(*HEADS), self._with_role(*DOWN)
         made = {item.name: shape.tokens * element * linears[item.name].made for item in heads}
-        turned = made.get(self.section.in_place[0], 0) if self.section.in_place else 0  # gradients of queries are, where they are
+        turned = made.get(self.section.in_place[0], 0) if self.section.in_place else 0  # gradients of queries are in place
         yield Step(ROTARY, sum(made.values()) - turned, given.query + given.key + given.value - turned)
         for item in (*reversed(heads), *reversed(down)):
             linear = linears[item.name]
@@ -203,9 +205,11 @@ class LatentAttention(Planning):
         return latent.rope_size if sizes.te else latent.kv_down_width
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """Transformer Engine's down-projections work on the rank's own rows, Megatron's make a part of the columns. Two that read
-        the same input are taken to hold it each by itself, although it is there once. What was gathered stays for others as long
-        as what `linear_proj` was given, and is no part of that."""
+        """Transformer Engine's down-projections work on the rank's own rows, Megatron's make a part of the columns.
+
+        Two linears with the same input count it twice. A gathered latent, which stays as long as the input of `linear_proj`, is
+        not part of that input.
+        """
         sizes, half, down = profile.shape, profile.of(self.section), {item.name for item in self._with_role(*DOWN)}
         if linear == LINEAR_PROJ:
             gathered = sum(one.bytes for one in half.tensors if one.made_by in down and linear in one.saved_by)
@@ -217,21 +221,20 @@ class LatentAttention(Planning):
 
 
 def sizes_of(model: Model) -> LatentSizes:
-    """Of a model with latent attention."""
+    """Return the sizes of a model that has latent attention."""
     assert model.latent is not None, "asked only of models with latent attention"
     return model.latent
 
 
 def heads_of(shape: LayerShape) -> int:
-    """Heads of one rank."""
     return shape.model.heads // shape.parallel.tensor
 
 
 def latent_rows(shape: LayerShape) -> int:
-    """Rows of what was compressed that a rank holds: Megatron's own layers gather all, and cut them in the same block."""
+    """Return the latent rows of a rank: Megatron's layers gather all, and slice the block."""
     return shape.own_tokens if shape.model.uses_te else shape.tokens
 
 
 def _rank(sizes: LatentSizes, norm: Item) -> int:
-    """What an inner norm's rows are as wide as."""
+    """Return the width of an inner norm."""
     return sizes.kv_rank if norm is KV_NORM else sizes.q_rank or 0

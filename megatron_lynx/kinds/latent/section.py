@@ -1,24 +1,23 @@
-"""The sections of latent attention (Megatron's `--multi-latent-attention`): tokens are compressed, and heads are made of that.
+"""Sections of multi-latent attention (`--multi-latent-attention`): tokens are compressed, and heads made from that.
 
     input_layernorm ─┬─> linear_q_down_proj ──> q_layernorm ──> linear_q_up_proj ──┬─(rotary)─> core_attention ─> linear_proj
                      └─> linear_kv_down_proj ─> kv_layernorm ─> linear_kv_up_proj ─┘
 
-Items are in the order in which Megatron has called them since 0.16; 0.15 runs each path to its end, which only moves where a
-replay stops. Queries need not be compressed: `linear_q_proj` then makes them of the residual stream. `rotary` is the code that
-splits off and turns the rotary parts, and puts queries and keys together. The norms in the middle are there with
-`--qk-layernorm` alone; Transformer Engine makes them inside the linears behind them.
+Items are in Megatron's call order since 0.16; 0.15 runs one path after the other, which changes only where recomputation stops.
+Uncompressed queries come from `linear_q_proj` on the residual stream. `rotary` splits off and rotates the rotary parts, and
+assembles queries and keys. Inner norms exist only with `--qk-layernorm`; Transformer Engine fuses them into the next linears.
 
-What ranks of a tensor-parallel group exchange, and when, is the same in all releases:
+Tensor-parallel communication is the same in all releases:
 
-    Megatron's own       down-projections are column-parallel: their input is gathered (sequence parallelism), what they made is
-                         gathered by columns, and cut by rows again; backward the gradient of that is gathered by rows
+    Megatron's own       down-projections are column-parallel: their input is gathered (sequence parallelism), their output is
+                         gathered by columns and sliced by rows; in backward its gradient is gathered by rows
     Transformer Engine   down-projections are whole on each rank; with sequence parallelism the shared rotary key is gathered
-    both                 up-projections gather their input (sequence parallelism); backward reduces the gradient of each
+    both                 up-projections gather their input (sequence parallelism); backward reduces its gradient
 
-Nothing that runs between two sites may communicate in a replay: what was gathered there is kept for it (`apply.hooks.latents`).
+Recomputed code between two sites must not communicate: gathered tensors there are kept (`apply.hooks.latents`).
 
-With the fused rotary kernel queries are turned in place, in what the linear that made them returned: queries are that block. A
-replay that ran `rotary` on a block that was kept would turn it twice, so the two are kept together or replayed together.
+The fused rotary kernel rotates queries in place, in the linear's output. Recomputing `rotary` on a kept output would rotate it
+twice, so both are kept or both recomputed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NORM, _BEHIND = ATTENTION.items[0], tuple(ATTENTION.items[ATTENTION.index(ROTAR
 
 
 def _forward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Iterator[Collective]:
-    """`order`: the items from the norm to the last up-projection."""
+    """`order`: items from the norm to the last up-projection."""
     for before, item in pairwise(order):
         gathers = item.role in ("up_projection", "query_projection") or (item.role == "down_projection" and not te)
         if sequence_parallel and gathers:
@@ -87,13 +86,13 @@ def _section(compressed: bool, te: bool, fused: bool) -> Section:
 LATENT: Mapping[tuple[bool, bool, bool], Section] = {
     (compressed, te, fused): _section(compressed, te, fused) for compressed, te, fused in product((True, False), repeat=3)
 }
-"""By whether queries are compressed, whether the layers are Transformer Engine's, and whether a fused kernel turns queries."""
+"""By compressed queries, Transformer Engine's layers, and fused rotary kernel."""
 
 
 def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
-    """That of a model with these sizes."""
+    """Return the section for these sizes."""
     return LATENT[sizes.compressed, te, sizes.fused_rotary]
 
 
 LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
-"""The items that only latent attention has."""
+"""Items of latent attention only."""

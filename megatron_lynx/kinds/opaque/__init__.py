@@ -1,1 +1,1 @@
-"""Halves that nobody looks into: they are kept whole and priced."""
+"""Opaque halves."""

@@ -1,9 +1,9 @@
-"""Halves that nobody looks into, by the figures that a job states of them (`config.opaque`), or that a profile has measured.
+"""Planning of opaque halves, from figures in a job (`config.opaque`) or a measured profile.
 
-    forward     max(FLOPs at a GEMM's speed, what is kept written and read once)     and two collectives of tensor-parallel ranks
+    forward     max(FLOPs at a GEMM's rate, saved bytes written and read once)       and two tensor-parallel collectives
     backward    twice the FLOPs, twice the bytes, as many collectives
 
-No kernel of a scan or of a delta rule is as fast as a GEMM of its FLOPs: seconds are the least, and equal under every plan.
+These seconds are lower bounds, since scans and delta rules are slower than GEMMs; they are the same under every plan.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron_lynx.profiler.shape import LayerShape
 
 NO_SECONDS = ItemProfile(forward_s=0.0, backward_s=0.0, saved_bytes=0, output_bytes=0, flops=0)
 COLLECTIVES = 2
-"""In each pass: an all-reduce is as long as a gather and a scatter."""
+"""Per pass; an all-reduce counts as a gather and a scatter."""
 
 
 class OpaqueHalf(Planning):
-    """One such half. Of what is not there everything is 0."""
+    """An opaque half; all figures of an absent one are 0."""
 
     def figures(self, shape: LayerShape) -> Opaque:
         return shape.model.opaque_in(self.section)
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        """None that are known."""
+        """Unknown."""
         return {}
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
@@ -63,7 +63,7 @@ class OpaqueHalf(Planning):
         return Passes(roof.seconds(flops, moved), roof.seconds(2 * flops, 2 * moved))
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """One block of all that is kept inside, and what the norm makes; the mask of dropout."""
+        """One block for all that is saved inside and the norm's output, and the dropout mask."""
         figures, [name] = self.figures(shape), self._inside
         if figures.nothing:
             return
@@ -90,7 +90,7 @@ class OpaqueHalf(Planning):
         yield Step(name, made, made)
 
     def refusals(self, job: Job) -> Iterator[Problem]:
-        """Plans keep it; what would make Megatron run it again, or cut a sequence, is not theirs."""
+        """Context parallelism is refused."""
         if job.parallel.context > 1 and not self.figures(LayerShape.of(job)).nothing:
             needed = (
                 f"1 with {self.section.name}: its state goes through the whole sequence, and what it exchanges is not counted"
