@@ -1,16 +1,17 @@
-"""Makes the plan of a job from a profile: partitions the layers, solves every stage, rehearses the answers and writes them down.
+"""Plans a job from a profile: partitions layers, solves each stage, simulates the plan and writes it.
 
-decision.py      make_plan, which runs all of it
-partitioning.py  layers of each stage, where the job leaves them open
-nearest.py       what would fit: changes of a job that does not, the load of experts with which a plan does
-evaluation.py    seconds and bytes of a plan, which all commands print, at every moment, against the budget
-summary.py       a plan for programs
-filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them
-                 (in turns with many linears), slack.py for which there is memory
-writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
-userbuffers.py   whether a launch with them is expected to be faster than one without
-checks.py        refuses what a plan cannot do, and profiles of another job; whether a job may defer weight gradients
-left_open.py     what a job leaves open beside its layers: the share of its optimizer on the host, pieces of its head
+decision.py      decide, which runs the whole pipeline
+partitioning.py  layers of each stage, if the job leaves them open
+nearest.py       changes after which an infeasible job fits; the load of experts at which a plan fits
+evaluation.py    seconds and bytes of a plan at every moment, and the check against the budget
+summary.py       a plan as JSON
+filling.py      weight gradients in the waits that a plan leaves: rooms.py (waits), packing.py (choice), slack.py (memory)
+writing.py       solver answers as a plan
+uniform.py       plans that treat all layers alike, without a solver
+variants.py      plans with other launch flags
+checks.py        jobs that no plan can express, and profiles of another job
+packed.py        facts about packed sequences in a plan
+left_open.py     choices that a job leaves open: optimizer share on the host, pieces of the head, copies in FP8
 """
 
 from megatron_lynx.anatomy import REPLAYABLE

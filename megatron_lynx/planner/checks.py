@@ -1,5 +1,4 @@
-"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job; and says which jobs' plans may
-defer no weight gradients."""
+"""Refuses jobs that no plan can express, and profiles of another job."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 
 
 def check_plannable(job: Job) -> None:
-    """Raises `ConfigError` for everything a job may state, so that it can be estimated, but no plan can have."""
+    """Raises `ConfigError` for everything that a job may state for an estimate, but that no plan can have."""
     problems = [*_context_problems(job)]
     if 0 in job.partition and job.schedule == "double_buffered":
         empty, needed = job.partition.index(0), "at least one layer on every stage without flushes"
@@ -34,7 +33,7 @@ def check_plannable(job: Job) -> None:
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
         problems.append(lacks)
-    if not problems:  # whatever else a plan file refuses
+    if not problems:  # what a plan file refuses
         contents = PlanContents.model_construct(**contents_of(job), stages=())
         problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]
     if problems:
@@ -42,8 +41,9 @@ def check_plannable(job: Job) -> None:
 
 
 def check_plan(job: Job, plan: Plan) -> None:
-    """Raises `PlanMismatch` with every fact in which the plan was made for another job. `job`: as planned (`planner.as_planned`),
-    where a plan may choose flags of a launch."""
+    """Raises `PlanMismatch` with every fact in which the plan is for another job. `job`: as planned (`planner.as_planned`) if a
+    plan may choose launch flags.
+    """
     found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": model_facts(job).model_dump(),
@@ -52,7 +52,7 @@ def check_plan(job: Job, plan: Plan) -> None:
     }
     del needed["model"]["fp8_copies_kept"]  # the planner decides it
     found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
-    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # then it says nothing of its own
+    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # the plan states no group
         del needed["parallel"]["microbatch_group"]
     differing = [
         (f"{part}.{name}", found[part][name], value)
@@ -72,7 +72,7 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def _overlap_problems(job: Job) -> Iterator[Problem]:
-    """What does not go together with overlapped exchanges of experts (`plan.overlapped`)."""
+    """Problems of overlapped exchanges of experts (`plan.overlapped`)."""
     if not job.model.moe_overlapped:
         return
     parallel, model = job.parallel, job.model
@@ -99,7 +99,7 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
 
 
 def _graph_problems(job: Job) -> Iterator[Problem]:
-    """What was not tried beside captured graphs (`plan.captured`)."""
+    """Problems of captured graphs (`plan.captured`): untested combinations."""
     if not job.model.captured:
         return
     for place, found, needed in (
@@ -114,7 +114,7 @@ def _graph_problems(job: Job) -> Iterator[Problem]:
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:
-    """What does not go together with a core attention that exchanges keys and values. CPU ranks have a stand-in."""
+    """Problems of context parallelism. CPU ranks have a stand-in for the core attention."""
     if job.parallel.context == 1:
         return
     if job.policy == "selective":
@@ -131,7 +131,7 @@ def _context_problems(job: Job) -> Iterator[Problem]:
 
 
 def check_profile(job: Job, profile: Profile) -> None:
-    """Raises `ConfigError` for every fact in which the profile is of something else than this job."""
+    """Raises `ConfigError` for every fact in which the profile is of another job."""
     found, needed = profile.shape.model_dump(), shape_of(job).model_dump()
     ranks = job.parallel.tensor * job.parallel.context
     todo = f"measure this job, or its layers alone (pipeline 1 on {ranks} devices): megatron-lynx profile"
@@ -145,7 +145,7 @@ def check_profile(job: Job, profile: Profile) -> None:
 
 
 def why_none_deferred(job: Job) -> str | None:
-    """Why no weight gradient is deferred, in words; None where they may be."""
+    """Why no weight gradient is deferred; None if they may be."""
     asked = job.overlap.weight_gradients
     if job.policy != "planned":
         return f"policy {job.policy} is stock's: it waits where stock waits"

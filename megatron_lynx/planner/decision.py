@@ -1,10 +1,11 @@
 """Makes a plan: the whole planning pipeline.
 
-job, profile ──partitioned──> layers of each stage ──Stages──> what each keeps, replays, offloads ──write, rehearse──┬──> Plan
-                                                       ├── again without shares that hold more in the rehearsal than fits ┤
-                                                       ├── once more with layers that differ, if that is much faster ─────┤
-                                                       └── with weight gradients in what waits are left (`filling`) ──────┘
-    what is finished is counted once more, at every moment, against the budget (`held`)
+job, profile ──partitioned──> layers of each stage ──Stages──> answer of each stage ──write, rehearse──┬──> Plan
+                                     ├── again without offloaded shares that exceed the budget in the rehearsal ┤
+                                     ├── with the exact solver's answers, if much faster ───────────────────────┤
+                                     └── with weight gradients in the waits that are left (`filling`) ──────────┘
+
+`check_budget_kept` compares the finished plan with the budget at every moment.
 """
 
 from __future__ import annotations
@@ -41,48 +42,50 @@ from megatron_lynx.units import SECOND_DIGITS
 NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
 
 WORTH_READING = 1e-3
-"""The part of a step that a plan with layers that differ must gain: it is harder to read, and may leave weight gradients less.
-Where none are deferred it is taken if it is faster at all: else more memory could make a step longer, by less than this."""
+"""Relative gain from which a plan with different layers is taken: it is harder to read, and may leave fewer waits to weight
+gradients. If none are deferred, any gain is enough; else more memory could make a step longer by less than this.
+"""
 
 PLACED_AGAIN = 3
-"""How often weight gradients are placed at most."""
+"""Most rounds of placing weight gradients."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan with everything that led to it."""
+    """A plan, with the answers and the simulation that led to it."""
 
     job: Job
-    """The job, with the layers of every stage if it left them open."""
+    """With the layers of every stage, even if the job leaves them open."""
     stages: tuple[StageAnswer, ...]
     plan: Plan
     simulation: Simulation
     """One step under the plan."""
     host: HostReport
-    """Which stages wait for Python."""
+    """Host-bound stages."""
     weight_gradients: str = ""
-    """What became of weight gradients, in words."""
+    """Outcome of deferring weight gradients, in words."""
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """What a device of every stage holds, by name."""
+        """Bytes on a device of each stage, by kind."""
         return memory_of_plan(self.job, self.simulation)
 
 
 def make_plan(job: Job, profile: Profile) -> Plan:
-    """The plan for a job: what `job.policy` asks for, with its windows, its copies and, if left open, its partition.
+    """Return the plan for a job's policy.
 
-    The budget is `cost.budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
-    fastest plan that fits is wanted; on the testbed, where no budget is stated, the least memory. Raises `ConfigError` where the
-    profile is of another shape than the job or no plan can do what the job asks, and `Infeasible` (for every stage what binds
-    and by how much, and the nearest change that fits) where no choice fits the budget. `PlannerFault` would be our own mistake: a
-    finished plan that exceeds its budget.
+    The budget is `cost.budget`'s: stated by the job, else on a GPU its memory less the cluster's reserve. The fastest plan within
+    it is taken; on the testbed without a stated budget, the one with the least memory.
+
+    Raises `ConfigError` if the profile has another shape or no plan can express the job, `Infeasible` if no choice fits (with
+    each stage's binding limit, the excess, and the nearest change that fits), and `PlannerFault` if a finished plan exceeds its
+    budget, which is an error of ours.
     """
     return decide(job, profile).plan
 
 
 def decide(job: Job, profile: Profile) -> Decision:
-    """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    """Make a plan as `make_plan` does, and return what led to it."""
     try:
         return completed(fastest_decision(job, profile), profile)
     except Infeasible as error:
@@ -92,20 +95,21 @@ def decide(job: Job, profile: Profile) -> Decision:
 
 
 def completed(decision: Decision, profile: Profile) -> Decision:
-    """A decision whose plan also states loads of experts and lengths of packed sequences, as a plan file does."""
+    """Add loads of experts and lengths of packed sequences to a decision's plan."""
     return _with_lengths(_with_loads(decision, profile), profile)
 
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """The decision, before `completed`. Raises as `decide` does, without changes that would fit."""
+    """Decide without `completed`. Raises as `decide` does, without changes that would fit."""
     if job.model.captured:
         return _beside_graphs(job, profile)
     return _without_graphs(job, profile)
 
 
 def _beside_graphs(job: Job, profile: Profile) -> Decision:
-    """The decision for a job whose launch captures graphs: beside these, or without them where that is faster, or where no plan
-    fits beside them. What no plan can have without graphs either is raised."""
+    """Decide for a launch that captures graphs: with them, or without them if that is faster or nothing else fits. Raises the
+    problems that remain without graphs.
+    """
     without = left_open.without_graphs(job)
     try:
         beside = _without_graphs(job, profile)
@@ -119,7 +123,7 @@ def _beside_graphs(job: Job, profile: Profile) -> Decision:
 
 
 def _without_graphs(job: Job, profile: Profile) -> Decision:
-    """The decision for a job that leaves nothing open of what is captured."""
+    """Decide with the choice of captured graphs fixed."""
     if job.optimizer.offload == "auto":
         return _with_best_share(job, profile)
     check_plannable(job)
@@ -137,7 +141,7 @@ def _without_graphs(job: Job, profile: Profile) -> Decision:
 
 
 def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decision:
-    """The decision for the job whose head is in pieces where that is worth it (on the testbed in memory), or the one given."""
+    """Return the decision with the head in pieces if it gains enough (on the testbed, memory), else the given one."""
     try:
         other = _fastest(pieced, profile)
     except Infeasible:
@@ -150,7 +154,7 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
 
 
 def _decided(job: Job, profile: Profile) -> Decision:
-    """The decision for a job that leaves nothing of its head open."""
+    """Decide with the head's choice fixed."""
     try:
         return _fastest(job, profile)
     except Infeasible:
@@ -160,7 +164,7 @@ def _decided(job: Job, profile: Profile) -> Decision:
 
 
 def _fastest(job: Job, profile: Profile) -> Decision:
-    """The decision for such a job; in FP8 with copies beside its checkpoints, or without."""
+    """Decide with all these choices fixed; in FP8, with or without kept copies of checkpoints."""
     if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
         return _made(job, profile)
     least = _made(left_open.with_copies(job, kept=False), profile)
@@ -184,7 +188,7 @@ def _made(job: Job, profile: Profile) -> Decision:
 
 
 def _with_best_share(job: Job, profile: Profile) -> Decision:
-    """The decision for a job that leaves open how much of its optimizer is on the host."""
+    """Decide for a job that leaves the optimizer's share on the host open."""
 
     def step_s(found: Decision) -> float:
         return found.simulation.step_s + update_s(found.job, profile)
@@ -193,14 +197,15 @@ def _with_best_share(job: Job, profile: Profile) -> Decision:
 
 
 def _as_of(job: Job, found: Decision) -> Decision:
-    """A decision for what a job left open is one for the job."""
+    """Relabel the plan with the original job's digest."""
     origin = found.plan.provenance.model_copy(update={"job": job.digest})
     return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
-    """The decision whose plan says with which load of experts each stage still fits, where there are any; and beyond which its
-    halves of experts fall back."""
+    """State, for each stage, the load of experts at which the plan still fits, and the load from which its expert halves fall
+    back.
+    """
     job, plan = decision.job, decision.plan
     loads = loads_that_fit(job, plan, profile, decision.simulation)
     looked_into = job.model.experts is not None and not job.model.experts.whole
@@ -218,7 +223,7 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 
 
 def _with_lengths(decision: Decision, profile: Profile) -> Decision:
-    """The decision whose plan says for which lengths of packed sequences it is, where they are packed."""
+    """State the lengths of packed sequences that the plan is for."""
     packed = packed_facts(decision.plan, decision.job, profile, decision.simulation.step_s)
     if packed is None:
         return decision
@@ -227,7 +232,7 @@ def _with_lengths(decision: Decision, profile: Profile) -> Decision:
 
 
 def plannable(job: Job, profile: Profile) -> bool:
-    """Whether a plan fits, whatever its seconds."""
+    """Whether any plan fits."""
     for own in left_open.with_rotary_again(job):
         with suppress(LynxError):
             check_plannable(own)
@@ -237,22 +242,21 @@ def plannable(job: Job, profile: Profile) -> bool:
 
 
 def fitting(stages: Stages) -> Decision:
-    """The decision for a job whose partition is known, before waits are filled with weight gradients. Raises `Infeasible`."""
+    """Decide for a known partition, before weight gradients are placed. Raises `Infeasible`."""
     return _fitting(stages.job, stages)[0]
 
 
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
-    """What every stage holds with everything replayed and offloaded that can be, whether it fits or not."""
+    """Bytes of each stage with everything recomputed and offloaded that can be, whether it fits or not."""
     stages = Stages(job, profile)
     return tuple(least_memory_of(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
 def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
-    """The decision for a job whose partition is known, and what has solved its stages.
+    """Decide for a known partition; also return what solved its stages.
 
-    Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
-    and all stages are solved again; where a forward and a backward run in turns, once with so much less, as both have copies on
-    their way.
+    Copies may lag behind the solver's estimate. Shares that then exceed the budget in the rehearsal are excluded and all stages
+    solved again. With paired forwards and backwards the budget is first lowered once by the copies in flight of the second pass.
     """
     parted, profile = stages.job, stages.profile
     while True:
@@ -273,11 +277,11 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """The decision with the exact solver's answers, if they are faster; sought where they may gain `WORTH_READING`.
+    """Use the exact solver's answers if they are faster; called only where they may gain `WORTH_READING`.
 
-    Where stages offload, three ways are rehearsed: as they are, those with less that are then faster, and all with the least they
-    can. What a stage exposes less need not make the step shorter. Nor is all hidden that the solver takes for hidden: a stage
-    that waits for recomputation or for its host in the rehearsal is rehearsed with everything kept as well, if that fits.
+    With offloading, three sets are rehearsed: as answered, with the smaller shares that are then faster, and with the smallest
+    shares. A stage that waits for recomputation or its host in the rehearsal is also rehearsed with everything kept, if that
+    fits.
     """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
@@ -296,13 +300,13 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
-    """As `Stages.keeping_all`, for a stage that waits for its recomputations or its host."""
+    """`Stages.keeping_all` for a stage that waits for recomputation or its host."""
     late_s = simulation.exposed_replay_s(answer.stage) + simulation.host_late_s(answer.stage)
     return stages.keeping_all(answer) if late_s else (answer, answer)
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:
-    """The decision with these answers, if it is faster and fits; else as it is."""
+    """Return the decision with these answers if it is faster and fits, else the given one."""
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
@@ -315,25 +319,25 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
 def _rehearsed(
     job: Job, profile: Profile, answers: tuple[StageAnswer, ...], plan: Plan, simulation: Simulation, weight_gradients: str = ""
 ) -> Decision:
-    """The decision for a plan, which gets what its rehearsal predicts."""
+    """Return the decision for a plan, with the rehearsal's predictions written into it."""
     predicted, host = with_rehearsed(plan, job, profile, answers, simulation), HostReport.of(profile, simulation.host_bound)
     return Decision(job, answers, predicted, simulation, host, weight_gradients)
 
 
 def _filled(decision: Decision, profile: Profile) -> Decision:
-    """The decision with weight gradients deferred into waits, where that is faster and fits."""
+    """Defer weight gradients into waits if that is faster and fits."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known = Known()
-    ways = (True, False) if decision.job.chunks > 1 else (True,)  # `planner.filling` [3]
+    ways = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
     return min((_placed(decision, profile, known, forwards=way) for way in ways), key=lambda each: each.simulation.step_s)
 
 
 def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> Decision:
-    """The decision with weight gradients in waits of forwards, too, or without those.
+    """Defer weight gradients into waits, with or without those of forwards.
 
-    What the simulation holds beyond the budget is taken from what weight gradients may hold, and they are placed again; the
-    stages that hold too much even then defer none to forwards.
+    Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again. Stages that
+    still exceed it then defer none to forwards.
     """
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     waiting = frozenset(range(len(budgets))) if forwards else frozenset()
@@ -358,13 +362,13 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
 
 
 def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:
-    """What the layers of a stage may hold; without a budget, what they hold without deferring anything."""
+    """Budget of a stage's layers; without a budget, their bytes with nothing deferred."""
     budget_bytes = layers_budget_bytes(decision.job, answer.stage)
     return decision.simulation.memory(answer.stage).peak_bytes if budget_bytes is None else budget_bytes
 
 
 def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulation) -> int:
-    """By how much a stage holds more in a simulation than it may."""
+    """Bytes by which a stage exceeds its budget in a simulation."""
     held_bytes = simulation.memory(answer.stage).peak_bytes
     too_much = held_bytes - max(_budget_bytes(decision, answer), decision.simulation.memory(answer.stage).peak_bytes)
     if bounded_by_device(decision.job):
@@ -373,17 +377,17 @@ def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulat
 
 
 def _faster(simulation: Simulation, decision: Decision) -> bool:
-    """Whether a step is shorter than a decision's, as far as seconds are written down."""
+    """Whether a step is shorter than a decision's, at the written precision."""
     return simulation.step_s < decision.simulation.step_s - 10.0**-SECOND_DIGITS
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
-    """What becomes of every layer, chunk by chunk."""
+    """Choice of every layer, chunk by chunk."""
     return [chunk.layers for answer in answers for chunk in answer.chunks]
 
 
 def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
-    """The answers of all stages. Raises `Infeasible` with the problems of all of them together."""
+    """Solve all stages. Raises `Infeasible` with the problems of all of them."""
     answers: list[StageAnswer] = []
     problems: list[Problem] = []
     for stage in range(stages.job.parallel.pipeline):
@@ -397,7 +401,7 @@ def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
 
 
 def _over_budget(job: Job, stage: int, simulation: Simulation) -> bool:
-    """Whether layers hold more than they may in the rehearsal, or with them the device does at some other moment."""
+    """Whether a stage's layers, or its device at some moment, exceed the budget in the rehearsal."""
     budget_bytes = layers_budget_bytes(job, stage)
     if budget_bytes is None:
         return False

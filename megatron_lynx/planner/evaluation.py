@@ -1,20 +1,18 @@
-"""What a plan takes and holds, from its rehearsal: the seconds and the bytes that every command prints.
+"""Seconds and bytes of a plan, from its rehearsal; all commands print these.
 
-    seconds    the simulated forwards and backwards + reductions and the update, as far as these make the step longer
-    bytes      what the layers hold at each moment + everything else that the device holds then
+    seconds    simulated forwards and backwards + exposed gradient reduction and update
+    bytes      of the layers at each moment + of everything else on the device then
 
-    stage 1    ... ├──F3 of chunk 1──┤[1]  ├[2]─────B3 of chunk 1──────┤[4] ...  reduction, updates
-                                            └───────[3]────────┘                        [5]
+    stage 1    ... ├──F3 of chunk 1──┤   ├────────B3 of chunk 1──────┤ ...  reduction, updates
 
- [1] forward: what layers hold while it runs, and at its end
- [2] loss, head's backward: what they hold when the backward of the model's last chunk is about to begin
- [3] backward: the most that they hold while it runs, or while its gradient is awaited
- [4] embedding's backward: what they hold when a backward of the model's first chunk is over
- [5] nothing of the layers is left; without flushes, what they hold when each update begins
+forward              layers during the forward and at its end, and between passes, when copies continue
+loss, head_backward  layers just before the backward of the model's last chunk
+backward             most bytes of the layers during the backward, or while its gradient is awaited
+embedding_backward   layers after a backward of the model's first chunk
+reduction, updates   no layers; without flushes, the layers at the beginning of each update
 
-Between passes copies continue: what a stage holds then counts as after a forward. What a device holds beside the layers at each
-of these moments is known from the job alone (`cost.moments`). Solvers and the filler of waits bound bytes in ways of their own,
-so `check_budget_kept` compares this count of the finished plan with the budget.
+Bytes of everything else follow from the job alone (`cost.moments`). Solvers and the filler of waits bound bytes in their own
+ways, so `check_budget_kept` compares these bytes of the finished plan with the budget.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")
 
 
 class PlanFigures(NamedTuple):
-    """What a plan takes and holds."""
+    """Seconds and bytes of a plan."""
 
     passes_s: float
     """Forwards and backwards of a step, over all stages."""
     update_s: float
-    """Reducing gradients and updating parameters, as far as that makes the step longer."""
+    """Exposed gradient reduction and parameter update."""
     memory_bytes: int
 
     @property
@@ -61,12 +59,12 @@ class PlanFigures(NamedTuple):
 
 
 def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
-    """`job`: with the layers of every stage, as the plan has them. `simulation`: the plan's rehearsal with this profile."""
+    """`job`: with the plan's layers. `simulation`: the plan's rehearsal with this profile."""
     return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
 
 
 class Held(NamedTuple):
-    """The most that is held at one moment of the passes of one chunk. `chunk`: None between passes, and between batches."""
+    """Most bytes at one moment of a chunk's passes. `chunk`: None between passes and between batches."""
 
     stage: int
     chunk: int | None
@@ -91,8 +89,8 @@ class Held(NamedTuple):
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
     """Raises `PlannerFault` with every stage, chunk and moment that exceeds the job's budget.
 
-    job: with the layers of every stage, as the plan has them.
-    simulation: the rehearsal of the finished plan.
+    job: with the plan's layers.
+    simulation: rehearsal of the finished plan.
     """
     if job.budget.activation_mib is None and not bounded_by_device(job):
         return
@@ -107,12 +105,12 @@ def check_budget_kept(job: Job, simulation: Simulation) -> None:
 
 
 def memory_of_plan(job: Job, simulation: Simulation) -> tuple[StageMemory, ...]:
-    """What a device of each stage holds at its fullest, by kind. `job`: with the layers of every stage."""
+    """Bytes of each stage's device at its fullest moment, by kind. `job`: with the plan's layers."""
     return tuple(_fullest(held_by_moment(job, simulation, stage)) for stage in range(job.parallel.pipeline))
 
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
-    """What a device of one stage holds at most at each moment that the stage has, by kind."""
+    """Most bytes of a stage's device at each of its moments, by kind."""
     fullest: dict[Moment, Held] = {}
     for held in most_held(job, simulation, stage):
         if held.moment not in fullest or held.device_bytes > fullest[held.moment].device_bytes:
@@ -121,17 +119,17 @@ def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment,
 
 
 def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
-    """What a device of one stage holds at its fullest: the total of `memory_of_plan`, in less time."""
+    """Total of the stage in `memory_of_plan`, computed faster."""
     return max(held.device_bytes for held in most_held(job, simulation, stage))
 
 
 def fullest_bytes(job: Job, simulation: Simulation) -> int:
-    """What the fullest device of all stages holds."""
+    """Bytes of the fullest device."""
     return max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
 
 
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
-    """The most that one stage holds, for each of its chunks at each of its moments."""
+    """Yield the most bytes of a stage, for each chunk and moment."""
     beside = beside_layers(job, stage)
     at = {moment: beside.at(moment) for moment in beside.moments}
     without_head = replace(at["forward"], head=0)
@@ -156,13 +154,13 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
 
 
 def _fullest(held: Mapping[Moment, StageMemory]) -> StageMemory:
-    """Of equals the first moment."""
+    """The fullest moment, the first of equals."""
     most = max(held.values(), key=lambda memory: memory.total)
     return replace(most, totals={moment: memory.total for moment, memory in held.items()})
 
 
 def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
-    """With the layers' bytes: of them what recomputation has made again."""
+    """Add the layers' bytes, divided into kept and recomputed."""
     again = 0
     if held.moment == "backward":
         curve, regenerated = simulation.memory(held.stage), simulation.regenerated(held.stage)
@@ -173,7 +171,7 @@ def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
 
 
 class _Passes:
-    """The passes of one stage, and what its layers hold at their beginning, at their end and in between."""
+    """Bytes of a stage's layers at the start and end of its passes, and between them."""
 
     def __init__(self, executed: tuple[Executed, ...], curve: MemoryCurve) -> None:
         times_s, self._bytes = np.array(curve.times_s), np.array([*curve.bytes, 0])
@@ -187,7 +185,7 @@ class _Passes:
         return int(np.maximum.reduceat(self._bytes, ranges).reshape(-1, 2)[:, 0].max()) if which else 0
 
     def between(self) -> int:
-        """While none of them runs."""
+        """Between passes."""
         running = np.zeros(len(self._bytes))
         np.add.at(running, self._first, 1)
         np.add.at(running, self._last + 1, -1)
@@ -197,7 +195,7 @@ class _Passes:
         return int(self._bytes[self._last[self._which("B", chunk)]].max())
 
     def before_backward(self, chunk: int) -> int:
-        """Without what it takes itself as it begins."""
+        """Without bytes that the backward allocates at its start."""
         which = self._which("B", chunk)
         taken = [_taken_at_once(self._executed[number].content) for number in which]
         return int((self._bytes[self._first[which]] - taken).max())
@@ -211,7 +209,7 @@ def _taken_at_once(content: TimedPass) -> int:
 
 
 def _at_updates(simulation: Simulation, stage: int) -> int:
-    """What layers hold at most when an update begins."""
+    """Most bytes of the layers when an update begins."""
     if not isinstance(simulation, Unflushed):
         return 0
     curve = simulation.memory(stage)

@@ -1,14 +1,15 @@
-"""Fills what waits a plan's replays leave with weight gradients: the second filler, which depends on no other rank.
+"""Fills waits that recomputation leaves with weight gradients, which depend on no other rank.
 
-    the plan, rehearsed ──> what is left of every wait     ──packing──> the best ways to fill each layer's waits
-                        └─> what is left of the budget     ──slack────> the layers for which there is memory meanwhile
-                                                               └──> the plan with both fillers
+    the plan, rehearsed ──> time left in each wait      ──packing──> the best ways to fill each layer's waits
+                        └─> memory left in the budget   ──slack────> the layers for which there is memory
+                                                               └──> the plan with weight gradients in waits
 
-[1] in every layer first what waits for a window of the same backward only, which holds little; then, as far as memory goes, what
-    waits for a forward, where a byte gains most first, and of equals in the lowest layer: its weight gradients wait shortest
-[2] what waits for a forward may run in the receive of a gradient, too: in cool-down no forward comes
-[3] with several chunks per stage the forward is whichever comes behind the backward; the receive is not offered, so in cool-down
-    what waits is computed at the end. That may cost more than it gains, so such plans are tried without forwards as well
+Each layer first gets weight gradients that wait for a window of the same backward, which hold little; then, while memory lasts,
+those that wait for a forward: the largest gain per byte first, of equals the lowest layer, whose weight gradients wait shortest.
+Those may also run in the receive of a gradient, because cool-down has no forwards.
+
+With several chunks, the forward is the next one of any chunk, and receives are not used, so in cool-down they run at the end.
+That may cost more than it gains, so plans without forwards are tried as well.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Filler:
 
     Args:
         simulation: of the plan.
-        known: from fillers of other plans for the job.
-        forwards: the stages on which waits of forwards are filled, too.
+        known: shared with fillers of other plans for the job.
+        forwards: stages on which waits of forwards are filled, too.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Filler:
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
 
     def filled(self, budgets: Sequence[int]) -> Plan:
-        """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
+        """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
 
-        `budgets`: what every stage's layers may hold, in bytes.
+        `budgets`: bytes of each stage's layers.
         """
         fillings = [self._filling(ways, budgets[ways.rooms.entry.stage]) for ways in self._ways]
         entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
@@ -76,10 +77,10 @@ def _receives(job: Job, entry: Stage) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """What fillers of other plans for one job have found."""
+    """Results shared by fillers of other plans for one job."""
 
     ways: dict[object, Ways | InTurns] = field(default_factory=dict)
-    """To fill layers, worked out once where waits are alike."""
+    """Ways to fill layers, by equal waits."""
     best: dict[object, list[Packed]] = field(default_factory=dict)
 
 
@@ -92,7 +93,7 @@ class _WaysOfLayers:
     by_layer: dict[int, list[Packed]] = field(default_factory=dict)
 
     def of(self, layer: int) -> list[Packed]:
-        """The first one waits for no forward."""
+        """Return the layer's ways; the first one uses no forward."""
         if layer not in self.by_layer:
             self.by_layer[layer] = self._found(layer) if self.rooms.waits(layer) else [NOWHERE]
         return self.by_layer[layer]
@@ -110,14 +111,14 @@ class _WaysOfLayers:
 
 @dataclass(frozen=True)
 class _Filling:
-    """One chunk of one stage on its way."""
+    """The filling of one chunk of one stage."""
 
     rooms: Rooms
     slack: Slack
     ways: _WaysOfLayers
     chosen: dict[int, Packed] = field(default_factory=dict)
 
-    def filled(self, *, receives: bool) -> Stage:  # [1]
+    def filled(self, *, receives: bool) -> Stage:
         layers = {layer: self.ways.of(layer) for layer in self.rooms.entry.layers}
         for layer, found in layers.items():
             if not self._choose(layer, found[0]):
@@ -133,7 +134,7 @@ class _Filling:
         return self._entry(receives)
 
     def _choose(self, layer: int, packed: Packed) -> bool:
-        """Takes this way in place of the one before, if there is memory for it."""
+        """Replace the layer's way by this one, if there is memory."""
         before = self.chosen.get(layer)
         if before is not None:
             self._give_back(layer, before, len(before.waits))
@@ -153,13 +154,12 @@ class _Filling:
             self.slack.gives_back(*self._held(layer, linear, wait))
 
     def _held(self, layer: int, linear: str, wait: str) -> tuple[int, float, float]:
-        """Bytes, and from when until when they are held."""
+        """Bytes, and the times between which they are held."""
         begins_s = self.slack.begins_s((layer, self.rooms.half_of(linear)))
         return self.rooms.cost(linear).bytes, begins_s, self.slack.opens_s(window_at(wait, layer))
 
     def _parts(self, layer: int, packed: Packed) -> Iterator[Packed]:
-        """One weight gradient of several alone, where each gains something by itself: not where one that hides a wait makes room
-        for others."""
+        """Yield ways with only one of the weight gradients, if each gains something alone: not if one of them hides a wait."""
         hiding = {linear.name for linear in self.rooms.linears(layer) if linear.beside is not None}
         if len(packed.waits) > 1 and not packed.waits.keys() & hiding:
             yield from (Packed(packed.seconds, {linear: wait}) for linear, wait in packed.waits.items())
@@ -182,10 +182,10 @@ class _Filling:
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
     def _waits_of(self, layers: LayerRange) -> dict[str, str]:
-        """What layers of one rule put off: several only what each of them does, to the same wait."""
+        """Weight gradients deferred by all layers of a rule, to the same wait."""
         chosen = [self.chosen[layer].waits if layer in self.chosen else {} for layer in layers]
         return {linear: wait for linear, wait in chosen[0].items() if all(own.get(linear) == wait for own in chosen)}
 
 
-def _waits(wait: str, receives: bool) -> tuple[str, ...]:  # [2]
+def _waits(wait: str, receives: bool) -> tuple[str, ...]:
     return (wait, RECV_BACKWARD) if receives and is_forward(wait) else (wait,)

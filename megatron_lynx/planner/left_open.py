@@ -1,22 +1,18 @@
-"""Decides what a job leaves open beside its layers: where the optimizer is, what asks the host, whether the head runs in pieces,
-and in FP8 whether checkpoints keep copies.
+"""Decides what a job leaves open besides its layers.
 
-How much of the optimizer goes to the host (`optimizer.offload: auto`): bytes of the optimizer and bytes of activations are bought
-at different prices: of the one in seconds of an update, once in a step, of the other in seconds of replays and copies, of every
-micro-batch. A plan for each of a few shares knows both:
+Optimizer share on the host (`optimizer.offload: auto`): optimizer bytes cost seconds of the update, once per step; activation
+bytes cost recomputation and copies in each micro-batch. Plans with a few shares are compared:
 
-    quarters, and the least share with which all could be kept ──> a plan each ──> shortest step with its update
-                                                                                       └─> once more, halfway to its neighbours
+    quarters, and the least share with which everything could be kept ──> a plan each ──> shortest step with its update
+                                                                                       └─> again, halfway to its neighbours
 
-Whether what turns queries and keys of packed sequences may run again, where the host has to wait for the device then: only where
-no plan fits without.
+RoPE of packed sequences, whose recomputation makes the host wait for the device: recomputed only if no other plan fits.
 
-Whether a checkpointed half keeps the copy in FP8 that its last linear has of what it reads (`fp8: {copies_kept: ...}`), or this
-linear runs again, too: the second holds less, so both are planned where anything runs again, and the faster one is taken.
+FP8 copies of checkpoints (`fp8: {copies_kept: ...}`): a checkpointed half keeps the FP8 copy of its last linear's input, or
+recomputes it, which holds less. Both are planned if anything is recomputed, and the faster one is taken.
 
-In how many pieces the head runs (`head: {pieces: auto}`): the fewest are tried with which the loss is no longer what the last
-stage holds most of, because more would only cost seconds. The plan with them is taken where none fits without, or where its step
-is that much shorter that it is worth bits.
+Pieces of the head (`head: {pieces: auto}`): the fewest with which the loss is not the last stage's fullest moment. The plan with
+them is taken if no other fits, or if its step is shorter by `WORTH_BITS`.
 """
 
 from __future__ import annotations
@@ -37,11 +33,11 @@ DecisionT = TypeVar("DecisionT")
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
-"""A share is given in hundredths, rounded up."""
+"""Shares are hundredths, rounded up."""
 
 
 def as_planned(job: Job, plan: Plan) -> Job:
-    """The job as it is under a plan for it: with all that was left to the plan, and what a run before had taught the planner."""
+    """Return the job under a plan for it: with everything left to the plan, and what an earlier run learned."""
     if job.parallel.partition == "auto":
         job = with_partition(job, tuple(len(stage.layers) for stage in plan.stages))
     if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
@@ -57,7 +53,7 @@ def as_planned(job: Job, plan: Plan) -> Job:
 
 
 def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
-    """The job whose experts exchange tokens beside other work, their weight gradients delayed, or not."""
+    """Return the job with exchanges of experts overlapped, and their weight gradients delayed, or not."""
     if (experts := job.model.experts) is None or (experts.overlapped, experts.delayed) == (overlapped, delayed):
         return job
     experts = experts.model_copy(update={"overlapped": overlapped, "delayed": delayed})
@@ -65,27 +61,28 @@ def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
 
 
 def without_graphs(job: Job) -> Job:
-    """The job whose launch captures nothing."""
+    """Return the job without captured graphs."""
     return job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
 
 
 def with_rotary_again(job: Job) -> Iterator[Job]:
-    """The job, then where it keeps what turns queries and keys, also the one that may replay that, and let the host wait."""
+    """Yield the job, then, if it keeps RoPE, the one that may recompute it and let the host wait."""
     yield job
     if job.rotary_asks_host:
         yield job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
 
 
 def with_copies(job: Job, *, kept: bool) -> Job:
-    """The job, in FP8, whose checkpoints keep copies, or do not."""
+    """Return a job in FP8 whose checkpoints keep copies, or do not."""
     assert job.model.fp8 is not None, "asked only of jobs in FP8"
     fp8 = job.model.fp8.model_copy(update={"copies_kept": kept})
     return job.model_copy(update={"model": job.model.model_copy(update={"fp8": fp8})})
 
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
-    """The decision for the share with the shortest step, its update included. Raises `Infeasible` where none fits, with what is
-    missing when all of it is on the host."""
+    """Return the decision for the share with the shortest step, including its update. Raises `Infeasible` if none fits, with the
+    excess when everything is on the host.
+    """
     found: dict[float, DecisionT] = {}
     failed: dict[float, Infeasible] = {}
 
@@ -108,7 +105,7 @@ def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[D
 
 
 def least_share_that_fits(job: Job) -> Job:
-    """The job, under a policy of stock's, with as little of its optimizer on the host as it fits with; else with all of it."""
+    """Return a job under a stock policy with the least share of its optimizer on the host that fits, else with all of it."""
 
     def fits(steps: int) -> bool:
         return all(memory.total <= job.memory_budget_bytes for memory in memory_of_stages(with_share(job, steps / STEPS), ratio))
@@ -118,7 +115,7 @@ def least_share_that_fits(job: Job) -> Job:
 
 
 def last_tried(job: Job) -> Job:
-    """The job with everything that it leaves open as it is planned last, if nothing fits before."""
+    """Return the job with every open choice as in the last plan that is tried."""
     job = without_graphs(job) if job.model.captured else job
     job = with_share(job, 1.0) if job.optimizer.offload == "auto" else job
     return (with_pieces(job) or with_whole_head(job)) if job.head is not None and job.head.pieces == "auto" else job
@@ -129,27 +126,27 @@ def with_share(job: Job, share: float) -> Job:
 
 
 def _least_that_keeps_all(job: Job) -> float:
-    """The least share with which stock fits without recomputation; 1 where there is none."""
+    """The least share with which stock fits without recomputation; 1 if there is none."""
 
     return least_share_that_fits(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})).optimizer.offloaded
 
 
 def _between(best: float, tried: list[float]) -> list[float]:
-    """Halfway to the next shares that were tried."""
+    """Halfway to the nearest shares that were tried."""
     at = tried.index(best)
     near = [*tried[max(0, at - 1) : at], *tried[at + 1 : at + 2]]
     return [round((best + other) / 2, 2) for other in near if round((best + other) / 2, 2) not in tried]
 
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
-"""Of a piece: GEMMs of fewer rows do not fill a GPU."""
+"""Of a piece: smaller GEMMs do not fill a GPU."""
 
 WORTH_BITS = 5e-3
-"""The part of a step that must be gained for a gradient that is not stock's in every bit."""
+"""Relative gain from which a gradient that is not bitwise stock's is accepted."""
 
 
 def with_pieces(job: Job) -> Job | None:
-    """The job with its head in as many pieces as help; None where it is whole, or helps as it is."""
+    """Return the job with the fewest helpful pieces of its head; None if pieces do not help."""
     if job.schedule == "double_buffered" or job.model.mtp or job.model.moe_overlapped or not _loss_binds(job):
         return None
     several = list(_several(job))
@@ -157,12 +154,12 @@ def with_pieces(job: Job) -> Job | None:
 
 
 def with_whole_head(job: Job) -> Job:
-    """The job with stock's head."""
+    """Return the job with stock's head."""
     return job.model_copy(update={"head": None})
 
 
 def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
-    """One problem that says that a job which does not fit would fit with its head in pieces, or none. `plannable`: asked last."""
+    """Yield a problem if an infeasible job would fit with its head in pieces. `plannable` is called last."""
     pieced = with_pieces(job) if job.head is None else None
     if pieced is not None and plannable(pieced, profile):
         todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/plan_file.md)"
@@ -170,7 +167,7 @@ def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
 
 
 def _several(job: Job) -> Iterator[Job]:
-    """The job with its head in 2, 4, 8, ... pieces."""
+    """Yield the job with its head in 2, 4, 8, ... pieces."""
     rows, pieces = job.model.seq // job.parallel.context, 2
     while rows % pieces == 0 and rows // pieces * job.batch.micro >= LEAST_TOKENS[job.cluster.device]:
         yield job.model_copy(update={"head": Head(pieces=pieces)})
@@ -178,6 +175,6 @@ def _several(job: Job) -> Iterator[Job]:
 
 
 def _loss_binds(job: Job) -> bool:
-    """Whether the last stage holds more beside its layers when the loss is computed than when they run backward."""
+    """Whether the last stage holds more besides its layers at the loss than in backward."""
     parts = beside_layers(job, job.parallel.pipeline - 1)
     return max(parts.at("loss").total, parts.at("head_backward").total) > parts.at("backward").total

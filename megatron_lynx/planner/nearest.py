@@ -1,19 +1,16 @@
-"""Finds what would fit: changes of a job that does not, and the load of experts with which a plan still does.
+"""Finds changes after which an infeasible job fits, and the load of experts at which a plan still fits.
 
-Of a job that does not fit: the fewest of these changes after which every stage's least memory does.
+The fewest of these changes after which every stage's least memory fits; of equally many, the first in this order, which is the
+easiest for a launch:
 
     exchanges of experts not overlapped -> offload_ratio: auto -> defer_updates: false -> distributed_optimizer
                   -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor -> schedule: flush
 
-Of equally many changes those that come first in this order are taken: they ask least of whoever launches the job. Changes that
-need another profile are tried where the cluster is described well enough to make an analytic one.
+Changes that need another profile are tried if the cluster is described well enough for an analytic one.
 
-The largest load of experts is said where twice the assumed load would not fit:
-
-    bytes of the fullest moment     plan at the load it was made for ── plan at twice that load      what experts hold grows with
-                                                   └── budget: in between, on a straight line        their rows, so no less fits
-
-Routers do not keep to the load that a plan assumes; the runtime holds whatever comes.
+The largest load of experts is stated if twice the assumed load would not fit. It is interpolated between the fullest moment's
+bytes at the plan's load and at twice that load: bytes of experts grow with their rows. Routers exceed the assumed load, and the
+runtime holds all rows that come.
 """
 
 from __future__ import annotations
@@ -40,31 +37,31 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.stages import Stages
 
 NEVER_MORE_TENSOR_RANKS = 8
-"""Larger groups would span nodes, where tensor parallelism is too slow to help."""
+"""Larger groups would span nodes, where tensor parallelism is too slow."""
 
 MOST_AT_ONCE = 3
 
 
 Changes = tuple[tuple[str, Any], ...]
-"""Values of a job, by their places in it."""
+"""(key of the job, value)."""
 
 
 def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
-    """One problem that names the changes, or none where nothing helps. `plannable`: whether a job has a plan, asked last."""
+    """Yield one problem with the changes, or none if nothing helps. `plannable`: whether a job has a plan; called last."""
     chosen = fewest_changes(job, profile, plannable)
     if chosen is not None:
         yield Problem("nearest change that fits", in_words(chosen), "", "or raise the budget by what is missing")
 
 
 def in_words(changes: Changes) -> str:
-    """As a job file says them."""
+    """Changes as a job file states them."""
     return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)
 
 
 def fewest_changes(
     job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool], without: Container[str] = ()
 ) -> Changes | None:
-    """The changes; None where nothing helps. `without`: places that stay as they are."""
+    """Return the changes, or None if nothing helps. `without`: keys that must not change."""
     known = [change for change in _changes(job) if change[0] not in without]
     for size in range(1, MOST_AT_ONCE + 1):
         for chosen in combinations(known, size):
@@ -98,7 +95,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
 
 
 def with_changes(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
-    """The job with these changes, or None where it would not be valid."""
+    """Return the job with these changes, or None if it is invalid."""
     data = job.model_dump(by_alias=True)
     for key, value in changes:
         *path, last = key.split(".")
@@ -110,7 +107,7 @@ def with_changes(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
 
 
 def _fitting(job: Job, profile: Profile) -> Profile | None:
-    """A profile of the job, if it fits with everything replayed and offloaded that can be, else None."""
+    """Return a profile of the job if it fits with everything recomputed and offloaded that can be, else None."""
     budgets = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
     if any(budget is not None and budget <= 0 for budget in budgets):
         return None
@@ -126,11 +123,11 @@ def _fitting(job: Job, profile: Profile) -> Profile | None:
 DOUBLED = 2.0
 
 DIGITS = 100
-"""A load is said in hundredths, rounded down."""
+"""Loads are hundredths, rounded down."""
 
 
 def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulation) -> list[float]:
-    """The largest load of each stage's experts; 0 where it has none, nothing bounds it, or twice the load fits as well.
+    """Return the largest load of each stage's experts; 0 without experts, without a bound, or if twice the load fits.
 
     `job`: with its layers. `simulation`: of the plan at the load it assumes.
     """
@@ -146,8 +143,7 @@ def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulatio
 
 
 def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> list[float]:
-    """Loads of stages between two that were rehearsed, or the next lower ones at which they hold no more than they may: each
-    stage is rehearsed at its own."""
+    """Rehearse each stage at its load, and lower the loads that do not fit."""
     found = list(loads)
     asked = {stage for stage, load in enumerate(found) if load > job.model.moe_load}
     while asked:
@@ -162,7 +158,7 @@ def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> 
 
 
 def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
-    """The load at which a stage holds what its device has, between two loads of which it holds so much."""
+    """Interpolate the load at which a stage fills its device, between two loads and their bytes."""
     if more_bytes <= job.memory_budget_bytes:
         return 0.0
     share = max(0.0, (job.memory_budget_bytes - held_bytes) / (more_bytes - held_bytes))
@@ -170,10 +166,10 @@ def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
 
 
 def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, load: float) -> tuple[float, float]:
-    """Of a stage whose bytes hold for `load`: the load beyond which its halves of experts fall back, and the one that then
-    holds, because what is left of a row is less than what there was.
+    """For a stage that fits at `load`, return the load from which its expert halves fall back, and the load at which it then
+    fits, because a row then holds less.
 
-    Halves that run again what could be let go of hold more with every row whatever the others do, so these begin earlier.
+    Halves that already recompute everything fallible grow with each row, so the others must begin earlier.
     """
     heavier = with_load(job, DOUBLED * job.model.moe_load)
     profiles = profile, _loaded(heavier, profile)
@@ -183,7 +179,7 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
             rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
             replay = {*rule.recomputed(section)}
             if rule.checkpoints(section.half):
-                continue  # nothing of its rows stays
+                continue  # its rows are freed
             with_rows = _of_rows_bytes(profiles, section, replay)
             if section.on_rows <= replay:
                 always += with_rows
@@ -204,25 +200,25 @@ def _rounded_down(load: float) -> float:
 
 
 def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, replay: Collection[str]) -> int:
-    """What a half that replays these items keeps more with the rows of the second profile than with those of the first."""
+    """Additional bytes of a half that recomputes these items, with the rows of the second profile."""
     less, more = (priced(profile, section, sorted(replay)).memory.resident for profile in profiles)
     return more - less
 
 
 def rehearsed_with_load_of(job: Job, plan: Plan, profile: Profile) -> Simulation:
-    """A plan that was made for another load of experts than this job's."""
+    """Simulate a plan made for another load of experts than this job's."""
     loaded = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
     return rehearse(loaded, _loaded(job, profile), job=job)
 
 
 def _loaded(job: Job, profile: Profile) -> Profile:
-    """The profile with the load of this job."""
+    """The profile at this job's load."""
     shape = profile.shape.model_copy(update={"experts": job.model.experts})
     return profile.model_copy(update={"experts": analytic_profile(job).experts, "shape": shape})
 
 
 def with_load(job: Job, load: float) -> Job:
-    """The same job, whose fullest rank's experts get so many times their balanced share."""
+    """Return the job with this load: its fullest rank's rows over the balanced share."""
     assert job.model.experts is not None, "asked only of jobs with experts"
     experts = job.model.experts.model_copy(update={"load": load, "holds": None})
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})

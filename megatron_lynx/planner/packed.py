@@ -1,6 +1,6 @@
-"""What a plan says of packed sequences, so that a run whose lengths are others can tell what its passes should have taken.
+"""Facts about packed sequences in a plan, from which a run with other lengths can scale the predicted seconds.
 
-passes  =  (m + (p - 1) / v) micro-batches of the slowest stage, the core attention of whose layers is in each of them
+passes  =  (m + (p - 1) / v) micro-batches of the slowest stage, each with the core attention of its layers
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_lynx.profiler.profile import Profile
 
 
 def packed_facts(plan: Plan, job: Job, profile: Profile, step_s: float) -> PackedFacts | None:
-    """None where a job's sequences are not packed. `job`: with its layers; `step_s`: the plan's, rehearsed."""
+    """Return the facts; None if sequences are not packed. `job`: with its layers; `step_s`: of the plan's rehearsal."""
     if not job.batch.is_packed:
         return None
     per_token = float(job.model.seq) if job.batch.lengths is None else min(job.model.seq, job.batch.lengths.squares_per_token)
@@ -26,7 +26,7 @@ def packed_facts(plan: Plan, job: Job, profile: Profile, step_s: float) -> Packe
 
 
 def _core_s(entries: tuple[Stage, ...], job: Job, profile: Profile) -> Iterator[float]:
-    """Seconds of each layer's core attention in one micro-batch, recomputation included."""
+    """Seconds of each layer's core attention in one micro-batch, including recomputation."""
     for entry in entries:
         for layer in entry.layers:
             section, rule = job.model.sections(layer)[0], entry.rule_for(layer)

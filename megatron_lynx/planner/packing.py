@@ -1,23 +1,22 @@
-"""In which waits of a layer the weight gradients of its own linears pass most of their time, by trying every way.
+"""Chooses the waits of a layer in which its weight gradients run, by trying every assignment.
 
     a layer's waits, in order      bwd.mlp.0   bwd.mlp.2   bwd.attention.0   bwd.attention.2   fwd.attention.0 ...
-    replays take                   ▓▓▓▓▓▓▓▓    ▓▓          ▓▓▓▓▓▓▓           ▓▓
+    recomputation takes            ▓▓▓▓▓▓▓▓    ▓▓          ▓▓▓▓▓▓▓           ▓▓
     weight gradients may take                  ░░░░░░              ░         ░░░░░░            ░░░░░░░░░░░
 
-    a layer takes    every wait, and what does not fit into it   +   every weight gradient that is not put off
+    seconds of a layer  =  its waits, with the work that exceeds them   +   weight gradients that are not deferred
 
-[1] the column-parallel linear's hides the wait behind it where it is not put off
-[2] layers below are taken to be filled like this one, so what runs in a window of the layer below counts as in one of its own
-[3] what gains less than `WORTH` of its seconds stays where it is; of equals that which waits shortest
+If not deferred, the column-parallel linear's weight gradient hides the next wait. Lower layers are assumed to be filled like this
+one, so a window of the layer below counts as one of this layer's. A weight gradient is deferred only if it gains `WORTH` of its
+seconds; of equals, the shortest wait is taken.
 
-In which waits the weight gradients of a layer with many linears pass their time, by trying every way of two at a time.
+A layer with more than `MOST_AT_ONCE` linears (latent attention has five besides the MLP's two) is searched pair by pair:
 
-    linears    [fc2  fc1] proj kv_up q_up ...      every way of the first two, the others put nowhere yet
-               fc2 [fc1  proj] kv_up q_up ...      every way of the next two, beside what is chosen
-               ...                                 from the first pair again, until nothing changes any more
+    linears    [fc2  fc1] proj kv_up q_up ...      every assignment of the first two, the others not deferred
+               fc2 [fc1  proj] kv_up q_up ...      every assignment of the next two, given the others' choices
+               ...                                 again from the first pair, until nothing changes
 
-Latent attention has five linears beside the two of an MLP, and each some twenty places: every way is too many. What is found need
-not be the best of all; it is never worse than putting nothing off.
+The result need not be the best, but is never worse than deferring nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from numpy.typing import NDArray
 from megatron_lynx.anatomy.address import is_forward
 
 WORTH = 0.02
-"""The part of its own seconds that putting a weight gradient off must gain: it is one more thing to run elsewhere."""
+"""Part of its seconds that deferring a weight gradient must gain."""
 
 LONG = 1000
-"""How many windows a weight gradient waits that runs in a forward: more than in any backward."""
+"""Windows that a weight gradient waits for a forward: more than in any backward."""
 
 
 class Wait(NamedTuple):
@@ -44,18 +43,18 @@ class Wait(NamedTuple):
 
     name: str
     seconds: float
-    """Its whole length, nothing of it hidden by a weight gradient."""
+    """Whole length, without a weight gradient that hides it."""
     filled_s: float
-    """Seconds of the replays that run in it, as they take alone."""
+    """Seconds of recomputation in it, without interference."""
 
 
 class Put(NamedTuple):
-    """One place for a weight gradient: a wait, by its number, and how a plan calls it from the linear's layer."""
+    """One place for a weight gradient: a wait's index, and its name relative to the linear's layer."""
 
     wait: int
     name: str
     windows: int
-    """How many windows it waits."""
+    """Number of windows that it waits."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,17 @@ class Linear:
     seconds: float
     bytes: int
     beside: int | None
-    """The number of the wait that its weight gradient hides where it is not put off. [1]"""
+    """Index of the wait that its weight gradient hides if not deferred."""
     places: tuple[Put, ...]
 
 
 class Packed(NamedTuple):
-    """One way to fill a layer's waits."""
+    """One assignment of a layer's weight gradients."""
 
     seconds: float
-    """What the layer's waits and its weight gradients take together."""
+    """Seconds of the layer's waits and weight gradients together."""
     waits: dict[str, str]
-    """By linear that puts its weight gradient off: where it runs."""
+    """By linear, the wait of its deferred weight gradient."""
 
 
 NOWHERE = Packed(0.0, {})
@@ -84,9 +83,9 @@ NOWHERE = Packed(0.0, {})
 
 
 class Ways:
-    """Every way to put a layer's weight gradients into its waits, whatever replays take of these.
+    """All assignments of a layer's weight gradients to its waits.
 
-    A row is a way: for every linear the number of its place, 0 where its weight gradient is not put off.
+    A row is an assignment: for each linear the index of its place, 0 if it is not deferred.
     """
 
     def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
@@ -111,15 +110,15 @@ class Ways:
             forwards |= np.array([0, *(is_forward(put.name) << number for put in put_off)])[chosen]
             self._stays(chosen == 0, linear)
         self._using = [(used, np.flatnonzero(forwards == used)) for used in np.unique(forwards)]
-        """By set of linears that use forwards, each a bit: the ways in which these do, and no others."""
+        """By bit set of linears that use forwards, the rows in which exactly these do."""
 
     def _stays(self, rows: NDArray[np.bool_], linear: Linear) -> None:
         self._alone[rows] += linear.seconds
-        if linear.beside is not None:  # [1]
+        if linear.beside is not None:
             self._length[rows, linear.beside] = np.maximum(0.0, self._length[rows, linear.beside] - linear.seconds)
 
     def best(self, filled_s: Sequence[float]) -> list[Packed]:
-        """The best ones, one for each set of linears that may use forwards, the first for none; each once."""
+        """Return the best assignment for each set of linears that may use forwards, first the empty set, without duplicates."""
         seconds = self._seconds(filled_s)
         cost = seconds + self._cost
         least = [(used, int(rows[cost[rows].argmin()])) for used, rows in self._using]
@@ -129,13 +128,13 @@ class Ways:
         return [Packed(float(seconds[row]), self._named(row)) for row in dict.fromkeys(row for _, row in found)]
 
     def best_of_all(self, filled_s: Sequence[float]) -> Packed:
-        """The best one, whichever linears use forwards."""
+        """Return the best assignment, whichever linears use forwards."""
         seconds = self._seconds(filled_s)
         row = int((seconds + self._cost).argmin())
         return Packed(float(seconds[row]), self._named(row))
 
     def _seconds(self, filled_s: Sequence[float]) -> NDArray[np.float64]:
-        """What the layer's waits and its weight gradients take together, each way."""
+        """Seconds of the layer's waits and weight gradients, by row."""
         beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
         return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
 
@@ -145,19 +144,19 @@ class Ways:
 
 
 MOST_AT_ONCE = 4
-"""Linears of which every way is tried, as of a layer without latent attention."""
+"""Most linears for which all assignments are tried; layers without latent attention have no more."""
 
 ROUNDS = 4
-"""How often all pairs have their turn at most."""
+"""Most rounds over all pairs."""
 
 
 def ways_of(lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> Ways | InTurns:
-    """All ways to fill a layer's waits, or, of many linears, the good ones."""
+    """All assignments, or pair by pair for many linears."""
     return (Ways if len(linears) <= MOST_AT_ONCE else InTurns)(lengths_s, linears, interference)
 
 
 class InTurns:
-    """Good ways to put the weight gradients of many linears into a layer's waits, whatever replays take of these."""
+    """Good assignments of many linears' weight gradients."""
 
     def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
         self._lengths_s = lengths_s
@@ -165,7 +164,7 @@ class InTurns:
         self._interference = interference
 
     def best(self, filled_s: Sequence[float]) -> list[Packed]:
-        """The best one found that leaves forwards alone, and the best one found at all."""
+        """Return the best found without forwards, and the best found at all."""
         within_backward = self._found([_without_forwards(linear) for linear in self._linears], filled_s)
         anywhere = self._found(self._linears, filled_s)
         return [within_backward] if anywhere == within_backward else [within_backward, anywhere]
@@ -186,7 +185,7 @@ class InTurns:
         return Packed(seconds, {linear: name for linear, name in chosen.items() if name is not None})
 
     def _beside(self, others: dict[Linear, str | None], filled_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """How long waits are, and what is taken of them, with these linears' weight gradients where they are."""
+        """Length of each wait, and seconds taken in it, given these linears' choices."""
         lengths_s, taken_s = list(self._lengths_s), list(filled_s)
         for linear, name in others.items():
             if name is not None:

@@ -1,8 +1,8 @@
-"""Decides how many layers each stage gets, where a job leaves that open (`parallel.partition: auto`).
+"""Decides the layers of each stage if a job leaves them open (`parallel.partition: auto`).
 
-    every stage with n layers: one job ──Stages──> seconds of each stage ──partition.best──> layers of each stage ──> its chunks
+every stage with n layers: one job ──Stages──> seconds of each stage ──partition.best──> layers of each stage ──> its chunks
 
-A launch must agree with the plan about who owns which layers, so they are only moved where the job says that they may be.
+Layers are only moved if the job allows it, because the launch must agree with the plan.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megatron_lynx.solver.stages import Stages
 
 
 def partitioned(job: Job, profile: Profile) -> list[Job]:
-    """The same job with the layers of every virtual stage, if they were open: spread evenly, and as is fastest by the closed form
-    of a step. A rehearsal decides between the two. Raises `Infeasible` where nothing fits."""
+    """Return the job with known layers; if they were open, spread evenly, and as fastest by the closed form of a step. A
+    rehearsal decides between the two. Raises `Infeasible` if nothing fits.
+    """
     if job.parallel.partition != "auto":
         return [job]
-    if not job.model.alike:  # `_Times` knows stages by how many layers they have
+    if not job.model.alike:  # `_Times` knows stages by their number of layers
         return [with_partition(job, job.partition)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
@@ -37,7 +38,7 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
 
 
 def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
-    """The job with these layers of virtual stages, and as many layers as they are."""
+    """Return the job with these layers of virtual stages, and their sum as its layers."""
     parallel = job.parallel.model_copy(update={"partition": partition, "layers_per_chunk": None})
     model = job.model.model_copy(update={"layers": sum(partition)})
     return job.model_copy(update={"parallel": parallel, "model": model})
@@ -50,12 +51,12 @@ def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:
 
 
 NEVER_FLUSHED = 1_000_000
-"""Stands for the micro-batches of a pipeline that is filled only once, so that only the slowest stage matters."""
+"""Stands for the micro-batches of a pipeline that is filled only once, so that only the slowest stage counts."""
 
 
 @dataclass(frozen=True)
 class _Times:
-    """How long stages take, by how many layers they have."""
+    """Seconds of stages by number of layers."""
 
     job: Job
     profile: Profile
@@ -63,7 +64,7 @@ class _Times:
     known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, stage: int, count: int) -> float:
-        """Infinite where a stage's layers do not fit, or are fewer than its chunks."""
+        """Infinite if the layers do not fit, or are fewer than the chunks."""
         if count < self.job.chunks:
             return inf
         if (stage, count) not in self.known:
@@ -75,20 +76,20 @@ class _Times:
         return self.known[stage, count]
 
     def least(self, stage: int, count: int) -> float:
-        """Seconds of a stage that replays nothing."""
+        """Seconds of a stage without recomputation."""
         alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
         stock = stage_seconds(alike, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
         return stock.both_s + self._messages_s(stage)
 
     def _messages_s(self, stage: int) -> float:
-        """How long messages hold a stage up: without chunks both sides wait (`cost.stage.step_s`), unless posted early."""
+        """Seconds for which messages block a stage: with one chunk both sides wait (`cost.stage.step_s`), unless posted early."""
         if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
             return 0.0
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
         return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)
 
     def _stages(self, count: int) -> Stages:
-        """All stages with so many layers each. What they share is priced once."""
+        """Solver of stages with `count` layers each, cached."""
         if count not in self.alike:
             counts = (count,) * self.job.parallel.pipeline
             self.alike[count] = Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)

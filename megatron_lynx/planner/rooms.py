@@ -1,8 +1,8 @@
-"""What the waits of a chunk's layers have left beside the replays of a plan, and which weight gradients may run in them.
+"""Waits of a chunk's layers, with the time that recomputation leaves in them, and the weight gradients that may run there.
 
 backward of layer l    bwd.mlp.0 │ linear_fc2 │ bwd.mlp.1 │ linear_fc1 │ bwd.mlp.2   bwd.attention.0 │ linear_proj │ ...
 linear_fc2 of l                               └──────────────── may run in these, then in bwd.mlp.0 of l - 1 ──>
-any linear of l        and in the forward behind, in the collectives of its own layer
+any linear of l        and in the next forward, in the collectives of its own layer
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megatron_lynx.timetable import Timetable
 
 @dataclass(frozen=True)
 class Rooms:
-    """The waits of one chunk. `forwards`: whether a forward of this chunk runs behind its backwards. `looked_into`: whether plans
-    may touch what is inside experts."""
+    """Waits of one chunk. `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may
+    change the inside of experts.
+    """
 
     plan: Plan
     entry: Stage
@@ -35,22 +36,22 @@ class Rooms:
 
     @property
     def interference(self) -> float:
-        """How many times longer what runs in a wait takes."""
+        """Slowdown of work in a wait."""
         return self.prices.profile.interference
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
-        """The waits of one layer, those of its backward first, in the order in which they come."""
+        """Waits of one layer in order, those of its backward first."""
         return tuple(self._by_layer.get(layer, {}).values())
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
-        """The linears of one layer, in the order in which backward reaches them."""
+        """Linears of one layer in backward order."""
         return self._linears[layer]
 
     def cost(self, linear: str) -> WeightGradient:
         return self._costs[linear]
 
     def half_of(self, linear: str) -> Half:
-        """The half that has a linear."""
+        """Half of a linear."""
         return next(section.half for section in self._own if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
@@ -80,12 +81,12 @@ class Rooms:
         return found
 
     def _places(self, layer: int) -> tuple[object, ...]:
-        """The waits of one layer, whichever it is."""
+        """Waits of one layer, without the layer's number."""
         return tuple(at[:1] + at[2:] for at in self._addresses(layer))
 
     @cached_property
     def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
-        """The waits of each layer. Exchanges that take no time are left out."""
+        """Waits of each layer, without exchanges that take no time."""
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
         halves = {half.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
         passes = [timetable.backward(0, "steady"), *([timetable.forward(0, 0)] if self.forwards else [])]
@@ -113,16 +114,18 @@ class Rooms:
         )
 
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
-        """The number of the first wait of the layer's backward that comes when this weight gradient could have been left: as many
-        as there are where all of them are over by then."""
+        """Index of the first wait of the layer's backward after which this weight gradient could run; their number if there is
+        none.
+        """
         sliced = self.prices.profile.shape.sequence_parallel
         least = section.behind_wgrad(name, sliced) + (section.beside_wgrad(name, sliced) is not None)
         over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
         return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
 
     def _puts(self, layer: int, waits: list[WindowAddress], first: int, forwards: int) -> Iterator[Put]:
-        """Every wait that a weight gradient of this layer may run in, from the number `first` on, then those of the layer below
-        that come before as many of its own have. Collectives of forwards are alike: the first so many are enough to try."""
+        """Yield waits in which a weight gradient of this layer may run: from index `first` on, then earlier ones in the layer
+        below. Collectives of forwards are alike, so `forwards` of them are enough.
+        """
         backward = sum(wait.passing == "bwd" for wait in waits)
         for at, wait in enumerate(waits[: backward + forwards]):
             if wait.passing == "fwd":
@@ -138,5 +141,5 @@ class Rooms:
 
     @cached_property
     def _own(self) -> tuple[Section, ...]:
-        """The sections of its layers, each once."""
+        """Distinct sections of its layers."""
         return tuple(dict.fromkeys(section for layer in self.entry.layers for section in self._sections(layer)))

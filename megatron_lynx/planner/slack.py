@@ -1,8 +1,8 @@
-"""How much memory a stage has left while weight gradients that were put off may wait: from a backward to the next one's.
+"""Memory left on a stage for delayed weight gradients, from a backward to the next one.
 
-held   ╲  backward k         ╱ forward      ╲  backward k + 1          the budget less what is held, moment by moment;
-        ╲________.........../                ╲_______                  whatever waits from one moment to another takes
-        └── an entry may wait here ──┘                                 its bytes of every moment in between
+held   ╲  backward k         ╱ forward      ╲  backward k + 1          budget less bytes held, by moment; an entry that waits
+        ╲________.........../                ╲_______                  from one moment to another takes its bytes at every
+        └── an entry may wait here ──┘                                 moment between them
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
 class Slack:
-    """Bytes that are left for one chunk, from one of its backwards to the end of the forward behind it, if one is."""
+    """Bytes left for one chunk, from one of its backwards to the end of the next forward, if there is one."""
 
     def __init__(self, simulation: Simulation, entry: Stage, first_layers: Sequence[int], budget_bytes: int) -> None:
-        """`first_layers`: of all chunks of the stage. `budget_bytes`: what the stage's layers may hold."""
+        """`first_layers`: of all chunks of the stage. `budget_bytes`: of the stage's layers."""
         backward, behind = next_forward(simulation, entry.stage, entry.chunk) or _alone(simulation, entry)
         curve = simulation.memory(entry.stage)
         self._moved = first_layers[behind.action.chunk] - entry.layers.first
@@ -44,11 +44,11 @@ class Slack:
                 self._halves[span.kind, (span.layer, span.half)] = start_s, end_s  # type: ignore[index]
 
     def begins_s(self, half: FrameKey) -> float:
-        """The time at which a half's backward begins."""
+        """Start of a half's backward."""
         return self._halves["backward", half][0]
 
     def opens_s(self, window: Window) -> float:
-        """The time at which a wait is reached, or at which its half ends if nothing is left to wait for."""
+        """Time at which a wait is reached; the end of its half if it takes no time."""
         if not isinstance(window, WindowAddress):
             return self.end_s
         if window.passing == "bwd":
@@ -57,7 +57,7 @@ class Slack:
         return self._windows.get(str(window), self._halves.get(("forward", window.frame), (0.0, self.end_s))[1])
 
     def takes(self, size_bytes: int, from_s: float, until_s: float) -> bool:
-        """Whether so much can be held from one time to another; if so, it is taken from what is left."""
+        """Take bytes between two times if they fit; return whether they do."""
         chosen = self._between(from_s, until_s)
         if self._left[chosen].min(initial=size_bytes) < size_bytes:
             return False
@@ -80,12 +80,12 @@ class Slack:
 
 
 def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed] | None:
-    """A backward of a chunk behind which the stage runs a forward, of whichever chunk, with that forward; None: there is none."""
+    """Return a backward of a chunk that is followed by a forward of any chunk, with that forward; None if there is none."""
     pairs = [pair for pair in simulation.turns(stage) if pair[0].action.chunk == chunk]
     return pairs[len(pairs) // 2] if pairs else None
 
 
 def _alone(simulation: Simulation, entry: Stage) -> tuple[Executed, Executed]:
-    """The first backward of a chunk behind which no forward comes."""
+    """The first backward of a chunk that no forward follows."""
     own = next(each for each in simulation.holding(entry.stage) if each.action.kind == "B" and each.action.chunk == entry.chunk)
     return own, own

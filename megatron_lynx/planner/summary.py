@@ -1,4 +1,4 @@
-"""A plan in figures, for programs: what it asks of a launch, what every stage does, and what there was to choose from."""
+"""A plan as JSON: launch flags, figures of each stage, and trade-offs of a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_lynx.profiler.profile import Profile
 
 
 def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
-    """As `megatron-lynx plan --json` prints it. `layer_trade_offs`: sets of replayed items of a layer that no other beats."""
+    """Output of `megatron-lynx plan --json`. `layer_trade_offs`: undominated sets of recomputed items of a layer."""
     plan = decision.plan
     return {
         **figures_of(decision.job, profile, decision.simulation).as_json,
@@ -34,7 +34,7 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 
 
 def job_flags(job: Job) -> list[str]:
-    """Flags of a launch that a plan does not know of."""
+    """Launch flags that a plan does not state."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
     if (instances := job.parallel.optimizer_instances) > 1:
         optimizer.append(f"--num-distributed-optimizer-instances {instances}")
@@ -42,7 +42,7 @@ def job_flags(job: Job) -> list[str]:
 
 
 def host_optimizer_flags(job: Job) -> list[str]:
-    """Flags that say how much of the optimizer is on the host."""
+    """Flags for the optimizer's share on the host."""
     if not job.optimizer.offloaded:
         return []
     overlapped = ["--overlap-cpu-optimizer-d2h-h2d"] if job.optimizer.overlap_copies else []
@@ -51,16 +51,16 @@ def host_optimizer_flags(job: Job) -> list[str]:
 
 
 def job_environment(job: Job, plan: Plan) -> dict[str, str]:
-    """Environment variables without which what a plan puts into windows would not run there."""
+    """Environment variables that the plan's windows need."""
     model, norms = job.model, norms_in_windows(plan)
-    of_te = model.uses_te and model.fp8_recipe != "mxfp8"  # whose norms are cuDNN's
+    of_te = model.uses_te and model.fp8_recipe != "mxfp8"  # with MXFP8, norms are cuDNN's
     if not of_te or not norms or not starts_as_one(model.norm, model.hidden, half_precision=model.dtype != "fp32"):
         return {}
     return {FORWARD_MARGIN: str(USUAL_MARGIN)}
 
 
 def expert_flags(job: Job) -> list[str]:
-    """Flags that say which experts there are, and where."""
+    """Flags for experts and their layout."""
     experts, layout = job.model.experts, job.parallel
     if experts is None:
         return []

@@ -1,4 +1,4 @@
-"""Plans that treat every layer alike and need no profile: to compare with, and to begin an own plan from."""
+"""Plans that treat every layer alike and need no profile: for comparison, and as a template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.options import stays_whole
 
 Before = tuple[int, Section] | None
-"""The half with windows whose backward comes before another one's: its layer and its section. None at the end of a chunk."""
+"""Layer and section of the half with windows whose backward comes before another's; None at the end of a chunk."""
 
 
 def uniform_plan(
@@ -27,11 +27,11 @@ def uniform_plan(
     windows: bool = True,
     gather: Literal["keep", "once"] = "keep",
 ) -> Plan:
-    """A plan that replays the items of `replay` in every layer; `all`: all that may be.
+    """Return a plan that recomputes the items of `replay` in every layer; `all`: all that are allowed.
 
-    With `windows` each half is replayed in its usual window, else on demand. Under sequence parallelism `gather` says what
-    becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once. With userbuffers they
-    are kept in any case, and only messages between stages are windows; beside overlapped exchanges of experts nothing is.
+    With `windows` each half is recomputed in its usual window, else on demand. Under sequence parallelism, `gather` decides
+    whether linear_qkv and linear_fc1 are kept, or recomputed from an input that is gathered once. With userbuffers they are kept,
+    and only messages between stages are windows; with overlapped exchanges of experts there are no windows.
     """
     check_plannable(job)
     sliced = job.parallel.sequence_parallel
@@ -50,7 +50,7 @@ def uniform_plan(
 def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:
     layers, shape = job.layers_of(stage, chunk), LayerShape(job.model, job.parallel, job.batch.micro)
     halves = [(layer, section) for layer in layers for section in job.model.sections(layer)]
-    later = (halves[at + 1 :] for at in range(len(halves)))  # backward passes them from the last to the first
+    later = (halves[at + 1 :] for at in range(len(halves)))  # backward runs from the last to the first
     befores = [next((half for half in rest if half[1].has_windows), None) for rest in later]
     rules, flops = [], 0
     for layer in layers:
@@ -88,7 +88,7 @@ def _window_before(layer: int, before: tuple[int, Section], ordinal: int) -> str
 def _usual_window(
     job: Job, where: tuple[int, int], frame: tuple[int, Section], items: Collection[str], before: Before
 ) -> str | ByPhase:
-    """Where a half is replayed when no figures say better."""
+    """Window of a half's recomputation without figures."""
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
     own = section.has_windows

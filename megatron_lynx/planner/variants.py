@@ -1,10 +1,9 @@
-"""Which of Megatron's flags a plan may go with, and what it takes with each: exchanges of experts overlapped or not, their weight
-gradients delayed, userbuffers on or off.
+"""Plans with other Megatron flags: exchanges of experts overlapped, their weight gradients delayed, userbuffers.
 
 job ──variants──> jobs that differ in these flags ──fastest_decision──> a plan each ──> the fastest
 
-A plan with userbuffers has a range (`cost.step_range`): it is taken where even its longest step is the shortest, or where stock's
-best is faster than every other plan.
+A plan with userbuffers has a range (`cost.step_range`). It is taken if even its longest step is the shortest, or if stock's best
+is faster than every other plan.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
 
 EQUAL = 1e-3
-"""The part of a step for which no flag is changed."""
+"""Relative gain below which no flag is changed."""
 
 OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A job with the flags that its plan keeps, its plan, and a whole step under it, the optimizer's update included.
-    `memory_bytes`: of the fullest device."""
+    """A job with its plan's flags, the plan, and its whole step including the optimizer's update. `memory_bytes`: of the fullest
+    device.
+    """
 
     job: Job
     profile: Profile = field(repr=False)
     draft: Decision
-    """Before it is completed."""
+    """Before `completed`."""
     step: StepRange
     memory_bytes: int
 
@@ -57,7 +57,7 @@ class Planned:
 
 
 def planned(job: Job, profile: Profile) -> Planned:
-    """The job's plan with exactly the flags that it states. Raises as `fastest_decision` does."""
+    """Plan the job with exactly the flags that it states. Raises as `fastest_decision` does."""
     decision = fastest_decision(job, profile)
     figures = figures_of(decision.job, profile, decision.simulation)
     passes = range_of(decision.plan, decision.job, profile, decision.simulation)
@@ -65,16 +65,20 @@ def planned(job: Job, profile: Profile) -> Planned:
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
-    """Forwards and backwards of a step that was simulated. With userbuffers from all that GEMMs can hide to what stock hides
-    without them."""
+    """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to what stock hides without
+    them.
+    """
     if not job.userbuffers:
         return StepRange.known(simulation.step_s)
     return StepRange(rehearse(plan, hiding_all(profile), job=job).step_s, simulation.step_s)
 
 
 def fastest(plans: Sequence[Planned], rival_s: float | None = None) -> Planned | None:
-    """The fastest by the longest step, which is certain. Where a rival's step is shorter than that, the fastest by the middles of
-    ranges. `rival_s`: that of stock's best, by its middle. Of plans within `EQUAL` the first, as later ones change more flags."""
+    """Return the plan with the shortest longest step, which is certain; if stock's best is faster, the one with the shortest
+    middle.
+
+    `rival_s`: middle of stock's best. Of plans within `EQUAL` the first is taken, as later ones change more flags.
+    """
     certain = _first_of_fastest(plans, lambda each: each.step.most_s)
     if certain is None or rival_s is None or certain.step.expected_s <= (1 + EQUAL) * rival_s:
         return certain
@@ -87,7 +91,7 @@ def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], flo
 
 
 def planned_variants(job: Job, profile: Profile, release: str | None) -> list[Planned]:
-    """The plans of all variants that have one. `release`: of megatron-core; None where the flags are not to be changed."""
+    """Plan all variants; skip those without a plan. `release`: of megatron-core; None keeps the flags."""
     found = []
     for variant in [job] if release is None else variants(job, release):
         try:
@@ -98,7 +102,7 @@ def planned_variants(job: Job, profile: Profile, release: str | None) -> list[Pl
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:
-    """The job, then with other flags, as far as Megatron takes them and plans go with them."""
+    """Yield the job, then the job with other flags that Megatron accepts and plans can express."""
     yield job
     for other in _others(job, Facts.of(job, release)):
         try:
@@ -109,7 +113,7 @@ def variants(job: Job, release: str) -> Iterator[Job]:
 
 
 def _others(job: Job, facts: Facts) -> Iterator[Job]:
-    """Without captured graphs, which neither goes with."""
+    """Without captured graphs, which exclude both."""
     job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
     if experts is not None:
         own = experts.overlapped, experts.overlapped and experts.delayed

@@ -1,6 +1,6 @@
-"""Writes the answers of all stages down as a plan.
+"""Writes the solver's answers as a plan.
 
-StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth, bytes to the host, what is expected ──> Plan
+StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth, offloaded bytes, predictions ──> Plan
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from megatron_lynx.version import __version__
 
 
 def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
-    """The plan of these answers. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
+    """Return the plan of these answers. `parted`: the job with its layers; `job`, `profile`: digests of the originals."""
     places = ((answers[stage], chunk) for chunk in range(parted.chunks) for stage in range(parted.parallel.pipeline))
     entries = tuple(_entry(parted, answer, chunk) for answer, chunk in places)
     return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile, note=note))
 
 
 def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
-    """The plan with what a rehearsal predicts of its step, its copies and its memory."""
+    """Return the plan with the rehearsal's predictions of step, copies and memory."""
     loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     added_s = round(update_s(parted, profile), SECOND_DIGITS)
@@ -74,7 +74,7 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
         }
         if (load := loads.get(entry.stage)) is not None:
             found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
-        if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
+        if parted.chunks > 1:  # hidden seconds of a receive differ by backward, and the solver assumes the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
             found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
         if entry.defers:
@@ -86,8 +86,9 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
 
 
 def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
-    """What a device of a stage holds at its fullest, by kind, as the solver bounds it: for answers without a plan, which are not
-    rehearsed. `job`: with its layers."""
+    """Bytes of a stage's device at its fullest moment, by kind, as bounded by the solver: for answers without a plan. `job`: with
+    its layers.
+    """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
     beside = beside_layers(job, answer.stage)
@@ -104,7 +105,7 @@ def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
 
 
 def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:
-    """Bytes by moment and kind, without kinds of which there are none; what is the same at all moments is stated once."""
+    """Bytes by moment and kind, without zeros; kinds equal at all moments are stated once."""
     kinds = {moment: {kind: size for kind, size in memory.kinds.items() if size} for moment, memory in held.items()}
     always = {name: size for name, size in kinds["update"].items() if all(each.get(name) == size for each in kinds.values())}
     beside: dict[str, dict[str, int]] = {}
@@ -113,7 +114,7 @@ def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:
 
 
 def model_facts(job: Job) -> ModelFacts:
-    """What a plan states of a job's model."""
+    """Facts of a job's model in a plan."""
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
     facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
@@ -122,7 +123,7 @@ def model_facts(job: Job) -> ModelFacts:
 
 
 def parallel_facts(job: Job) -> ParallelFacts:
-    """What a plan states of a job's layout."""
+    """Facts of a job's layout in a plan."""
     return ParallelFacts(
         tensor=job.parallel.tensor,
         pipeline=job.parallel.pipeline,
@@ -136,7 +137,7 @@ def parallel_facts(job: Job) -> ParallelFacts:
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
-    """A plan of these entries for a job with its layers."""
+    """Return a plan of these entries for a job with its layers."""
     checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
     copies_kept = not (checkpoints and job.model.facts.copies_go)
     contents = contents_of(job)
@@ -145,7 +146,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
 
 
 def contents_of(job: Job) -> dict[str, Any]:
-    """What a plan states of a job's launch, by key."""
+    """Facts of a job's launch in a plan, by key."""
     return {
         "version": 1,
         "model": model_facts(job),
@@ -158,7 +159,7 @@ def contents_of(job: Job) -> dict[str, Any]:
 
 
 def planned_device(job: Job) -> PlannedDevice | None:
-    """What a plan states of a job's devices: of GPUs what is left alone."""
+    """Memory, budget and reserve of a job's GPUs; None on CPU."""
     if job.cluster.device != "cuda":
         return None
     reserve = job.device_reserve
@@ -173,7 +174,7 @@ def planned_device(job: Job) -> PlannedDevice | None:
 def stage_of(
     job: Job, where: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offload: Offload | None = None
 ) -> Stage:
-    """One entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
+    """Return one entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
     layers, (stage, chunk) = job.layers_of(*where), where
     windows = (rule.windows.of(half, phase) for rule in rules for half in HALVES for phase in BACKWARD_PHASES)
     entry = Stage(
@@ -191,7 +192,7 @@ def stage_of(
 
 
 def exchanging_layers(job: Job) -> frozenset[int]:
-    """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
+    """Layers whose exchanges of tokens are windows: experts spread over ranks, and not opaque."""
     experts = job.model.experts
     section = job.model.kind_sections(experts=True)[1]
     windows = experts is not None and not experts.whole and section.exchanges_in_windows
@@ -208,8 +209,9 @@ def rule_of(
     *,
     ahead: Ahead = False,
 ) -> Rule:
-    """The rule for one layer, or for some. `sections`: what fills their halves, but for those that are checkpointed. `ahead`:
-    what those communicate ahead."""
+    """Return the rule for one or more layers. `sections`: of halves that are not checkpointed. `ahead`: what checkpointed halves
+    communicate ahead.
+    """
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,
@@ -238,7 +240,7 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
-    """A rule for every run of neighbouring layers that are treated alike, and for every group of them that keep one input."""
+    """Yield a rule for each run of equally treated layers, and for each group that keeps one input."""
     numbered, begins = list(zip(job.layers_of(*where), choices, strict=True)), dict[int, int]()
     for layer, choice in numbered:
         begins[layer] = begins[layer - 1] if choice.is_fed else layer
@@ -286,7 +288,7 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
-    """The rule for layers that are treated alike."""
+    """Return the rule for equally treated layers."""
     options = [each for each in zip(HALVES, choice.halves, strict=True) if each[1].checkpoint is None]
     replay = {item for _, option in options for item in option.replay}
     windows = {
@@ -300,7 +302,7 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
 
 
 def _ahead(choice: LayerChoice) -> Ahead:
-    """What of a checkpointed layer begins ahead, as a plan says it."""
+    """Collectives of a checkpointed layer that begin ahead."""
     checkpoints = [option.checkpoint for option in choice.halves if option.checkpoint is not None]
     if any(one.gathers_ahead for one in checkpoints):
         return "gather"
@@ -308,7 +310,7 @@ def _ahead(choice: LayerChoice) -> Ahead:
 
 
 def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
-    """What keeps its input alone, as a plan says it."""
+    """Checkpointed halves, as named in a plan."""
     if choice.attention.joined:
         return "layer"
     found = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]

@@ -1,1 +1,1 @@
-"""Simulates one training step of a pipeline without running it: when each pass, replay and copy runs, what memory it holds."""
+"""Simulates one training step of a pipeline: start and end of each pass, recomputation and copy, and each stage's memory."""

@@ -1,20 +1,14 @@
-"""The copies of offloaded activations between one device and its host: two streams, one each way, beside the passes.
+"""Copies of offloaded activations between a device and its host: two streams, one per direction, overlapped with passes.
 
     compute      F k ├──────┤ F k+1 ├─────┤ ...  ├──── B n ────┤├──── B n+1 ────┤
-    to the host             └── k ──┘ [1]        │
-    back                                         └── n+1 ──┘ [2]       [3]
+    to the host             └── k ──┘            │
+    back                                         └── n+1 ──┘
 
- [1] what a forward saved is copied when it is over and the stream is free; the originals are let go when the copy is complete
- [2] a backward's copy comes back while the one before it runs (prefetch distance one), after its own way out is complete
- [3] a backward that finds its copy incomplete waits: the copy is exposed
+A blocking exchange ends in a device synchronisation (Megatron's `batch_p2p_sync`), which waits for all copies issued before it.
+Copies that avoid messages start with the pass after the exchange, and the exchange waits until both streams are free.
 
- [4] copies that avoid messages: [1] waits for the pass behind the exchange, and an exchange until both streams are free
- [5] a blocking exchange ends in a synchronisation of the device (Megatron's `batch_p2p_sync`), which waits for all copies that
-     were asked for before it: those that do not avoid messages, and are longer than the exchange, are exposed
-
-A micro-batch whose backward follows its forward at once is not offloaded so (Yuan et al., ATC '24), but within its own passes, if
-at all; any may be, where the plan says so (`half_copies`). Copies do not slow messages down here, and do not share a link with
-another device; a caller that knows better gives longer copies.
+A micro-batch whose backward follows its forward at once is offloaded only within its own passes (`half_copies`; Yuan et al., ATC
+'24). Copies do not slow messages down and do not share a link with another device; a caller may pass longer copies.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from megatron_lynx.schedule.schedule import Action
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What one micro-batch of one chunk offloads: seconds each way, bytes."""
+    """Offloaded bytes of one micro-batch of one chunk, and seconds of the copy in each direction."""
 
     out_s: float
     back_s: float
@@ -36,7 +30,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Copied:
-    """One copy in its place. `action`: the forward it follows, or the backward it is for."""
+    """One copy with its times. `action` is the forward that it follows, or the backward that needs it."""
 
     action: Action
     start_s: float
@@ -45,12 +39,12 @@ class Copied:
 
     @property
     def memory(self) -> tuple[float, int]:
-        """When, and by how much, the device's memory changes: let go at the end of a way out, taken at the start of one back."""
+        """(time, change in device bytes): freed when an offload ends, allocated when a reload starts."""
         return (self.end_s, -self.bytes) if self.action.kind == "F" else (self.start_s, self.bytes)
 
 
 class HostCopies:
-    """The copies of one stage, in the order in which its passes ask for them."""
+    """Copies of one stage, in the order in which its passes issue them."""
 
     def __init__(self) -> None:
         self.done: list[Copied] = []
@@ -61,11 +55,11 @@ class HostCopies:
 
     @property
     def free_s(self) -> float:
-        """The time at which nothing that was asked for is under way any more."""
+        """Time at which all issued copies are complete."""
         return max(self._out_free_s, self._back_free_s)
 
     def offload_later(self, forward: Action, copy: HostCopy) -> None:
-        """The forward is over, and its message comes first."""  # [4]
+        """Queue the copy of a finished forward; it starts with the next pass, after the message."""
         self._ready.append((forward, copy))
 
     def pass_begins(self, time_s: float) -> None:
@@ -74,22 +68,25 @@ class HostCopies:
         self._ready.clear()
 
     def offload(self, forward: Action, time_s: float, copy: HostCopy) -> None:
-        """The forward is over at `time_s`."""
-        start_s = max(time_s, self._out_free_s)  # [1]
+        start_s = max(time_s, self._out_free_s)
         self._out_free_s = start_s + copy.out_s
         self._out_end_s[forward.micro_batch, forward.chunk] = self._out_free_s
         self.done.append(Copied(forward, start_s, self._out_free_s, copy.bytes))
 
     def reload(self, backward: Action, time_s: float, copy: HostCopy | None) -> None:
-        """What the backward needs may come back from `time_s` on. Nothing where it was not offloaded, or was asked for before."""
+        """Issue the copy back for a backward, at `time_s` at the earliest. Does nothing if there is no copy or it was already
+        issued.
+        """
         place = backward.micro_batch, backward.chunk
         out_end_s = self._out_end_s.pop(place, None)
         if out_end_s is None or copy is None:
             return
-        start_s = max(time_s, out_end_s, self._back_free_s)  # [2]
+        start_s = max(time_s, out_end_s, self._back_free_s)  # after its own copy out
         self._back_free_s = self._back_end_s[place] = start_s + copy.back_s
         self.done.append(Copied(backward, start_s, self._back_free_s, copy.bytes))
 
     def back_s(self, backward: Action) -> float:
-        """The time at which the backward has what it needs; 0 for what was not offloaded."""
+        """Time at which the backward's copy is complete; 0 if nothing was offloaded. A later time than the pass's start is
+        exposed.
+        """
         return self._back_end_s.pop((backward.micro_batch, backward.chunk), 0.0)

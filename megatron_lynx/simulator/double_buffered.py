@@ -1,19 +1,19 @@
-"""Batches of a pipeline that is never flushed (`schedule.double_buffered`), and the seconds of one in the steady state.
+"""Batches of a pipeline that is never flushed (`schedule.double_buffered`), and the seconds of one batch in the steady state.
 
-    stage 0   F F F B F B F B [1] F B F B F B F B [1] F B F B ...          p = 3, m = 4, updates deferred
-    stage 1     F F B F B F B F B [1] F B F B F B F B [1] F B ...
-    stage 2       F B F B F B F B F B [1] F B F B F B F B [1] ...
+    stage 0   F F F B F B F B [U] F B F B F B F B [U] F B F B ...          p = 3, m = 4, updates deferred
+    stage 1     F F B F B F B F B [U] F B F B F B F B [U] F B ...
+    stage 2       F B F B F B F B F B [U] F B F B F B F B [U] ...
                                    │<──────── step ───────>│
-    filled once                    [2]                                     drained once
+    filled once                                            drained once
 
- [1] an update is a barrier: it begins when the last stage is there, and all stages are through at the same time. Without one
-     (an optimizer that asks no other stage) every stage updates when it gets there
- [2] a step is what lies between two updates, in the middle of the run; the update's own seconds come on top, as with flushes
- [3] deferred: a message is posted when its pass is over, and under way from when its receiver has posted it, too. The receiver
-     waits when it needs it, the sender before its next message in that direction: one may be under way during an update.
-     At once: as Megatron's 1F1B, both wait before they go on (`simulate`)
+An update U is a barrier: it begins when the last stage arrives, and ends on all stages at the same time. With "no barrier" each
+stage updates when it arrives. A step is the time between two updates in the middle of the run; update seconds are added to it.
 
-A stage runs as many forwards and backwards between two updates as a batch has micro-batches, so its figures are those of one.
+Deferred updates: a message is posted when its pass ends, and in flight once its receiver has posted it, too. The receiver waits
+when it needs the message, the sender before its next message in that direction, so one message may be in flight during an update.
+At once: as in Megatron's 1F1B, both sides wait before they continue (`simulate`).
+
+Between two updates a stage runs as many forwards and backwards as a batch has micro-batches, so its figures are one batch's.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from megatron_lynx.timeline import Span, Timeline
 Updates = Literal["deferred", "at once", "no barrier"]
 
 BATCHES = 5
-"""How many are simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
+"""Batches simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
 
 
 class Updated(NamedTuple):
     """One stage's part in an update."""
 
     arrived_s: float
-    """The time at which the stage is there."""
+    """Time at which the stage arrives."""
     begin_s: float
-    """The time at which all stages are."""
+    """Time at which all stages have arrived."""
     end_s: float
 
 
 @dataclass(frozen=True)
 class Unflushed(Simulation):
-    """A run from filling to draining. Figures of a step are those of one batch in its steady state; memory is the whole run's."""
+    """A run from filling to draining. Step figures are those of one batch in steady state; memory is the whole run's."""
 
     updates: tuple[tuple[Updated, ...], ...]
-    """The updates, by stage and batch."""
+    """By stage and batch."""
 
     @property
     def steady(self) -> int:
-        """The batch that is measured: from the end of the update before its own to the beginning of its own."""
+        """Index of the measured batch, which lies between the update before its own and its own."""
         return len(self.updates[0]) - 2
 
     @cached_property
@@ -67,7 +67,7 @@ class Unflushed(Simulation):
 
     @property
     def run_s(self) -> float:
-        """Seconds of all batches, the last update included."""
+        """Seconds of all batches, including the last update."""
         return max(updates[-1].end_s for updates in self.updates)
 
     def counted(self, stage: int) -> Sequence[Executed]:
@@ -79,7 +79,7 @@ class Unflushed(Simulation):
         return updates[self.steady - 1].end_s, updates[self.steady].begin_s
 
     def timeline(self) -> Timeline:
-        """The run as spans: as of a step that flushes, and the updates, from when a stage is there."""
+        """Return the run as spans, including updates from each stage's arrival."""
         passes = super().timeline().ranks
         return Timeline({stage: (*spans, *self._update_spans(stage)) for stage, spans in passes.items()})
 
@@ -102,10 +102,10 @@ def simulate_without_flushes(
     update_s: float = 0.0,
     batches: int = BATCHES,
 ) -> Unflushed:
-    """Simulates a run. `chunks` by stage. Raises ConfigError where a batch has fewer micro-batches than there are stages.
+    """Simulate a run. `chunks` is indexed by stage. Raises ConfigError if a batch has fewer micro-batches than there are stages.
 
     Args:
-        update_s: seconds of an update; they are in the run, and not in its step.
+        update_s: seconds of an update; part of the run, not of its step.
         batches: at least 4, so that there is a middle.
     """
     assert batches >= 4, f"{batches} batches have no steady state"
@@ -123,7 +123,7 @@ def simulate_without_flushes(
 
 
 class _UnflushedRun(Run):
-    """A schedule with updates on its way. `behind`: by stage, the actions that an update follows, and the update's batch."""
+    """A running schedule with updates. `behind`: by stage, actions followed by an update, and that update's batch."""
 
     def __init__(
         self,
@@ -141,18 +141,18 @@ class _UnflushedRun(Run):
         self._updates = updates
         self._update_s = update_s
         self._there: dict[int, list[float]] = {}
-        """The times at which stages reached the update of a batch, by batch."""
+        """By batch, the times at which stages reached its update."""
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
-        """The last message of each stage in each direction."""
+        """By stage and direction, the last message sent."""
         self._made: list[list[Updated]] = [[] for _ in chunks]
         """The updates that each stage has made."""
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
-        """The last one of every batch."""
+        """The last backward of each batch."""
         return frozenset(each for each in order if each.kind == "B" and (each.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
-        """With deferred updates messages are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
+        """Messages of deferred updates are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
         return 0.0 if self._updates == "deferred" else super()._copied_s(stage, before, action)
 
     def unflushed(self) -> Unflushed:
@@ -174,7 +174,7 @@ class _UnflushedRun(Run):
         return free, free if received is None else max(free, (yield received))
 
     def _send(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, float]:
-        """[3] Sends what the action before made; returns the time at which the stage goes on."""
+        """Send the output of the action before; return the time at which the stage can continue."""
         sent, under_way = self._sent(stage, before), self._under_way[stage.number]
         if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:
@@ -191,7 +191,7 @@ class _UnflushedRun(Run):
         yield from self._updated(stage, before, free)
 
     def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
-        """[1] The time at which the stage is through with the update behind an action; at once where there is none."""
+        """Return the time at which the stage has finished the update after an action; `time_s` if there is no update."""
         batch = None if before is None else self._behind[stage.number].get(before)
         if batch is None:
             return time_s

@@ -1,4 +1,4 @@
-"""A simulated step in figures: for programs and for a terminal."""
+"""Figures of a simulated step, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_lynx.units import format_bytes, format_seconds
 
 
 def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
-    """Seconds of the step and, by stage, where they go; bytes at the peak; every action's begin and end.
+    """Return the step's seconds and, by stage, its busy and exposed seconds, peak bytes, and each action's start and end.
 
-    `update_s`: of the optimizer's update; None where it is not known, and then a whole step is not either. Without flushes a step
-    is one batch in the steady state, and the actions are those of a whole run.
+    `update_s`: seconds of the optimizer's update; None if unknown, and then `step_s` is None. Without flushes, the step is one
+    batch in steady state, and the actions are those of the whole run.
     """
     stages = [_stage(simulation, stage) for stage in range(len(simulation.executed))]
     whole_s = None if update_s is None else simulation.step_s + update_s
@@ -23,7 +23,7 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 
 
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
-    """The figures as a table with a row for each stage."""
+    """Return a table with a row for each stage."""
     replays = ("replay hidden", "replay exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
     columns = ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most")
@@ -43,7 +43,7 @@ DEFERRED = ("hidden_weight_gradient_s", "exposed_weight_gradient_s")
 
 
 def headline(simulation: Simulation, update_s: float | None) -> str:
-    """What was simulated, with the seconds of the whole step where those of its update are known."""
+    """Return the title: what was simulated, and the step's seconds, including the update's if known."""
     what, old = "one step", ""
     if isinstance(simulation, Unflushed):
         what, old = "one batch without flushes, in the steady state", " (gradients are one update old)"
@@ -66,12 +66,10 @@ def _of_a_run(simulation: Simulation) -> dict[str, Any]:
 
 
 def _defers(simulation: Simulation) -> bool:
-    """Whether any stage defers weight gradients."""
     return any(simulation.filled_s(stage) + simulation.unfilled_s(stage) for stage in range(len(simulation.executed)))
 
 
 def _of_copies(simulation: Simulation) -> list[str]:
-    """The column of copies, where there are any."""
     return ["waits for copies"] if any(map(simulation.copies, range(len(simulation.executed)))) else []
 
 
@@ -95,13 +93,12 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
 
 
 def _of_weight_gradients(simulation: Simulation, stage: int) -> dict[str, float]:
-    """Seconds of deferred weight gradients, in a simulation that has some."""
     seconds = simulation.filled_s(stage), simulation.unfilled_s(stage)
     return dict(zip(DEFERRED, seconds, strict=True)) if _defers(simulation) else {}
 
 
 def _of_host(simulation: Simulation, stage: int) -> dict[str, float]:
-    """Host time, where it is known: `host_late_s` is above 0 where passes wait for Python."""
+    """Host seconds if known; `host_late_s` is above 0 if passes are host-bound."""
     if not simulation.host_s(stage):
         return {}
     return {"host_s": simulation.host_s(stage), "host_late_s": simulation.host_late_s(stage)}

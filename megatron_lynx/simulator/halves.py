@@ -1,4 +1,4 @@
-"""The passes of a stage: seconds and bytes, folded over the events of its timetable.
+"""Passes of a stage: seconds and bytes, folded over the events of its timetable.
 
    forward    [ norm, column-parallel, ..., row-parallel ] (fwd.0) [ dropout, residual ]
    backward   [ residual, dropout, row-parallel, ..., column-parallel ] (bwd.0) [ norm ]
@@ -7,14 +7,10 @@
    sequence   backward   [ residual, dropout ] (bwd.0) [ row-parallel ... dgrad ] (bwd.1) [ wgrad ] (bwd.2) [ norm ]
    parallelism
 
-[1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before. A
-    checkpoint that keeps no input gets it from halves before it, which run again first, and hold from then on what they make.
-    What begins ahead runs behind that; what it leaves under way passes while compute goes on, but not while that waits itself
-[2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
-[3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
-[4] a pass takes as long as the host needs to issue its halves, at least
-[5] a deferred weight gradient is none of its half's seconds, hides nothing beside it, and runs behind the replays of a wait
-[6] what leaves within a micro-batch leaves behind its half, and comes back before it (`half_copies`)
+In a window, recomputation runs first, then delayed weight gradients, then the rest of the collective, then input gathers. When
+backward enters a half, the rest of its recomputation runs on demand, after its exposed gather. A checkpoint that keeps no input
+gets it from the halves before it, which are recomputed first and stay from then on. A collective begun ahead is in flight during
+compute, but not during a wait. A delayed weight gradient takes no time in its own half.
 """
 
 from __future__ import annotations
@@ -43,21 +39,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """One section in one pass: seconds of compute, between them its windows."""
+    """One section in one pass: seconds of compute, and of the windows between them."""
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
     ends: Mapping[str, int] = field(default_factory=dict)
-    """By linear: how many windows of its half's backward come before the place where its weight gradient is put off."""
+    """By linear: windows of its half's backward before the point where its weight gradient is delayed."""
     core: tuple[int, float] = (0, 0.0)
-    """Of a backward with a core attention: how many windows come before that, and the seconds between the last of them and it."""
+    """Backward with a core attention: (windows before it, seconds between the last of them and it)."""
 
 
 Waited = Sequence[Collective | Exchange]
-"""What a section waits for in one pass."""
+"""Waits of a section in one pass."""
 
 Parts = Mapping[HalfKind, Segments]
-"""The kinds of halves in a stage's layers."""
+"""Segments of each kind of half in a stage's layers."""
 
 
 def stage_passes(
@@ -73,10 +69,16 @@ def stage_passes(
     *,
     reduced_in_backward: bool = False,
 ) -> ChunkPasses:
-    """The passes of one chunk of a stage. `own`: its halves in forward order. `halves`: those of all chunks, whose replays it may
-    hide. `embedding`, `head`: on the stages that have them. `deferral`: whose deferred weight gradients must be computed by its
-    last backward, and how many bytes they may hold: this chunk's. `reduced_in_backward`: gradients are reduced while the chunk's
-    last backward of a step runs (--overlap-grad-reduce), so nothing is deferred in it."""
+    """Return the passes of one chunk of a stage.
+
+    Args:
+        own: the chunk's halves in forward order.
+        halves: those of all chunks, whose recomputations it may hide.
+        embedding, head: only on the stages that have them.
+        deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
+        reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
+            delays none.
+    """
     others = [other for other in range(len(timetable.chunks)) if other != chunk]
     kinds = {half.kind for half in own} | {(half.section, frozenset[str]()) for half in own if reduced_in_backward}
     forward, backward = (
@@ -84,7 +86,7 @@ def stage_passes(
     )
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
-    host = sum((half.host for half in own), start=NO_HOST_TIME)  # [4]
+    host = sum((half.host for half in own), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
@@ -101,7 +103,7 @@ def stage_passes(
         return _backward(walk, through, own, backward, back[1], last, defers).issued_in(host.backward_s)
 
     def plain(key: PassKey) -> PassKey:
-        """The first of all keys whose passes are alike, so that none is walked twice."""
+        """Return the first key whose pass is equal to this one's, so that each is walked once."""
         kind, which, last = key
         if isinstance(which, int):
             return key
@@ -124,8 +126,7 @@ def stage_passes(
 def segments(
     profile: Profile, passing: Passing, section: Section, message_bytes: int, deferred: Collection[str] = ()
 ) -> Segments:
-    """How a section's seconds lie around its windows: where each one is, the section's collectives say. `deferred`: linears whose
-    weight gradients are put off, so that they are not among these seconds."""
+    """Return a section's seconds around its windows. `deferred`: linears whose weight gradients are delayed, and not counted."""
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
     waited, items = windows_of(profile, section, passing), profile.of(section).items
     if passing == "fwd":
@@ -138,7 +139,7 @@ def segments(
 
 
 def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
-    """What experts wait for and is no window counts as compute, at the end of the pass. `off_s`: what of it is put off."""
+    """Add expert waits that are not windows as compute at the end of the pass. `off_s`: seconds of delayed weight gradients."""
     if not section.exchanges:
         return parts
     half = profile.of(section)
@@ -149,7 +150,7 @@ def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segm
 
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
-    """A linear without its weight gradient."""
+    """Return the item without its weight gradient."""
     return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
 
 
@@ -160,7 +161,7 @@ def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited:
 
 
 def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
-    """What is waited for beside the dgrad of a linear has its wgrad behind it."""
+    """Yield backward seconds between waits. The wgrad of a linear whose dgrad overlaps a collective runs after it."""
     end, behind_s = len(section.names), 0.0
     for collective in waited:
         begin = section.place_behind(collective)
@@ -181,13 +182,13 @@ def _before_core(items: Mapping[str, ItemProfile], section: Section, waited: Wai
 
 
 def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
-    """Backward seconds of some items. Those between norm and residual addition are summed up as one where no window cuts them."""
+    """Backward seconds of some items. Items between norm and residual are summed as one where no window cuts them."""
     stretches = groupby(section.names[begin:end], key=section.on_own_rows.__contains__)
     return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
 
 
 def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
-    """One forward. `treated`: the halves through which it goes."""
+    """Walk one forward through the halves `treated`."""
     going = GoingOut() if _leave(treated) else None
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
@@ -200,28 +201,29 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
         if going is not None:
-            going.half_ends(walk, number, half)  # [6]
+            going.half_ends(walk, number, half)
     walk.compute(end_s)
     return walk.over()
 
 
 def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
-    """The wait of this number. Exchanges of experts that a plan may not look into are in no timetable."""
+    """Return the wait of this index. Opaque exchanges of experts are in no timetable."""
     return planned.waits[ordinal] if ordinal < len(planned.waits) else Wait(WindowAddress(passing, *planned.half, ordinal))
 
 
 def _backward(
     walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, last: bool, defers: bool
 ) -> TimedPass:
-    """One backward. `treated`: the halves, in the order of a forward. `last`: the chunk's last one in a step, behind which
-    nothing stays deferred. `defers`: whether it defers anything itself."""
+    """Walk one backward. `treated`: halves in forward order. `last`: the chunk's last backward of a step, after which no weight
+    gradient is pending. `defers`: whether it delays weight gradients.
+    """
     coming = ComingBack(treated) if _leave(treated) else None
     numbered = reversed(list(enumerate(treated, start=1)))
     not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
     walk.hold(-not_in_hand[-1])
     for (number, half), planned in zip(numbered, through.halves, strict=True):
         if coming is not None:
-            coming.half_begins(walk, number, half)  # [6]
+            coming.half_begins(walk, number, half)
         for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
             if coming is not None:
                 coming.needed(walk, walk.halves[task.half])
@@ -238,7 +240,7 @@ def _backward(
 
 
 def _leave(treated: Sequence[Treated]) -> bool:
-    """Whether any of them goes to the host within its micro-batch."""
+    """Whether any half is offloaded within its micro-batch."""
     return any(half.leaving is not None for half in treated)
 
 
@@ -252,14 +254,13 @@ def _back_through(
     coming: ComingBack | None,
     over_bytes: int,
 ) -> None:
-    """One half's backward, from its first segment to its last. `over_bytes`: how much more is in hand when it is over, by what
-    counts of the next one."""
+    """Walk one half's backward. `over_bytes`: transient bytes of the next half that count from this half's end."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         begins, before_s = parts.core
         _compute(walk, compute_s, through.at("core", planned.half) if ordinal == begins else (), before_s)
         ran_s = _defer(walk, half, ordinal, parts, defers)
-        if ordinal == last:  # [3]
+        if ordinal == last:  # in its last window a half frees all but the inputs of its last GEMM (`cost.memory`)
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
             left, regenerated = half.memory.tail, regenerated - first
@@ -275,7 +276,7 @@ def _back_through(
 
 
 def _compute(walk: Walk, seconds: float, tasks: Sequence[Task], before_s: float) -> None:
-    """The time between two windows. `tasks`: those in it, after so many seconds."""
+    """Compute between two windows. `tasks` run after `before_s` of it."""
     if tasks:
         walk.compute(before_s)
         seconds -= before_s
@@ -285,7 +286,7 @@ def _compute(walk: Walk, seconds: float, tasks: Sequence[Task], before_s: float)
 
 
 def _let_go_of(section: Section) -> tuple[str, ...]:
-    """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
+    """Linears whose inputs are freed in the half's last window: the last linear, or those of all experts."""
     if section.exchanges:
         waits = len(section.exchanges_of["bwd"])
         return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
@@ -293,16 +294,18 @@ def _let_go_of(section: Section) -> tuple[str, ...]:
 
 
 def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
-    """From now on these linears' entries hold by themselves what their half held until now."""
+    """Count the inputs of these linears to their delayed weight gradients, because their half frees them now."""
     for linear in linears:
         if linear in half.deferred:
             walk.holds(Linear(half.layer, half.half, linear), half.deferred[linear].bytes)
 
 
 def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: bool) -> float:
-    """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
-    `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
-    backward puts none off: then those that a linear has left come right before its own."""
+    """Delay weight gradients of linears whose backward ends before window `ordinal`.
+
+    Returns the seconds of earlier weight gradients that run during that window's collective: those over the bound, or, in a
+    backward that delays none, those left of the same linear.
+    """
     ran_s, section = 0.0, half.section
     for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
@@ -316,7 +319,7 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: boo
 
 
 def _received(walk: Walk, through: Pass) -> TimedPass:
-    """The replays, then the weight gradients, that run while the gradient is received."""
+    """Walk the recomputations, then the weight gradients, that run while the gradient is received."""
     during = through.at("in", RECV_BACKWARD)
     for task in recomputed(during):
         half = walk.halves[task.half]

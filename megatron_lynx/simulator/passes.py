@@ -1,24 +1,24 @@
-"""How long a stage's passes take, what waits and replays they hold, and what they add to memory and give back.
+"""Seconds of a stage's passes, their waits and recomputations, and their changes of memory.
 
     phase        forward                           R: while the gradient is awaited     backward
     warm-up      hides nothing                     as in steady                         all of `fwd.*` windows on demand
-    steady       replays of the next backward      its windows' replays                 its windows' replays
-    cool-down                                      its windows' replays                 its windows' replays
+    steady       recomputes for the next backward  its windows' recomputations          its windows' recomputations
+    cool-down                                      its windows' recomputations          its windows' recomputations
 
-The next backward may be another chunk's, and a forward hides nothing where that is its own, or of a micro-batch that is whole.
-A pass is timed from its own beginning; the simulator puts it in its place. No pass is shorter than its host time:
+The next backward may be another chunk's. A forward hides nothing if that backward is its own, or of a micro-batch kept whole.
+Times of a pass start at 0; the simulator places it. No pass is shorter than its host time:
 
-    device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         what is run     ├─F─┤├─F─┤├───────B───────┤
+    device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         result          ├─F─┤├─F─┤├───────B───────┤
 
-Weight gradients that a stage has deferred: which are pending, which run where, and which no longer fit.
+Delayed weight gradients of a stage:
 
-    backward reaches a linear ──put──> [ oldest ... newest ] ──due──> its oldest runs in a wait, as the plan says
-                                          │ more bytes than its chunk's bound
-                                          └──> the chunk's oldest run at once, exposed; all that are left, in its last backward:
-                                               behind it, or, where gradients are reduced meanwhile, each before its linear's own
+    backward reaches a linear ──put──> [ oldest ... newest ] ──due──> its oldest runs in a wait, as planned
+                                          │ over its chunk's bound
+                                          └──> the chunk's oldest run at once, exposed; the rest run in its last backward: at its
+                                               end, or, if gradients are reduced meanwhile, each before its linear's own
 
-As in the runtime, a wait takes one of each linear that the plan has put there, behind the replays: a forward's of any chunk's
-linears, the receive of a gradient of the linears of the chunk whose gradient it is.
+As in the runtime, a wait takes one entry of each planned linear, after recomputations. A forward takes entries of any chunk, the
+receive of a gradient those of its own chunk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lynx.timetable import Linear
 
 
 class Entry(NamedTuple):
-    """One weight gradient of one micro-batch that was deferred."""
+    """A delayed weight gradient of one micro-batch."""
 
     of: Linear
     chunk: int
@@ -43,11 +43,11 @@ class Entry(NamedTuple):
 
 
 Pending = tuple[Entry, ...]
-"""Entries, the oldest first."""
+"""Oldest first."""
 
 
 class Queue:
-    """What is pending on a stage while a pass of one chunk runs. `bound_bytes`: what entries of that chunk may hold."""
+    """Pending entries on a stage during a pass of one chunk. `bound_bytes`: bound on the bytes of that chunk's entries."""
 
     def __init__(self, chunk: int, bound_bytes: int, pending: Pending = ()) -> None:
         self.chunk = chunk
@@ -59,7 +59,7 @@ class Queue:
         return tuple(self._entries)
 
     def put(self, entry: Entry) -> Iterator[Entry]:
-        """Queues an entry; yields those that have to run for that, the oldest first."""
+        """Queue an entry; yield entries that must run to make room, oldest first."""
         left_bytes = self._bound_bytes - entry.cost.bytes
         own = [each for each in self._entries if each.chunk == self.chunk]
         held_bytes = sum(each.cost.bytes for each in own)
@@ -72,7 +72,7 @@ class Queue:
             yield oldest
 
     def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
-        """Takes what runs in a wait: of each of these linears the oldest entry, if there is one."""
+        """Remove and yield the oldest entry of each of these linears."""
         for linear in linears:
             found = next((entry for entry in self._entries if entry.of == linear), None)
             if found is not None:
@@ -80,13 +80,13 @@ class Queue:
                 yield found
 
     def take(self, of: Linear) -> Iterator[Entry]:
-        """Takes everything that is left of one linear."""
+        """Remove and yield all entries of a linear."""
         own = [entry for entry in self._entries if entry.of == of]
         self._entries = [entry for entry in self._entries if entry.of != of]
         yield from own
 
     def flush(self) -> Iterator[Entry]:
-        """Takes everything that is left of the chunk."""
+        """Remove and yield all entries of the chunk."""
         own = [entry for entry in self._entries if entry.chunk == self.chunk]
         self._entries = [entry for entry in self._entries if entry.chunk != self.chunk]
         yield from own
@@ -97,33 +97,32 @@ PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
 
 @dataclass(frozen=True)
 class TimedPass:
-    """One pass of one micro-batch through one chunk, its waits for tensor-parallel communication included."""
+    """One pass of a micro-batch through a chunk, including its tensor-parallel waits."""
 
     seconds: float = 0.0
     hidden_s: float = 0.0
-    """Seconds of replay inside windows, as they would take alone."""
+    """Seconds of recomputation inside windows, without interference."""
     exposed_s: float = 0.0
-    """Seconds of replay (and of gathers for them) that make the pass longer."""
+    """Seconds of recomputation (and of its gathers) that lengthen the pass."""
     memory: tuple[tuple[float, int], ...] = ()
-    """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
+    """(seconds from the beginning, bytes allocated or, below 0, freed)."""
     spans: tuple[Span, ...] = ()
-    """What a picture shows, from the beginning; without micro-batch."""
+    """From the beginning; without micro-batch."""
     regenerated: tuple[tuple[float, int], ...] = ()
-    """As `memory`, of what replays have made alone."""
+    """As `memory`, recomputed tensors only."""
     host_s: float = 0.0
-    """What the host needs to issue it; 0 where that is not known."""
+    """Seconds in which the host issues it; 0 if unknown."""
     host_late_s: float = 0.0
-    """By how much it is longer than on the device alone, because the host is slower."""
+    """Seconds added because it is host-bound."""
     filled_s: float = 0.0
-    """Seconds of deferred weight gradients inside windows, as they would take alone."""
+    """Seconds of delayed weight gradients inside windows, without interference."""
     unfilled_s: float = 0.0
-    """Seconds of deferred weight gradients that no window hides."""
+    """Seconds of delayed weight gradients that are exposed."""
     copy_wait_s: float = 0.0
-    """Seconds of it in which it waits for copies of its own halves (`simulator.half_copies`)."""
+    """Seconds in which it waits for copies of its own halves (`simulator.half_copies`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
-        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part; copies
-        are over meanwhile."""
+        """Return the pass stretched to its host time, if that is longer. Copies are complete meanwhile."""
         if host_s <= self.seconds:
             return self if host_s == self.host_s else replace(self, host_s=host_s)
         slower = host_s / self.seconds if self.seconds else 1.0
@@ -146,28 +145,27 @@ class TimedPass:
 NOTHING = TimedPass()
 
 PassKey = tuple[Literal["F", "R", "B"], Phase | int, bool]
-"""A kind of pass: its phase, or for a forward the chunk whose replays it hides; and whether it is the chunk's last in a step."""
+"""(kind, phase, or for a forward the chunk whose recomputation it hides; whether it is the chunk's last in a step)."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """The passes of a chunk of a stage that defers weight gradients: what they run besides depends on what is pending."""
+    """Passes of a chunk of a stage that delays weight gradients; they depend on the pending ones."""
 
     walks: Callable[[PassKey, Queue], TimedPass]
-    """Makes a pass, and leaves what is then pending in the queue."""
+    """Walks a pass, and leaves pending entries in the queue."""
     queue: Callable[[Pending], Queue]
     plain: Callable[[PassKey], PassKey]
-    """Of the keys of passes that are alike always the same one."""
+    """Maps keys of equal passes to one key."""
     others: Collection[int] = ()
-    """The other chunks of the stage."""
+    """Other chunks of the stage."""
     known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
-    """What is worked out once, by the identity of what was pending, which is kept: in the steady phase the same is pending again
-    and again, and to compare it takes long."""
+    """Walked passes, by key and identity of the pending entries, which are kept alive: comparing long equal tuples is slow."""
     left: dict[Pending, Pending] = field(default_factory=dict)
-    """What passes left pending, each once: so equal ones are identical."""
+    """Interned pending entries, so that equal ones are identical."""
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        """A pass, and what is pending after it."""
+        """Return a pass, and the entries pending after it."""
         known = self.known.get((key, id(pending)))
         if known is None:
             plain = self.plain(key)
@@ -181,7 +179,7 @@ class Filled:
         return pending, made, self.left.setdefault(queue.pending, queue.pending)
 
     def forward_key(self, phase: Phase, chunk: int | None) -> PassKey:
-        """The forward whose collectives hide replays of a backward of `chunk` (None: no replays)."""
+        """Key of the forward whose windows hide recomputation for a backward of `chunk` (None: hides nothing)."""
         if chunk is None or phase != "steady":
             return "F", "warmup", False
         return "F", chunk if chunk in self.others else "steady", False
@@ -192,7 +190,7 @@ Which = TypeVar("Which", Phase, int)
 
 @dataclass(frozen=True, eq=False)
 class Walked(Mapping[Which, TimedPass]):
-    """Passes of one kind, by phase or by chunk, of a chunk that defers nothing: each is made when it is asked for."""
+    """Passes of one kind by phase or chunk, of a chunk that delays nothing. Each is walked when it is first read."""
 
     filled: Filled
     kind: Literal["F", "R", "B"]
@@ -215,37 +213,37 @@ class Walked(Mapping[Which, TimedPass]):
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """All passes of one chunk, and its copies. `received`: the replays that run while its gradient is awaited."""
+    """All passes and copies of one chunk. `received`: recomputations that run while its gradient is awaited."""
 
     forward: Mapping[Phase, TimedPass] = field(default_factory=dict)
     backward: Mapping[Phase, TimedPass] = field(default_factory=dict)
     received: Mapping[Phase, TimedPass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
     copy: HostCopy | None = None
-    """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
+    """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
     hiding: Mapping[int, TimedPass] = field(default_factory=dict)
-    """Forwards that hide the replays of another chunk, by that chunk."""
+    """Forwards that hide recomputation of another chunk, by that chunk."""
     whole: Container[int] = ()
     """Micro-batches that keep everything."""
     keeping: ChunkPasses | None = None
-    """The passes of micro-batches that keep everything."""
+    """Passes of micro-batches that keep everything."""
     at_once: ChunkPasses | None = None
-    """The passes of micro-batches whose own backward follows at once, where these are offloaded within."""
+    """Passes of micro-batches whose own backward follows at once, if they are offloaded within these passes."""
     filled: Filled | None = None
-    """In place of `forward`, `backward`, `received` and `hiding`, where the stage defers weight gradients."""
+    """Replaces `forward`, `backward`, `received` and `hiding` if the stage delays weight gradients."""
 
     def of(self, micro_batch: int) -> ChunkPasses:
-        """The passes of one micro-batch."""
+        """Passes of one micro-batch."""
         return self.keeping if self.keeping is not None and micro_batch in self.whole else self
 
     def forward_before(self, phase: Phase, chunk: int | None) -> TimedPass:
-        """A forward whose collectives hide replays of a backward of `chunk` (None: no replays)."""
+        """Forward whose windows hide recomputation for a backward of `chunk` (None: hides nothing)."""
         if chunk is None or phase != "steady":
             return self.forward["warmup"]
         return self.hiding.get(chunk, self.forward["steady"])
 
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:
-    """A chunk that replays nothing, from its two durations; its memory is taken at the end of forward."""
+    """Return a chunk without recomputation, from its two durations; its memory is allocated at the end of forward."""
     forward = TimedPass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
     backward = TimedPass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
     return ChunkPasses(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))

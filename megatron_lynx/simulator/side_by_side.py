@@ -1,10 +1,10 @@
-"""One step of Megatron's combined schedule: a forward and a backward of different micro-batches run in turns, node by node.
+"""A step of Megatron's combined schedule, which interleaves a forward and a backward of different micro-batches node by node.
 
-    apart       F0 B0 F1 B1 F2 B2 ...              what layers hold: a layer more at most, which is counted beside them
+    apart       F0 B0 F1 B1 F2 B2 ...              bytes: of these passes, and at most one layer more, counted separately
     together    F0 [F1 with B0] [F2 with B1] ... B seconds: of each pair (`cost.combined`)
 
-In a pair the forward is as long as both, and the backward behind it takes no time: what either hands on is there when both are
-over. What goes to the host half by half goes both ways meanwhile; copies that are longer than a pair are waited for.
+A pair is a forward of the pair's length and a backward that takes no time: both outputs are ready at its end. Half-by-half copies
+run in both directions during a pair, and a pair waits for copies that are longer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_lynx.timeline import MemoryCurve, Span
 
 @dataclass(frozen=True)
 class SideBySide(Simulation):
-    """Seconds are those of pairs, bytes those of the same passes one after the other, and `more_bytes` on each stage."""
+    """Seconds of pairs; bytes of the same passes run one after the other, plus `more_bytes` on each stage."""
 
     apart: Simulation
     more_bytes: tuple[int, ...] = ()
-    """What is on its way to the host and back in both passes of a pair, beyond what one of them and a layer hold."""
+    """Bytes in flight to and from the host in both passes of a pair, beyond those of one pass and a layer."""
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
         return self.apart.executed[stage]
@@ -46,22 +46,22 @@ class SideBySide(Simulation):
 
 @dataclass(frozen=True)
 class PairedChunk:
-    """One chunk of a stage: its passes by themselves, and its layers in nodes."""
+    """One chunk of a stage: its separate passes, and the nodes of its layers."""
 
     passes: ChunkPasses
     nodes: tuple[Nodes, ...]
     again_s: float
-    """Seconds of what runs again in its backward, a part of these nodes."""
+    """Seconds of recomputation in its backward, a part of these nodes."""
     without_again: tuple[Nodes, ...]
-    """The same nodes where nothing does."""
+    """The same nodes without recomputation."""
     ends_s: tuple[float, float]
-    """What runs before the model's first and behind its last layer, forward and backward, where it has them."""
+    """Seconds of the embedding and of the output layer, forward and backward, if the chunk has them."""
     copy_s: float = 0.0
-    """For how long a pair of it is under way at least, because of what goes to the host in it, or comes back."""
+    """Shortest duration of a pair, because of its host copies."""
 
 
 def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
-    """How much more a pair of a chunk that goes half by half holds at most than its passes one after the other, and a layer."""
+    """Bytes that a pair of a half-by-half offloaded chunk holds beyond its separate passes and one layer, at most."""
     if len(chunks) > 1 or (own := chunks[0].at_once) is None:
         return 0
     forward, backward = own.forward["steady"], own.backward["steady"]
@@ -72,7 +72,7 @@ def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
 
 
 def _by_layer(one: TimedPass) -> Iterator[int]:
-    """The most that a pass has taken since it began, while each of its layers runs."""
+    """Peak bytes allocated since the pass began, during each of its layers."""
     times_s = [0.0, *(at_s for at_s, _ in one.memory)]
     taken = [0, *accumulate(change for _, change in one.memory)]
     halves = [span for span in one.spans if span.kind in ("forward", "backward")]
@@ -82,8 +82,9 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
 
 
 def paired(chunks: Sequence[PairedChunk], beside: Beside, *, delayed: bool = False) -> list[ChunkPasses]:
-    """The passes of the chunks of one stage. A chunk's steady forward is beside a backward of each of them as often. `delayed`:
-    gradients of weights are nodes of their own."""
+    """Return the passes of a stage's chunks. A steady forward is paired equally often with each chunk's backward. `delayed`:
+    weight gradients are nodes.
+    """
     return [_paired(chunk, chunks, partial(paired_s, beside=beside, delayed=delayed)) for chunk in chunks]
 
 

@@ -1,17 +1,14 @@
-"""Runs a schedule with costs: when each action begins and ends, what waits, what memory every stage holds.
+"""Runs a schedule with costs: start, end and waits of each action, and each stage's memory.
 
     blocking (Megatron's 1F1B)                              overlapping (interleaved, overlap_p2p_comm)
     stage 0   F0 [send F0]  F1 [send F1, receive B0] ...    F0  F1 ...        messages leave when a pass ends, one after
     stage 1      [receive F0]  F0 [send B0, receive F1]         F0  B0 ...    another on each link; only receivers wait
-                                                            between passes (without overlap_p2p_comm): every pass is followed
-                                                            by an exchange, as long as one message, and nothing runs meanwhile
+                                                            between passes (without overlap_p2p_comm): each pass is followed
+                                                            by an exchange as long as one message; no compute runs meanwhile
 
- [1] a blocking message is under way from the moment at which both sides are there, and holds up both until it has arrived
- [2] between a forward and a backward, one exchange sends and receives; between two passes of a kind, first one, then the other
- [3] replays of a receive (the action R) run while it is awaited; what is left over when the gradient is there is exposed
+A blocking message is in flight from the moment that both sides have reached it, and blocks both until it arrives.
 
-Each stage is a generator that asks for the arrival of a message and is told when its time is known, so every action is visited
-once. An order in which stages wait for each other in a ring is refused.
+Each stage is a generator that yields the message it waits for and is sent its arrival, so each action is visited once.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
 class Message(NamedTuple):
-    """The output of a forward (or the input's gradient of a backward) of one micro-batch at one virtual stage."""
+    """Output of a forward (or input gradient of a backward) of one micro-batch at one virtual stage."""
 
     kind: Literal["F", "B", "U"]
-    """U: not a message, but an update that all stages make together (`simulator.double_buffered`), of a batch."""
+    """U: an update that all stages make together (`simulator.double_buffered`); `micro_batch` is then its batch."""
     micro_batch: int
     virtual_stage: int
 
@@ -46,44 +43,44 @@ def simulate(
     *,
     between_passes: bool = False,
 ) -> Simulation:
-    """Simulates one step. `chunks` by stage and chunk; `p2p_s` is one message between stages that are neighbours.
+    """Simulate one step. `chunks` by stage and chunk; `p2p_s` is one message between neighbouring stages.
 
-    `between_passes`: of a schedule that does not block, that no message overlaps a pass.
-    Raises ValueError where the orders of the stages cannot be run together.
+    `between_passes`: messages of a non-blocking schedule do not overlap passes.
+    Raises ValueError if stages wait for each other in a ring.
     """
     return Run(schedule, chunks, p2p_s, interference, between_passes=between_passes).simulation()
 
 
 @dataclass(frozen=True)
 class RunningStage:
-    """One stage: what it costs, and what it has done so far."""
+    """Costs of one stage, and its progress."""
 
     number: int
     passes: Sequence[ChunkPasses]
     behind: Sequence[Action | None]
-    """For every action of its order: the backward that follows it at once, if it is a forward."""
+    """For each forward of its order, the backward that follows at once."""
     asked_by: Mapping[Action, Action] = field(default_factory=dict)
-    """Where copies avoid messages: the backward whose reload is asked for when a pass begins. Empty where they need not."""
+    """For each pass, the backward whose reload it issues. Empty if copies need not avoid messages."""
     copying: bool = False
     """Whether any of its chunks offloads."""
     last: Container[Action] = ()
     """The last backward of each chunk in a step."""
     at_once: Container[tuple[int, int]] = ()
-    """Micro-batches, with their chunks, whose own backward follows at once."""
+    """(micro-batch, chunk) whose own backward follows its forward at once."""
     pending: list[Pending] = field(default_factory=lambda: [()])
-    """The weight gradients that are deferred now."""
+    """Delayed weight gradients."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
     def of(self, action: Action) -> ChunkPasses:
-        """The passes of an action's micro-batch."""
+        """Passes of an action's micro-batch."""
         passes = self.passes[action.chunk].of(action.micro_batch)
         if passes.at_once is not None and (action.micro_batch, action.chunk) in self.at_once:
             return passes.at_once
         return passes
 
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
-        """What a forward is, with the replays that it hides."""
+        """The forward, with the recomputations that it hides."""
         hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
         chunk, passes = behind.chunk if behind is not None and hides else None, self.of(action)
         if passes.filled is not None:
@@ -97,27 +94,26 @@ class RunningStage:
         return passes.backward[phase]
 
     def received(self, action: Action, phase: Phase) -> TimedPass:
-        """What runs while the gradient of a backward is awaited."""
+        """Work that runs while the gradient of a backward is awaited."""
         passes = self.of(action)
         if passes.filled is not None:
             return self._filled(passes.filled, ("R", phase, False))
         return passes.received[phase]
 
     def _filled(self, filled: Filled, key: PassKey) -> TimedPass:
-        """A pass with the weight gradients that it runs."""
         made, self.pending[0] = filled.of(key, self.pending[0])
         return made
 
     @property
     def copies_may_return_s(self) -> float:
-        """The beginning of the last backward, or before the first one that of the last forward."""
+        """Start of the last backward; of the last forward before the first backward."""
         backwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "B")
         forwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "F")
         return next(backwards, next(forwards, 0.0))
 
 
 class Run:
-    """A schedule on its way; `simulation` is called once."""
+    """A running schedule; call `simulation` once."""
 
     def __init__(
         self,
@@ -142,7 +138,7 @@ class Run:
         ]
         between = between_passes and not schedule.blocking
         self._p2p_s, self._behind_each_s = (0.0, p2p_s) if between else (p2p_s, 0.0)
-        """What a message takes after the pass that made it; for how long each pass is followed by an exchange."""
+        """Seconds of a message after its pass; seconds of the exchange after each pass."""
         self._interference = interference
         self._pipeline = schedule.pipeline
         self._last = schedule.pipeline * schedule.chunks - 1
@@ -154,7 +150,7 @@ class Run:
         self._ready: deque[int] = deque()
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
-        """The backwards of a stage behind which gradients may be read: nothing stays deferred."""
+        """Backwards of a stage after which no weight gradient is pending."""
         return frozenset({action.chunk: action for action in order if action.kind == "B"}.values())
 
     def simulation(self) -> Simulation:
@@ -184,7 +180,7 @@ class Run:
             self._waiting.setdefault(message, []).append(number)
 
     def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
-        """Runs all actions of one stage, in order."""
+        """Run the actions of one stage in order."""
         free = 0.0
         before: Action | None = None
         replay: TimedPass = NOTHING
@@ -204,12 +200,12 @@ class Run:
     def _exchange(
         self, stage: RunningStage, before: Action | None, action: Action, free: float
     ) -> Generator[Message, float, tuple[float, float]]:
-        """What one pass hands on and the next one needs; when the stage is free to wait for that, and when all is there."""
+        """Exchange a pass's output and the next one's input; return when the stage is free to wait, and when both are there."""
         sent, received = self._sent(stage, before), self._received(stage, action)
         blocking, known = self._schedule.blocking, self._arrivals
         if sent is not None and before is not None:
             self._post(sent, free)
-            if blocking and before.kind == action.kind:  # [2]
+            if blocking and before.kind == action.kind:  # else one exchange sends and receives
                 free = max(free, known[sent] if sent in known else (yield sent))
         arrived = free
         if received is not None:
@@ -217,21 +213,23 @@ class Run:
                 self._post(received, free)
             arrived = max(arrived, known[received] if received in known else (yield received))
         if sent is not None and blocking:
-            arrived = max(arrived, known[sent] if sent in known else (yield sent))  # [1]
+            arrived = max(arrived, known[sent] if sent in known else (yield sent))
         return free, arrived
 
     def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        """Sends what the last pass made."""
+        """Send the last pass's output."""
         if (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
         yield from ()
 
     def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
-        """When an exchange can begin where copies avoid messages (if blocking; else there is always one under way)."""
+        """Return when an exchange can begin if copies avoid messages."""
         return max(free, self._copied_s(stage, before, action))
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
-        """When all copies asked for before an exchange are over; 0 where there is none, or it does not synchronise."""
+        """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not
+        synchronise.
+        """
         if not self._schedule.blocking:
             return 0.0
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
@@ -240,11 +238,11 @@ class Run:
     def _replayed(
         self, stage: RunningStage, action: Action, phase: Phase, replay: TimedPass, free: float, arrived: float
     ) -> float:
-        """Note the replays of a receive; when the backward that they are for can begin."""  # [3]
+        """Record the work done during a receive; return when the backward can begin."""
         exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
         end = begin if exposed_s else free + replay.seconds * self._interference
-        late_s = min(exposed_s, replay.filled_s)  # weight gradients run behind the replays
+        late_s = min(exposed_s, replay.filled_s)  # weight gradients run after recomputations
         shown = replace(
             replay,
             hidden_s=replay.seconds - replay.filled_s - (exposed_s - late_s),
@@ -258,8 +256,9 @@ class Run:
     def _execute(
         self, stage: RunningStage, action: Action, phase: Phase, behind: Action | None, times: tuple[float, float, float]
     ) -> float:
-        """Note what runs; the time at which it is over. `times`: when all had arrived, when it begins, and the seconds for which
-        its exchange waited for copies."""
+        """Record a pass and return its end. `times`: arrival of its messages, its start, and seconds for which its exchange
+        waited for copies.
+        """
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
         chosen = stage.forward(action, phase, behind) if action.kind == "F" else stage.backward(action, phase)
@@ -271,7 +270,7 @@ class Run:
         return end
 
     def _copies_back(self, stage: RunningStage, action: Action, passes: ChunkPasses, begin: float) -> float:
-        """A pass begins: copies that waited for that leave, and those of a backward come back; for how long it waits."""
+        """Issue copies at the start of a pass; return the seconds for which it waits for its own."""
         comes_back = action.kind == "B" and passes.copy is not None
         may_return = stage.copies_may_return_s if comes_back else 0.0  # looks back through a whole warm-up
         stage.copies.pass_begins(begin)
@@ -283,7 +282,7 @@ class Run:
         return max(0.0, stage.copies.back_s(action) - begin)
 
     def _post(self, message: Message, time_s: float) -> None:
-        """One side is there. A blocking message waits for the other side, the others for their link."""
+        """Record that one side has reached a message. A blocking message waits for the other side, others for their link."""
         if self._schedule.blocking:
             other = self._posted.pop(message, None)
             if other is None:
@@ -299,7 +298,7 @@ class Run:
             self._ready.extend(self._waiting.pop(message))
 
     def _sent(self, stage: RunningStage, action: Action | None) -> Message | None:
-        """What the pass hands on to the next virtual stage (forward) or to the one before (backward)."""
+        """Message from a pass to the next virtual stage (forward) or the one before (backward)."""
         if action is None:
             return None
         place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
@@ -308,7 +307,7 @@ class Run:
         return Message("F" if forward else "B", action.micro_batch, place)
 
     def _received(self, stage: RunningStage, action: Action) -> Message | None:
-        """What the pass needs of a neighbour."""
+        """Message that a pass needs from a neighbour."""
         place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
         if place == (0 if forward else self._last):
             return None
@@ -321,7 +320,7 @@ def _own(forward: Action, behind: Action | None) -> bool:
 
 
 def _at_once(order: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Micro-batches, with their chunks, whose own backward follows their forward."""
+    """(micro-batch, chunk) whose own backward follows its forward."""
     behind = zip(order, _behind(order), strict=True)
     return frozenset((one.micro_batch, one.chunk) for one, after in behind if one.kind == "F" and _own(one, after))
 
@@ -341,7 +340,7 @@ def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
 
 
 def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
-    """Which backward's reload each pass asks for: the next one's; the pass before the first backward asks for that one's."""
+    """By pass, the backward whose reload it issues: the next one. The pass before the first backward issues the first reload."""
     passes = [action for action in order if action.kind != "R"]
     backwards = [action for action in passes if action.kind == "B"]
     before_first = passes[max(0, passes.index(backwards[0]) - 1)]
@@ -349,7 +348,7 @@ def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
 
 
 def _after(walk: Generator[Message, float, None], arrival_s: float) -> Message | None:
-    """What a stage waits for next; None when it is through."""
+    """Resume a stage; return the message that it waits for next, or None at its end."""
     try:
         return walk.send(arrival_s)
     except StopIteration:

@@ -1,6 +1,6 @@
-"""What a simulated step came to: every action's begin and end, and the figures of each stage.
+"""Result of a simulated step: start and end of each action, and each stage's figures.
 
-stage   ├─F─┤   wait   ├──B──┤        wait        ├──B──┤        bubble  = everything but passes and exposed replays
+stage   ├─F─┤   wait   ├──B──┤        wait        ├──B──┤        bubble  = everything but passes and exposed recomputations
                 └R┘ hidden           └───R──┤exposed                    (waits, messages, the end of the step)
 """
 
@@ -21,21 +21,21 @@ from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.timeline import FLUSHED, MemoryCurve, Span, Timeline, curve_of_parts
 
 PERIODIC = 1e-9
-"""Relative difference of shifts that are one figure."""
+"""Relative difference up to which shifts count as equal."""
 
 
 class Executed(NamedTuple):
-    """One action in its place. Seconds from the beginning of the step."""
+    """One executed action. Seconds from the beginning of the step."""
 
     action: Action
     phase: Phase
     arrived_s: float
-    """The time at which its stage was free and what its neighbour sends was there."""
+    """Time at which its stage was free and its message had arrived."""
     start_s: float
     end_s: float
     content: TimedPass
     copy_wait_s: float = 0.0
-    """Seconds that it waited for its copy from the host besides."""
+    """Seconds of waiting for its copy from the host."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,17 @@ class Simulation:
         return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0)
 
     def period_s(self, group: int) -> float | None:
-        """Seconds between an action and the same one of the group of micro-batches before, in the last full group that runs in
-        pairs of a forward and a backward. None where actions or stages differ in it: the pipeline is not in step yet."""
+        """Seconds between an action and the same one `group` micro-batches earlier, in the last full group of forward-backward
+        pairs.
+
+        Returns None if actions or stages differ in it: the pipeline is not yet in steady state.
+        """
         shifts = [shift for stage in range(len(self.executed)) for shift in self._shifts_s(stage, group)]
         longest_s = max(shifts)
         return longest_s if longest_s - min(shifts) <= PERIODIC * min(shifts) < inf else None
 
     def _shifts_s(self, stage: int, group: int) -> list[float]:
-        """Of one stage; infinite where the group before has no such action."""
+        """Shifts of one stage; infinite if the group before has no such action."""
         done = [each for each in self.counted(stage) if each.action.kind != "R"]
         last_forward = max(at for at, each in enumerate(done) if each.action.kind == "F")
         chunks = len({each.action.chunk for each in done})
@@ -70,25 +73,25 @@ class Simulation:
         return [each.end_s - before_s for each, before_s in zip(last, before, strict=True)]
 
     def counted(self, stage: int) -> Sequence[Executed]:
-        """The actions of a stage that the step's figures are made of."""
+        """Actions of a stage that the step's figures count."""
         return self.executed[stage]
 
     def busy_s(self, stage: int) -> float:
-        """Seconds of passes, their tensor-parallel waits included, and of what runs in a receive and delays a pass."""
+        """Seconds of passes, including tensor-parallel waits, and of work in a receive that delays a pass."""
         counted = self.counted(stage)
         return sum(
             [_delay_s(each) if each.action.kind == "R" else each.content.seconds - each.content.copy_wait_s for each in counted]
         )
 
     def bubble_s(self, stage: int) -> float:
-        """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
+        """Seconds without a pass or a wait for a copy; includes hidden recomputation."""
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
         return sum([each.copy_wait_s + each.content.copy_wait_s for each in self.counted(stage)])
 
     def copies(self, stage: int) -> bool:
-        """Whether anything of a stage goes to the host."""
+        """Whether the stage offloads anything."""
         spans = (span for each in self.executed[stage] for span in each.content.spans)
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
@@ -99,31 +102,31 @@ class Simulation:
         return sum([each.content.hidden_s for each in self.counted(stage)])
 
     def filled_s(self, stage: int) -> float:
-        """Seconds of weight gradients that were put off and run inside waits."""
+        """Seconds of delayed weight gradients inside waits."""
         return sum([each.content.filled_s for each in self.counted(stage)])
 
     def unfilled_s(self, stage: int) -> float:
-        """Seconds of such weight gradients that nothing hides."""
+        """Seconds of exposed delayed weight gradients."""
         return sum([each.content.unfilled_s for each in self.counted(stage)])
 
     def host_s(self, stage: int) -> float:
-        """Seconds that the host needs to issue the passes; 0 where its time is not known."""
+        """Seconds in which the host issues the passes; 0 if unknown."""
         return sum([each.content.host_s for each in self.counted(stage)])
 
     def host_late_s(self, stage: int) -> float:
-        """Seconds by which passes are longer because the host is slower than the device."""
+        """Seconds added to passes that are host-bound."""
         return sum([each.content.host_late_s for each in self.counted(stage)])
 
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
-        """The stages on which some pass waits for the host: its seconds, beside those of the device for the same passes."""
+        """Host-bound stages, with host and device seconds of their passes."""
         late = {stage: self.host_late_s(stage) for stage in range(len(self.executed))}
         return tuple(
             HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in late.items() if late_s > 0
         )
 
     def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
-        """Seconds of one chunk's replays: hidden, exposed. Those that a forward hides are the next backward's."""
+        """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
         if stage not in self._served:
             self._served[stage] = _served(self.executed[stage])
         both = zip(self.executed[stage], self._served[stage], strict=True)
@@ -131,16 +134,16 @@ class Simulation:
         return sum([content.hidden_s for content in own]), sum([content.exposed_s for content in own])
 
     def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
-        """Seconds of deferred weight gradients in one chunk's passes: hidden, exposed."""
+        """Seconds of delayed weight gradients in one chunk's passes: hidden, exposed."""
         own = [each.content for each in self.executed[stage] if each.action.chunk == chunk]
         return sum([content.filled_s for content in own]), sum([content.unfilled_s for content in own])
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
-        """The actions of a stage at the times that `memory` goes by."""
+        """Actions of a stage, at the times of its `memory`."""
         return self.executed[stage]
 
     def memory(self, stage: int) -> MemoryCurve:
-        """What the stage's layers hold, over time."""
+        """Activation bytes of the stage's layers over time."""
         if stage not in self._curves:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
@@ -154,7 +157,7 @@ class Simulation:
         return {}
 
     def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
-        """Every backward behind which the stage runs a forward, with that forward."""
+        """Each backward followed by a forward, with that forward."""
         if stage not in self._turns:
             passes = [each for each in self.executed[stage] if each.action.kind != "R"]
             self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
@@ -169,18 +172,18 @@ class Simulation:
         return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
-        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
+        """Bytes of recomputed tensors in `memory`. At the end of a half they are freed before its kept ones."""
         return curve_of_parts([(each.start_s, each.content.regenerated) for each in self.executed[stage]])
 
     def timeline(self) -> Timeline:
-        """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
+        """Return the step as spans by stage: halves, windows, recomputations, copies, and waits for neighbours."""
         both = zip(self.executed, self.copied, strict=True)
         return Timeline(
             {stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)}
         )
 
     def _halts(self, stage: int) -> Sequence[float]:
-        """The times at which a stage goes on after something that is no action."""
+        """Times at which a stage resumes after something that is not an action."""
         return ()
 
 
@@ -205,18 +208,17 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
 
 
 def _delay_s(received: Executed) -> float:
-    """By how much the backward begins later, because of what runs in its receive."""
+    """Seconds by which work in a receive delays the backward."""
     return received.content.exposed_s + received.content.unfilled_s
 
 
 def _copy(copied: Copied) -> Span:
-    """One way of what a micro-batch of a chunk offloads."""
     kind: Literal["offload", "reload"] = "offload" if copied.action.kind == "F" else "reload"
     return Span(kind, copied.start_s, copied.end_s, micro_batch=copied.action.micro_batch, name=f"{kind} {copied.action}")
 
 
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
-    """Splits a replay, or a weight gradient, into the part that the receive hides and the part that it does not."""
+    """Split a recomputation, or a weight gradient, into its hidden and its exposed part of a receive."""
     if replay.start_s < hidden_until_s:
         yield replay._replace(end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:
@@ -225,7 +227,7 @@ def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:
-    """The passes whose replays each action runs: its own, or for a forward those of the backward behind it."""
+    """By action, the pass whose recomputations it runs: itself, or for a forward the backward after it."""
     following = [*[after.action for after in executed[1:]], None]
     return [
         after if after is not None and each.action.kind == "F" else each.action

@@ -1,5 +1,4 @@
-"""What one half of a stage costs, whatever its timetable does with it: seconds and bytes of its passes and of parts of its
-replay."""
+"""Seconds and bytes of one half's passes, and of parts of its recomputation."""
 
 from __future__ import annotations
 
@@ -17,56 +16,57 @@ from megatron_lynx.pace import Turns
 from megatron_lynx.timetable import PlannedHalf, Task
 
 HalfKind = tuple[Section, frozenset[str]]
-"""What fills a half, and which of its linears put their weight gradients off."""
+"""Section, and its linears whose weight gradients are delayed."""
 
 
 class Part(NamedTuple):
-    """What a part of a half's replay costs."""
+    """Cost of a part of a half's recomputation."""
 
     seconds: float
     taken_bytes: int
-    """What is held more when it has run; less, where the replay need no longer remember how to go on."""
+    """Change in bytes once it has run; below 0 if it frees what a later part would need."""
     waits_s: float = 0.0
-    """Seconds by which gathering the input, or what else a checkpoint communicates again, delays it."""
+    """Seconds of delay by the input gather, or by a checkpoint's recomputed communication."""
     under_way_s: float = 0.0
-    """Seconds for which what it communicates last is under way when it stops."""
+    """Seconds for which its last communication is in flight when it stops."""
 
 
 NOT_BEGUN = Begun(0.0, 0, 0.0, 0.0)
 
 
 class Leaving(NamedTuple):
-    """What of a half goes to the host and comes back where its own backward follows its forward at once."""
+    """Offloaded bytes of a half whose own backward follows its forward at once."""
 
     bytes: int
     seconds: float
-    """Of its copy, one way."""
+    """Of the copy in one direction."""
     turns: Turns
 
 
 @dataclass(frozen=True)
 class Treated:
-    """One half as a plan treats it, with what that costs."""
+    """One half as planned, with its cost."""
 
     planned: PlannedHalf
     memory: HalfMemory
     replay_s: float = 0.0
-    """Seconds of its replay; 0 for a half that is kept."""
+    """Seconds of its recomputation; 0 for a kept half."""
     communicates_s: float = 0.0
-    """Seconds in which the replay of a checkpoint waits for other ranks, as its forward did."""
+    """Seconds in which a checkpoint's recomputation waits for other ranks."""
     begun: Mapping[str, Begun] = field(default_factory=dict)
-    """By item, how far it is where it stops there ahead."""
+    """By item, its progress when it stops there ahead."""
     stops: Mapping[str, Stop] = field(default_factory=dict)
-    """How far the replay is where it stops."""
+    """By item, progress of the recomputation when it stops there."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
-    """By the window behind which its input may be gathered: seconds by which that delays the replay, and by which the half's
-    backward waits shorter for its input, because it was gathered before."""
+    """By window after which its input is gathered: seconds of delay to the recomputation, and seconds saved in the half's
+    backward.
+    """
     host: HostSeconds = NO_HOST_TIME
-    """How long the host takes to issue it. Its replay is issued with its backward, wherever it runs."""
+    """Host seconds. Its recomputation is issued with its backward, wherever it runs."""
     deferred: Mapping[str, WeightGradient] = field(default_factory=dict)
-    """Its linears whose weight gradients are put off, in the order in which backward reaches them."""
+    """Linears whose weight gradients are delayed, in backward order."""
     leaving: Leaving | None = None
-    """What of it goes to the host within its micro-batch, if anything does."""
+    """Its offload within the micro-batch, if any."""
 
     @property
     def key(self) -> FrameKey:
@@ -86,36 +86,35 @@ class Treated:
 
     @property
     def kind(self) -> HalfKind:
-        """What its passes are made of; halves of one kind take equally long but for what is replayed."""
+        """Halves of one kind have equal passes except for recomputation."""
         return self.section, frozenset(self.deferred)
 
     @property
     def again_s(self) -> float:
-        """Seconds of its replay, and of what that waits for, where all of it runs on demand."""
+        """Seconds of its recomputation, including waits, if all of it runs on demand."""
         waits_s, _ = self.gathers_s.get(ON_DEMAND, (0.0, 0.0))
         return self.replay_s + self.communicates_s + waits_s
 
     @property
     def _exposed_s(self) -> float:
-        """The part of what it communicates that is not under way ahead."""
+        """Seconds of communication that is not begun ahead."""
         return self.communicates_s - sum(begun.under_way_s for begun in self.begun.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """What is there when its input is gathered."""
+        """Bytes of its gathered input, and of items before it."""
         return self.stops[self.section.column_parallel].bytes
 
     def spared_s(self, gathered: Window | None) -> float:
-        """By how much the wait of its backward for its input is shorter because that was gathered ahead of time, behind this
-        window."""
+        """Seconds saved in backward because its input was gathered after this window."""
         return 0.0 if gathered is None or gathered == ON_DEMAND else self.gathers_s[gathered][1]
 
     def resumes(self, task: Task) -> bool:
-        """Whether a task needs what the one before it left in flight."""
+        """Whether a task needs the communication that an earlier task left in flight."""
         return task.since in self.begun
 
     def part(self, task: Task) -> Part:
-        """The cost of a part of its replay."""
+        """Cost of a part of its recomputation."""
         if task.do == "begin" or self.resumes(task):
             whole = Begun(self.replay_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
             start = self.begun[task.since] if task.since else NOT_BEGUN
@@ -130,4 +129,4 @@ class Treated:
 
 
 Halves = Mapping[FrameKey, Treated]
-"""The halves of all chunks of a stage."""
+"""Halves of all chunks of a stage."""

@@ -1,7 +1,6 @@
-"""One pass of a stage as it is written down: a clock, and what happens at which time.
+"""Records one pass of a stage: a clock, spans, and changes of memory.
 
-compute ──> (window: replays, weight gradients, then the rest of the wait) ──> compute ──> ...     the clock moves
-               └ taken, given back: bytes                                                          spans and memory steps stay
+compute ──> (window: recomputation, weight gradients, then the rest of the wait) ──> compute ──> ...
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from megatron_lynx.timetable import Linear, Task, Wait
 
 
 class Walk:
-    """Begins `start_s` after the pass does. Under a collective what fills it takes `interference` times longer. `halves`: of the
-    stage. `queue`: the deferred weight gradients."""
+    """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's. `queue`:
+    delayed weight gradients.
+    """
 
     def __init__(self, interference: float, halves: Halves, queue: Queue, start_s: float = 0.0) -> None:
         self.clock_s = start_s
         self.halves = halves
         self._queue = queue
         self._unheld: dict[Linear, int] = {}
-        """Bytes of entries that their own half holds as well, or that are counted as in hand (`cost.in_hand`)."""
+        """Bytes of entries that their own half still holds, or that are counted as transient (`cost.in_hand`)."""
         self._interference = interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
         self._regenerated: list[tuple[float, int]] = []
         self._under_way_s = 0.0
-        """Of what was begun ahead."""
+        """Seconds left of communication begun ahead."""
         self._holds_up = False
-        """Whether that is of the same ranks as collectives, which it comes before."""
+        """Whether it uses the TP group, so that later TP collectives queue after it."""
         self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Beside what is under way it takes longer, as in a window."""
+        """Advance the clock. Overlapped with communication begun ahead, compute takes longer, as in a window."""
         beside_s = min(self._under_way_s, seconds * self._interference)
         self._under_way_s -= beside_s
         slower_s = beside_s - beside_s / self._interference
@@ -46,7 +46,7 @@ class Walk:
         self.clock_s += seconds + slower_s
 
     def hold(self, change_bytes: int, *, regenerated_bytes: int = 0) -> None:
-        """Takes bytes or, below 0, gives them back. `regenerated_bytes`: how many of them are what replays made."""
+        """Allocate bytes or, below 0, free them. `regenerated_bytes`: the recomputed part."""
         if change_bytes:
             self._memory.append((self.clock_s, change_bytes))
         if regenerated_bytes:
@@ -56,12 +56,12 @@ class Walk:
         self.hold(change_bytes, regenerated_bytes=change_bytes)
 
     def replay(self, half: Treated, seconds: float, window: str) -> None:
-        """Runs so much of a half's replay; `window` is where it is drawn: what no window hides counts as on demand."""
+        """Run some seconds of a half's recomputation. `window`: where it is drawn; exposed seconds are drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("replay", start_s, half, window)
 
-    def on_demand(self, task: Task) -> None:  # [1]
+    def on_demand(self, task: Task) -> None:
         half = self.halves[task.half]
         part = half.part(task)
         if half.resumes(task):
@@ -76,13 +76,13 @@ class Walk:
             self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
-        """Waits for the rest of what was begun ahead."""
+        """Wait for the rest of the communication begun ahead."""
         self.clock_s += self._under_way_s
         self._exposed_s += self._under_way_s
         self._under_way_s = 0.0
 
-    def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:  # [2]
-        """A wait of so many seconds, and the tasks during it and after it."""
+    def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:
+        """Wait for `seconds`, with the tasks during it and after it."""
         if self._holds_up or any(self.halves[task.half].resumes(task) for task in during):
             self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
@@ -112,7 +112,7 @@ class Walk:
                 self.on_demand(task)
 
     def defer(self, of: Linear, cost: WeightGradient) -> float:
-        """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]
+        """Delay a weight gradient; return the seconds of those that must run at once to make room."""
         start_s, entry = self.clock_s, Entry(of, self._queue.chunk, cost)
         self._unheld[of] = cost.bytes
         for oldest in self._queue.put(entry):
@@ -120,35 +120,33 @@ class Walk:
         return self.clock_s - start_s
 
     def catch_up(self, of: Linear) -> float:
-        """Runs whatever of a linear is still deferred; for how many seconds."""
+        """Run all delayed weight gradients of a linear; return their seconds."""
         start_s = self.clock_s
         for entry in self._queue.take(of):
             self._weight_gradient(entry, 0.0, FLUSHED)
         return self.clock_s - start_s
 
     def holds(self, of: Linear, size_bytes: int) -> None:
-        """So much of what the newest entry of a linear holds is from now on held for it alone."""
+        """Count `size_bytes` of a linear's newest entry to the entry alone."""
         if of in self._unheld:
             size_bytes = min(size_bytes, self._unheld[of])
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
 
     def received(self, during: Sequence[Task]) -> None:
-        """Runs the deferred weight gradients that the plan has put into the receive of a gradient."""
+        """Run the delayed weight gradients planned for the receive of a gradient."""
         for entry in self._queue.due(weight_gradients(during)):
             self._weight_gradient(entry, entry.cost.seconds, RECV_BACKWARD)
 
     def flush(self) -> None:
-        """Runs whatever is still deferred."""
         for entry in self._queue.flush():
             self._weight_gradient(entry, 0.0, FLUSHED)
 
     def copy(self, kind: Literal["offload", "reload"], half: Treated, start_s: float, end_s: float) -> None:
-        """Runs beside the pass."""
         self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))
 
     def wait(self, until_s: float) -> None:
-        """Goes on when a copy is over."""
+        """Wait for a copy."""
         if until_s > self.clock_s:
             self._spans.append(Span("copy_wait", self.clock_s, until_s, name="copy_wait"))
             self._copy_wait_s += until_s - self.clock_s
@@ -171,7 +169,7 @@ class Walk:
         )
 
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
-        """Runs one, of which so many seconds fit into the wait."""
+        """Run a weight gradient, of which `fits_s` seconds fit into the wait."""
         name = f"weight gradient {entry.of.name}({entry.of.layer})"
         parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
         for seconds, takes_s, where in parts:
@@ -191,10 +189,9 @@ class Walk:
 
 
 def recomputed(tasks: Sequence[Task]) -> list[Task]:
-    """Those that are recomputations."""
     return [task for task in tasks if task.do == "recompute"]
 
 
 def weight_gradients(tasks: Sequence[Task]) -> list[Linear]:
-    """The linears whose weight gradients are among them."""
+    """Linears whose weight gradients are among the tasks."""
     return [task.linear for task in tasks if task.do == "weight_gradient"]

@@ -1,12 +1,13 @@
-"""What one layer holds of one micro-batch under a stock setting: its two halves, or its input alone where it is recomputed whole.
+"""Bytes of one micro-batch in one layer under a stock setting.
 
-made inside a checkpoint, and read there alone     made again
-made by an item whose output is discarded          made again
-read by offloaded modules alone                    in host memory; each of these modules copies it
-every other tensor, and the half's input           stays
-what a checkpoint was given and nobody else keeps  stays, too
+tensor                                              where it is between forward and backward
+made inside a checkpoint, and read only there       recomputed
+made by an item whose output is discarded           recomputed
+read only by offloaded modules                      host memory; each of these modules copies it
+all others, and the half's input                    device
+arguments of a checkpoint that nothing else saves   device
 
-The half of a layer with experts, and which words of Megatron's concern what of it:
+The half of a layer with experts, and the items of Megatron's modules in it:
 
     norm ── shared experts        router  dispatch ── first GEMM ── activation ── second GEMM  combine
     layernorm  shared_experts                                       moe_act
@@ -33,67 +34,68 @@ from megatron_lynx.stock.setting import StockSetting
 
 @dataclass(frozen=True)
 class HalfBytes:
-    """Bytes, the half's input included."""
+    """Bytes of a half, including its input."""
 
     stays: int
     """On the device from forward to backward."""
     again: int = 0
-    """Made again when its backward begins."""
+    """Recomputed at the beginning of its backward."""
     leaves: int = 0
     """In host memory from forward to backward."""
     copied: int = 0
-    """What goes to the host, and comes back: more than `leaves` where somebody else holds on to it, or two modules copy it."""
+    """Copied in each direction: above `leaves` if a tensor is also kept on the device, or copied by two modules."""
     input_leaves: int = 0
-    """The part of `leaves` that is the half's input. The schedule holds on to what a stage has received."""
+    """Bytes of the half's input in `leaves`. The schedule keeps inputs received from another stage."""
 
     @property
     def received(self) -> HalfBytes:
-        """The same where another stage has sent the input."""
+        """The half with an input received from another stage."""
         return replace(self, stays=self.stays + self.input_leaves, leaves=self.leaves - self.input_leaves, input_leaves=0)
 
     @property
     def kept_whole(self) -> HalfBytes:
-        """The same where nothing of it is offloaded after all."""
+        """The half with nothing offloaded."""
         return HalfBytes(self.stays + self.leaves, self.again)
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What a setting's modules do to one section, by names of its items."""
+    """Items of a section that a setting's modules recompute or offload."""
 
     section: Section
     again: frozenset[str]
     """Inside a checkpoint."""
     discarded: frozenset[str]
-    """Those whose outputs are freed."""
+    """Items whose outputs are freed."""
     groups: tuple[frozenset[str], ...]
-    """By offloaded module: the items whose saved tensors it copies."""
+    """By offloaded module: items whose saved tensors it copies."""
     given: frozenset[str] = frozenset()
-    """Linears that keep what they were given in place of its bytes in FP8, because it is freed (`set_save_original_input`)."""
+    """Linears that save their original input instead of its FP8 bytes, because it is freed (`set_save_original_input`)."""
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """What runs again, in order."""
+        """Recomputed items, in order."""
         return tuple(name for name in self.section.names if name in self.again | self.discarded)
 
     def makes_again(self, tensor: SavedTensor) -> bool:
-        """Whether the tensor is not there between forward and backward, and then is again."""
+        """Whether a tensor is freed after forward and recomputed in backward."""
         if tensor.made_by in self.discarded or (tensor.saved_by == (tensor.made_by,) and tensor.made_by in self.given):
             return True
         return tensor.made_by in self.again and self.again.issuperset(tensor.saved_by)
 
     def copies(self, readers: tuple[str, ...]) -> int:
-        """How many modules copy what these items read in backward."""
+        """Number of modules that copy a tensor read by these items."""
         return sum(not group.isdisjoint(readers) for group in self.groups)
 
     def sends_away(self, readers: tuple[str, ...]) -> bool:
-        """Whether nobody on the device holds on to what these items read."""
+        """Whether all of these items offload their tensors, so that none stays on the device."""
         return frozenset[str]().union(*self.groups).issuperset(readers)
 
 
 def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Treatment:
-    """With Transformer Engine the norm is a part of the linear behind it: a module for norms finds none, and one for the linear
-    has both."""
+    """Return the items that the setting's modules select. Transformer Engine fuses a norm into the next linear: a module for
+    norms then selects none, and a module for the linear selects both.
+    """
     joined = {section.norm, section.column_parallel} if shape.model.uses_te and section.fuses_norm else set[str]()
     inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()
@@ -114,7 +116,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
 
 
 def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> frozenset[str]:
-    """The linears behind what is freed. With delayed scaling none can keep what it was given."""
+    """Linears after freed outputs. With delayed scaling none can save its original input."""
     if shape.model.fp8_recipe in (None, "delayed"):
         return frozenset()
     behind = {name for name in section.linears if section.before(name) in discarded}
@@ -124,7 +126,7 @@ def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> f
 
 
 def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
-    """`least_bytes`: of the smallest tensor that is offloaded."""
+    """`least_bytes`: size of the smallest offloaded tensor."""
     own = treatment(shape, setting, section)
     tensors = [tensor for tensor in planning_of(section).tensors(shape) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
@@ -143,7 +145,7 @@ def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section,
 
 
 def _readers(shape: LayerShape, section: Section, tensor: SavedTensor) -> tuple[str, ...]:
-    """Who reads a tensor in backward. Fused attention kernels read what they made, which the linear behind them keeps anyway."""
+    """Items that read a tensor in backward. Fused attention kernels read their output, which the next linear keeps anyway."""
     fused = shape.model.attention == "flash" and (tensor.made_by, tensor.output) in [(name, True) for name in _cores(section)]
     return tuple(dict.fromkeys((*tensor.saved_by, tensor.made_by))) if fused else tensor.saved_by
 
@@ -153,7 +155,7 @@ def _cores(section: Section) -> tuple[str, ...]:
 
 
 def expert_half_bytes(shape: LayerShape, setting: StockSetting, least_bytes: int) -> HalfBytes:
-    """`least_bytes`: of the smallest tensor that is offloaded."""
+    """`least_bytes`: size of the smallest offloaded tensor."""
     own = expert_treatment(shape, setting)
     tensors = [tensor for tensor in expert_tensors(shape) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
@@ -167,7 +169,7 @@ def expert_half_bytes(shape: LayerShape, setting: StockSetting, least_bytes: int
 
 
 def expert_treatment(shape: LayerShape, setting: StockSetting) -> Treatment:
-    """What a setting's modules do to the items of the half."""
+    """Items of the expert half that the setting's modules select."""
     section = experts_of(shape).section
     again, discarded = set[str](), set[str]()
     for module in map(recompute_module, setting.recompute):
@@ -177,15 +179,17 @@ def expert_treatment(shape: LayerShape, setting: StockSetting) -> Treatment:
 
 
 LayerBytes = tuple[HalfBytes, ...]
-"""By half, in the order of a forward."""
+"""By half, in forward order."""
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(
     shape: LayerShape, setting: StockSetting, kind: LayerKind | None = None, least: int = LEAST_ELEMENTS
 ) -> LayerBytes:
-    """One layer whose modules are recomputed or offloaded. `kind`: of layer; None: a usual one. `least`: elements of the smallest
-    tensor that is offloaded."""
+    """Return a layer's bytes with modules recomputed or offloaded.
+
+    `kind`: the layer's, or None for a usual one. `least`: elements of the smallest offloaded tensor.
+    """
     sections, least_bytes = kind or shape.model.kind_sections(experts=False), least * shape.model.element_bytes
     return tuple(_half_bytes(shape, setting, section, least_bytes) for section in sections)
 
@@ -200,7 +204,6 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
 
 
 def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:
-    """Bytes of an opaque half that a setting frees and recomputes: those of `gdn_norm_out` alone. They are exact, so they have
-    no margin."""
+    """Bytes of an opaque half that `gdn_norm_out` frees and recomputes. They are exact and get no margin."""
     freed = shape.model.opaque_in(section).norm_out_bytes if NORM_OUT in setting.recompute else 0
     return ceil(freed * shape.tokens / shape.parallel.tensor)

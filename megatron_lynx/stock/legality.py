@@ -1,8 +1,8 @@
-"""Which settings stock Megatron accepts, release by release, and which it accepts although they cannot train.
+"""Settings that stock Megatron accepts, release by release, and those that it accepts but cannot train with.
 
-refused       by TransformerConfig's own validation: the tests run it, of every release
-not launched  by `validate_args`: offloading is for Transformer Engine's layers alone
-fails         accepted, and it ends in an error; seen on CPU ranks, with the releases named
+refused       by TransformerConfig's own validation (tests run it for every release)
+not launched  by `validate_args`: only Transformer Engine's layers offload
+fails         accepted, and ends in an error; seen on CPU ranks
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19")
 NEWEST = RELEASES[-1]
 
 FRACTION_SINCE = "0.19"
-"""The release that brought `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""
+"""Release that added `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""
 
 FLAGS: dict[Fact, str] = {
     "experts": "--num-experts",
@@ -27,31 +27,30 @@ FLAGS: dict[Fact, str] = {
     "latent": "--multi-latent-attention",
     "gated_delta": "--experimental-attention-variant gated_delta_net",
 }
-"""What a launch says for a fact."""
+"""Launch flags of facts."""
 
 NOT_IN_DELAYED_FP8 = ("moe_act", "layernorm")
-"""Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s own FP8 context."""
+"""Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s FP8 context."""
 
 WITH_USERBUFFERS = (None, "delayed", "tensorwise", "mxfp8")
-"""Recipes of FP8 (None: 16 bits) for which Transformer Engine's linears have userbuffers. NVFP4's have none."""
+"""FP8 recipes (None: 16 bits) with userbuffers in Transformer Engine's linears. NVFP4 has none."""
 
 IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
-"""Offloaded from inside `moe`."""
+"""Modules offloaded from inside `moe`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What legality depends on, beside the setting."""
+    """Facts of a launch that decide whether a setting is legal."""
 
     release: str = NEWEST
     has: frozenset[Fact] = field(default_factory=frozenset)
     fp8_recipe: str | None = None
     shared_overlap: bool = False
-    """Whether shared experts run beside the dispatch (`--moe-shared-expert-overlap`)."""
+    """`--moe-shared-expert-overlap`."""
     op_fuser: bool = False
-    """Whether Transformer Engine's operations are fused (`--use-transformer-engine-op-fuser`)."""
+    """`--use-transformer-engine-op-fuser`."""
     transformer_engine: bool = True
-    """Whether layers are Transformer Engine's."""
     bias: bool = False
     pipeline: int = 1
     chunks: int = 1
@@ -59,15 +58,17 @@ class Facts:
     """Ranks that share the experts of a layer."""
     sixteen_bits: bool = True
     mtp: int = 0
-    """Layers that predict further tokens."""
+    """Layers of multi-token prediction."""
     gathers: bool = False
-    """Whether tokens are gathered for experts (`--moe-token-dispatcher-type allgather`)."""
+    """`--moe-token-dispatcher-type allgather`."""
     tensor: int = 1
     sequence_parallel: bool = False
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
-        """A job's. Transformer Engine's experts are taken to have grouped GEMMs, which all published recipes switch on."""
+        """Return a job's facts. Transformer Engine's experts are assumed to have grouped GEMMs, which all published recipes
+        enable.
+        """
         model, has = job.model, set[Fact]()
         if model.experts is not None:
             has.add("experts")
@@ -96,7 +97,7 @@ class Facts:
 
 
 def refused(setting: StockSetting, facts: Facts) -> list[str]:
-    """Every reason for which TransformerConfig does not accept the setting; none where it does."""
+    """Reasons for which TransformerConfig refuses the setting."""
     return [
         *_recompute_refused(setting, facts),
         *_offload_refused(setting, facts),
@@ -173,7 +174,7 @@ def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
 
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
-    """Why a launch with this setting ends before it trains, although its configuration is accepted."""
+    """Return why a launch with this setting ends before training although its configuration is accepted, or None."""
     if setting.offload and not facts.transformer_engine:
         return "stock Megatron offloads from Transformer Engine's layers alone"
     if setting.userbuffers and not facts.transformer_engine:
@@ -182,7 +183,9 @@ def not_launched(setting: StockSetting, facts: Facts) -> str | None:
 
 
 def fails(setting: StockSetting, facts: Facts) -> str | None:
-    """Why stock Megatron cannot train with a setting that it accepts. Trying some of these would take the machine down."""
+    """Return why stock Megatron cannot train with an accepted setting, or None. Trying some of these exhausts the machine's
+    memory.
+    """
     if "mlp" in setting.recompute and facts.bias:
         return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
     if setting.offload and setting.method is not None and facts.pipeline > 1:
@@ -193,7 +196,7 @@ def fails(setting: StockSetting, facts: Facts) -> str | None:
 
 
 def untried(setting: StockSetting, facts: Facts) -> str | None:
-    """Why a setting that a launch may have is not recommended to one that has it not; None where it may be."""
+    """Return why a setting is not recommended to a launch without it although it is legal, or None."""
     if not setting.userbuffers:
         return None
     if facts.fp8_recipe not in WITH_USERBUFFERS:
@@ -204,6 +207,6 @@ def untried(setting: StockSetting, facts: Facts) -> str | None:
 
 
 def offered(setting: StockSetting, facts: Facts) -> bool:
-    """Whether somebody can train with it."""
+    """Whether a launch can train with the setting, and it may be recommended."""
     refusals = (not_launched, fails, untried)
     return not refused(setting, facts) and all(why(setting, facts) is None for why in refusals)

@@ -1,25 +1,24 @@
-"""Megatron's words for modules, as data: `--recompute-modules`, what each runs again and what is let go for it;
-`--offload-modules`, whose saved tensors go to host memory.
+"""Megatron's `--recompute-modules` and `--offload-modules` as data.
 
 Recomputed:
 
-    checkpoint         the module keeps its arguments alone; its inside is made again when its backward begins
+    checkpoint         the module keeps only its arguments; its inside is recomputed at the beginning of its backward
     output discarded   (`CheckpointWithoutOutput`) its output is freed as well, although the next module reads it in backward; it
-                       is made again when the gradient of what lies behind that module is there
+                       is recomputed when the gradient of that module's output is ready
 
-Read in `transformer_config.py`, `transformer_layer.py`, `attention.py` and `moe/` of megatron-core 0.16.1 to 0.19.2.
+Source: `transformer_config.py`, `transformer_layer.py`, `attention.py` and `moe/` of megatron-core 0.16.1 to 0.19.2.
 
-Offloaded, when the module's forward is over:
+Offloaded after the module's forward:
 
-    attn_norm  mlp_norm          norms that are modules of their own (in dense layers of Transformer Engine they are none)
-    qkv_linear                   its input; with Transformer Engine, whose norm is made inside, the layer's input as well
-    core_attn                    queries, keys, values, and what the kernel keeps
-    attn_proj                    what the attention made; only together with core_attn, whose backward reads it, too
-    expert_fc1  moe_act          what the experts' GEMMs are given, and what their activation is given
-    fused_group_mlp              both, where one kernel runs the experts
+    attn_norm  mlp_norm          norms that are separate modules (dense layers of Transformer Engine have none)
+    qkv_linear                   its input; with Transformer Engine, which fuses the norm, also the layer's input
+    core_attn                    queries, keys, values, and the kernel's saved tensors
+    attn_proj                    the attention output; only together with core_attn, whose backward reads it, too
+    expert_fc1  moe_act          inputs of the experts' GEMMs, and of their activation
+    fused_group_mlp              both, if one kernel runs the experts
 
-Of a dense layer's MLP nothing can be offloaded. What has fewer than 1 Mi elements stays (`min_offloaded_tensor_size`), and so do
-parameters. Read in `fine_grained_activation_offload.py` of megatron-core 0.16.1 to 0.19.2.
+A dense layer's MLP offloads nothing. Tensors below 1 Mi elements (`min_offloaded_tensor_size`) and parameters stay. Source:
+`fine_grained_activation_offload.py` of megatron-core 0.16.1 to 0.19.2.
 """
 
 from __future__ import annotations
@@ -31,23 +30,22 @@ from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATEN
 from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
-"""What a model must have for a module to do something, or to be legal at all."""
+"""A fact of the model that a module needs to be legal or to have an effect."""
 
 
 @dataclass(frozen=True)
 class RecomputeModule:
-    """One word of `--recompute-modules`."""
+    """A module of `--recompute-modules`."""
 
     name: str
     sections: tuple[Section, ...] = ()
-    """The sections of which it runs a part again: those of these halves, as far as they have items of `roles`."""
+    """Sections whose halves it recomputes a part of: the items with one of `roles`."""
     roles: tuple[Role, ...] = ()
-    """Which items of these."""
     discards_output: bool = False
     experts: tuple[str, ...] = ()
-    """What it runs again in the half of a layer with experts."""
+    """Recomputed items in the half of a layer with experts."""
     needs: Fact | None = None
-    """Without it, Megatron refuses the word."""
+    """Megatron refuses the module without it."""
     since: str = "0.15"
 
 
@@ -73,7 +71,7 @@ RECOMPUTED = (
 
 
 def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
-    """The items of a section that a module makes again. A word that only latent attention has says nothing of another."""
+    """Items of a section that a module recomputes. A module of latent attention does not change other attention."""
     if section.half not in {each.half for each in module.sections} or section.in_some_layers:
         return frozenset()
     if module.needs == "latent" and section.column_parallel:
@@ -82,7 +80,7 @@ def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
 
 
 def recompute_module(name: str) -> RecomputeModule:
-    """Raises `KeyError` for a word that no release knows."""
+    """Raises `KeyError` for an unknown module."""
     return {module.name: module for module in RECOMPUTED}[name]
 
 
@@ -92,14 +90,14 @@ LEAST_ELEMENTS = 1024 * 1024
 
 @dataclass(frozen=True)
 class OffloadModule:
-    """One word of `--offload-modules`."""
+    """A module of `--offload-modules`."""
 
     name: str
     section: Section
     role: Role | None = None
-    """The item of the section whose saved tensors go. None: it is inside experts."""
+    """Item of the section whose saved tensors are offloaded; None inside experts."""
     experts: str | None = None
-    """The item of the half of a layer with experts whose saved tensors go."""
+    """Item of the expert half whose saved tensors are offloaded."""
     since: str = "0.16"
 
 
@@ -116,5 +114,5 @@ OFFLOADED = (
 
 
 def offload_module(name: str) -> OffloadModule:
-    """Raises `KeyError` for a word that no release knows."""
+    """Raises `KeyError` for an unknown module."""
     return {module.name: module for module in OFFLOADED}[name]

@@ -1,6 +1,6 @@
-"""A stock setting priced: what every stage holds, as the maximum over moments, and the simulated step.
+"""Memory of a stock setting on each stage (maximum over moments), and its simulated step.
 
-Seconds are of forwards and backwards, without gradients' reductions and the optimizer's update, which no setting changes.
+Seconds are of forwards and backwards; gradient reduction and the optimizer's update are the same for all settings.
 """
 
 from __future__ import annotations
@@ -28,42 +28,43 @@ from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 
 WALKED_GROUPS = 4
-"""Copies are walked through so many times as many micro-batches as there are stages: by then each phase looks as it stays."""
+"""Copies are simulated for this many groups of micro-batches (one per stage); then every phase is in steady state."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """What a setting costs a job."""
+    """Memory and seconds of a job under a setting."""
 
     setting: StockSetting
     stages: tuple[StageMemory, ...]
     step: StepRange
     host_bytes: int = 0
-    """Page-locked memory of the rank that needs most."""
+    """Page-locked memory of the rank with the most."""
     busy_s: float = 0.0
-    """Of the step: forwards and backwards of the busiest stage."""
+    """Seconds of forwards and backwards in a step, on the busiest stage."""
 
     @property
     def step_s(self) -> float:
-        """By which settings are ranked."""
+        """The figure by which settings are ranked."""
         return self.step.expected_s
 
     @property
     def most_bytes(self) -> int:
-        """What the fullest device holds."""
+        """Bytes on the fullest device."""
         return max(stage.total for stage in self.stages)
 
 
 def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
-    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it.
+    """Return the setting's price. `profile`: the job's, analytic or measured.
 
-    The step is a range where userbuffers hide an unknown part of the exchanges, and where an unknown part of the head's deferred
-    weight gradients runs while the last stage waits at the end of the step."""
+    The step is a range: userbuffers hide an unknown part of the exchanges, and an unknown part of the head's deferred weight
+    gradients runs while the last stage waits at the end of the step.
+    """
     return Pricing(job, profile, setting).price
 
 
 class Pricing:
-    """A setting that is priced as far as it is asked: whether it fits, then its seconds."""
+    """Prices a setting lazily: memory first, then seconds."""
 
     def __init__(self, job: Job, profile: Profile, setting: StockSetting) -> None:
         self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
@@ -73,12 +74,11 @@ class Pricing:
         self._memory: dict[int, StageMemory] = {}
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether no device holds more. The walk ends at the first that does."""
+        """Whether each stage fits. Stops at the first that does not."""
         return all(self._memory_of(stage).total <= budget_bytes for stage in range(len(self._stages)))
 
     @cached_property
     def price(self) -> Priced:
-        """Of the whole setting."""
         job, profile, setting = self._job, self._profile, self._setting
         stages = range(len(self._stages))
         most_s = least_s = self._step_s(self._passes)
@@ -95,7 +95,7 @@ class Pricing:
 
     @property
     def busy_s(self) -> float:
-        """Forwards and backwards of the busiest stage in a step, which no step without copies undercuts."""
+        """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
         return self._job.microbatches * max(sum(map(_steady_s, own)) for own in self._passes)
 
     @cached_property
@@ -133,7 +133,7 @@ class Pricing:
 
 
 def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
-    """At most: each takes as long as the head's forward, and the last stage's backwards are shorter by that."""
+    """Upper bound: each deferred weight gradient takes the head's forward seconds, which the last stage's backwards save."""
     return deferred_heads(job, setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
 
 
@@ -142,13 +142,14 @@ def _steady_s(passes: ChunkPasses) -> float:
 
 
 def schedule_of(job: Job, microbatches: int, more: int = 0) -> Schedule:
-    """Megatron's schedule with flushes, of so many micro-batches. `more`: forwards beyond the usual before the first backward.
-    The combined schedule has one, so that the two of a pair need nothing of each other."""
+    """Return Megatron's schedule with flushes. `more`: additional warm-up forwards; the combined schedule has one, so that the
+    two passes of a pair are independent.
+    """
     if job.chunks > 1:
         return interleaved(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, more)
     return one_f_one_b(job.parallel.pipeline, microbatches, more)
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:
-    """What the fullest device holds at least: copies take no time."""
+    """Bytes of the fullest device if copies take no time."""
     return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory()))

@@ -1,20 +1,20 @@
-"""The settings that stock Megatron offers a job, and the fastest that holds no more than given bytes on its fullest device.
+"""Settings that stock Megatron offers a job, and the fastest within given bytes on the fullest device.
 
-family      less and less is held ──────────────>
+family      bytes decrease, seconds increase ──────>
             x   x   x   o   o   o                       o: fits. The first that fits is the family's fastest
-families ── each one's first that fits ── the fastest of them
+families ── the first of each that fits ── the fastest of them
 
-Settings come in families: each member holds less than the one before, and takes no less time.
+Families:
 
     none
-    block 1, block 2, ..., full                                         whole layers, as many as have to be
+    block 1, block 2, ..., full                                         whole layers, as many as needed
     mlp                                                                 a set of modules
     mlp, offload core_attn + attn_proj of the first 1, 2, ... layers    from 0.19 on; before, of all layers
     block 1, 2, ..., and offload core_attn + attn_proj of the others
-    mlp, exchanges overlapped                                           each set, where experts exchange tokens; weight gradients
-                                                                        delayed, or not
+    mlp, exchanges overlapped                                           each set, if experts exchange tokens; with and without
+                                                                        delayed weight gradients
 
-Left out: sets with a module of which the job's layers have none, or that another module of the set runs again anyway.
+Left out: sets with a module that the job's layers do not have, or that another module of the set recomputes anyway.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
 
 def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Priced | None:
-    """The fastest; None where nothing that stock offers fits. `release`: of megatron-core."""
+    """Return the fastest setting, or None if none fits. `release`: of megatron-core."""
     return _fastest(rivals(job, profile, budget_bytes, release))
 
 
 def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> list[Priced]:
-    """The fastest of every family that was faster than those before it; and the fastest of all with userbuffers, where these may
-    be switched on. Where a cluster's link to the host is not described, nothing is offloaded."""
+    """Return the families' fastest settings that were each the fastest so far, and the fastest of them with userbuffers if these
+    can be enabled. Nothing is offloaded if the cluster has no link to the host.
+    """
     running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
     for family in families(job, release, running.promising):
         running.take(family)
@@ -56,7 +57,7 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
 
 @dataclass
 class _Rivals:
-    """What was found so far. A family whose copies would have to take less than no time to be faster is passed over."""
+    """Settings found so far. Skips families that could be faster only with copies of negative duration."""
 
     job: Job
     profile: Profile
@@ -64,14 +65,13 @@ class _Rivals:
     facts: Facts
     found: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
-    """Steps of settings without copies; of those that are too slow by their busiest stage, its seconds."""
+    """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
     _too_large: set[StockSetting] = field(default_factory=set)
-    """Sets of modules that do not fit, exchanges overlapped or not: delaying weight gradients frees nothing, nor does overlapping
-    free what does not fit without."""
+    """Sets of modules that do not fit. Neither delayed weight gradients nor overlapped exchanges free memory."""
 
     def take(self, family: Family) -> None:
-        """Prices a family that may be the fastest, if one of it fits."""
+        """Price a family that may be the fastest and has a member that fits."""
         last = family[-1]
         if last.method is None and (self._lacks(last) or self._is_slower(replace(last, offload=(), fraction=WHOLE))):
             return
@@ -90,7 +90,7 @@ class _Rivals:
         return setting.overlap and not self._too_large.isdisjoint((delayed, replace(delayed, overlap=False)))
 
     def _lacks(self, setting: StockSetting) -> bool:
-        """Whether a module is not offloaded without which no set with these recomputed modules fits."""
+        """Whether a module is missing from `offload` without which no setting with these recomputed modules fits."""
         if setting.recompute not in self._needed:
             all_but = {name: tuple(other for other in self._offloaded if other != name) for name in self._offloaded}
             needed = (name for name, others in all_but.items() if not self._fits(setting.recompute, others))
@@ -102,26 +102,26 @@ class _Rivals:
 
     @cached_property
     def _offloaded(self) -> Modules:
-        """All that may be, if anything."""
+        """All modules of the release that can be offloaded; empty without a link to the host."""
         return tuple(module.name for module in OFFLOADED if module.since <= self.facts.release) if self._has_link else ()
 
     def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
-        """Sets of recomputed modules, the shortest recomputation first, without those that are hopeless when it is their turn."""
+        """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then."""
         return (recompute for recompute in sorted(sets, key=self._recomputed_s) if not self._is_hopeless(recompute))
 
     def _recomputed_s(self, recompute: Modules) -> float:
-        """Of one micro-batch in one layer of each kind."""
+        """Seconds of one micro-batch in one layer of each kind."""
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)
         kinds = self.job.model.kinds_of(range(1, self.job.model.layers + 1))
         return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
 
     def _is_hopeless(self, recompute: Modules) -> bool:
-        """Whether no set with these modules fits, or none is faster than what was found."""
+        """Whether no setting with these modules fits or is faster than the best found."""
         ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
         return all(map(self._is_slower, ways)) or not self._fits(recompute, self._offloaded)
 
     def _is_slower(self, setting: StockSetting) -> bool:
-        """Whether a setting that copies nothing is no faster than the best that fits. What recomputes more takes no less time."""
+        """Whether a setting without copies is not faster than the best that fits. More recomputation is never faster."""
         best = _fastest(self.found)
         if best is None:
             return False
@@ -131,7 +131,7 @@ class _Rivals:
             return True
         if setting not in self._known_s:
             pricing = Pricing(self.job, self.profile, setting)
-            # userbuffers make the step a range, whose middle may be below the busiest stage's seconds
+            # the middle of a range with userbuffers may be below the busiest stage's seconds
             is_bound = not self.job.userbuffers and pricing.busy_s >= least_s
             self._known_s[setting] = pricing.busy_s if is_bound else pricing.price.step_s
         return self._known_s[setting] >= least_s
@@ -142,8 +142,7 @@ class _Rivals:
 
 
 def _copies_less(fits: StockSetting, other: StockSetting) -> bool:
-    """Whether a setting that fits recomputes and copies a part of what another one does: both free what is too much, so the other
-    one is hardly faster, with a smaller share of more modules. Of 24 public launches none has another best without this rule."""
+    """Whether a setting that fits recomputes and offloads a subset of the other's: the other is then hardly faster."""
     alike = (fits.overlap, fits.delayed, fits.method) == (other.overlap, other.delayed, other.method)
     less = set(fits.recompute) <= set(other.recompute) and set(fits.offload) < set(other.offload)
     return alike and less and bool(fits.offload) and fits.method is None
@@ -154,7 +153,7 @@ def _fastest(prices: Iterable[Priced]) -> Priced | None:
 
 
 def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: StockSetting, release: str) -> Iterator[Priced]:
-    """A setting with userbuffers, if the launch has none, its ranks are linked by NVLink, and it fits."""
+    """Yield the setting with userbuffers if the launch has none, its ranks have NVLink, and it fits."""
     beside = replace(setting, userbuffers=True)
     if job.userbuffers or job.cluster.nvlink is None or not offered(beside, Facts.of(job, release)):
         return
@@ -164,8 +163,7 @@ def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: St
 
 
 def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: int) -> Priced | None:
-    """Members are first passed over by what they hold at least, then by what they hold with copies on their way; only the one
-    that fits is priced."""
+    """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
     if least_bytes(job, family[-1]) > budget_bytes:
         return None
     start = bisect_left(family, True, key=lambda setting: least_bytes(job, setting) <= budget_bytes)
@@ -178,17 +176,17 @@ Family = tuple[StockSetting, ...]
 Modules = tuple[str, ...]
 
 EQUAL = 2e-3
-"""The part of a step by which a setting must be able to be faster to be priced: with less, some launches take minutes."""
+"""Relative gain below which a setting is not priced; with a smaller one, some launches take minutes."""
 
 MILLION = 1_000_000
 
 
 Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
-"""Which sets of recomputed modules are looked at, in which order; asked for one after the other."""
+"""Chooses and orders the sets of recomputed modules, lazily."""
 
 
 def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[Family]:
-    """All of them with the chosen sets of recomputed modules. `release`: of megatron-core."""
+    """Yield all families with the chosen sets of recomputed modules. `release`: of megatron-core."""
     most, facts = max(job.partition), Facts.of(job, release)
     yield (NONE,)
     yield from _overlapped(NONE, facts)
@@ -213,7 +211,7 @@ def _overlapped(setting: StockSetting, facts: Facts) -> Iterator[Family]:
 
 
 def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, choose: Choose = tuple) -> Iterator[StockSetting]:
-    """Every set of recomputed and offloaded modules with which the job can train, and in which each makes a difference."""
+    """Yield the legal sets of recomputed and offloaded modules in which each module makes a difference."""
     facts, shape, kinds = Facts.of(job, release), LayerShape.of(job), tuple(job.model.kinds_of(range(1, job.model.layers + 1)))
 
     @cache
@@ -231,7 +229,7 @@ def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, ch
 
 
 def _each_differs(held: Callable[[Modules, Modules], list[LayerBytes]], recompute: Modules, offload: Modules) -> bool:
-    """Whether every module of a set changes what some layer holds."""
+    """Whether every module of a set changes the bytes of some layer."""
     whole = held(recompute, offload)
     return all(held(_without(name, recompute), offload) != whole for name in recompute) and all(
         held(recompute, _without(name, offload)) != whole for name in offload
@@ -243,12 +241,12 @@ def _without(name: str, names: Modules) -> Modules:
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every subset, the empty one first."""
+    """All subsets, the empty one first."""
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
 def _shares(layers: int) -> Iterator[float]:
-    """The share of a chunk's layers, for all but the last number of them. A little less than k of n, so that k are taken."""
+    """Fractions of a chunk's layers, for 1 to n - 1 of n. Slightly below k / n, so that k are taken."""
     return (math.floor(MILLION * count / layers) / MILLION for count in range(1, layers))
 
 

@@ -1,25 +1,25 @@
-"""How long one micro-batch takes in a layer under a stock setting: each half forward, backward, and what runs again before it;
-and the copies of a stage that offloads.
+"""Seconds of one micro-batch in a layer under a stock setting, and copies of a stage that offloads.
 
-What a checkpoint runs again waits for its collectives again.
+A checkpoint's recomputation repeats its collectives.
 
-Copies under fine-grained offloading, layer by layer, as stock Megatron asks for them:
+Copies of stock Megatron's fine-grained offloading, layer by layer:
 
     compute      F ├ 1 ├ 2 ├ 3 ┤  ...  B ├─ 3 ─┼─ 2 ─┼─ 1 ─┤  B' ├─ 3 ─┼ ...
-    to the host        └1─┘└2─┘└3─┘ [1]
-    back                                  └2┘[2] └1┘    └3'┘ [3]
+    to the host        └1─┘└2─┘└3─┘
+    back                                  └2┘    └1┘    └3'┘
 
- [1] what a layer's modules saved is copied when they are over; the originals are there until then
- [2] the backward of a layer's attention asks for the layer below, and waits for its own: one layer ahead
- [3] the last one asks for the top layer of the next backward, if its forward is over
- [4] a micro-batch whose backward follows its forward keeps its top layer; so does the first backward of a step
- [5] where whole layers are recomputed as well, Megatron loses its place: everything comes back where it is read, and what a layer
-     makes again goes out and comes back once more (counted on CPU ranks). On a GPU it does not even wait for the way out, so that
-     what it reads may not be there yet; here it does
- [6] a blocking exchange between stages ends in a synchronisation of the device, which waits for all copies asked for
+A layer's saved tensors are copied after its modules' forward, and stay on the device until the copy is complete. The backward of
+a layer's attention reloads the layer below and waits for its own; the last one reloads the top layer of the next backward, if its
+forward has run. A micro-batch whose backward follows its forward keeps its top layer, and so does the first backward of a step.
 
-A stage's passes follow each other without gaps here: in a full pipeline the slowest stage has none. Where there are gaps, copies
-have more time than this. Copies do not slow compute or messages down.
+If whole layers are recomputed as well, Megatron loses its place: each tensor is reloaded where it is read, and recomputed tensors
+are offloaded and reloaded once more (counted on CPU ranks). On a GPU Megatron does not wait for the copy out, and may read
+incomplete data; this simulation waits.
+
+A blocking exchange between stages ends in a device synchronisation, which waits for all copies.
+
+Passes of a stage are assumed to follow each other without gaps, as on the slowest stage of a full pipeline. Copies do not slow
+compute or messages down.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from megatron_lynx.stock.layer_bytes import expert_treatment, norm_out_bytes, tr
 from megatron_lynx.stock.setting import StockSetting
 
 NORM_OUT_MOVED = 2.5
-"""Bytes that recomputing a gated norm reads and writes, over those that it frees: result, normed result twice, gate and product
-against two of them. It is taken to be as fast, byte for byte, as the norm before the half."""
+"""Bytes that recomputing a gated norm moves, over those that it frees: result, normalised result twice, gate and product over two
+of them. Its bandwidth is taken as that of the half's first norm.
+"""
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
-    """A layer whose modules are recomputed. `kind`: of layer; None: a usual one."""
+    """Return a layer's seconds with modules recomputed. `kind`: the layer's, or None for a usual one."""
     sections = kind or shape.model.kind_sections(experts=False)
     return tuple(_half(shape, profile, setting, section) for section in sections)
 
@@ -66,7 +67,7 @@ def recomputed_whole(layer: LayerSeconds) -> LayerSeconds:
 
 
 def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
-    """Seconds of what a dense half runs again."""
+    """Seconds of recomputation in a dense half."""
     runs = treatment(shape, setting, section).runs
     again_s = sum(profile.half(section.half).items[name].forward_s for name in runs)
     if section.row_parallel in runs:
@@ -75,7 +76,9 @@ def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section
 
 
 def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting) -> float:
-    """What is run again with `moe` exchanges its rows again, and with shared experts waits for their collectives."""
+    """Seconds of recomputation in an expert half. `moe` repeats the exchange of rows, and shared experts repeat their
+    collectives.
+    """
     assert profile.experts is not None, "a profile of such a layer has its figures"
     own, half = expert_treatment(shape, setting), profile.experts
     again_s = sum(half.items[name].forward_s for name in own.runs)
@@ -88,26 +91,26 @@ class CopiedLayer(NamedTuple):
 
     forward_s: float
     backward_s: tuple[float, float]
-    """Up to where its attention's backward begins, and from there on."""
+    """Up to the beginning of its attention's backward, and from there on."""
     copy_s: float = 0.0
-    """One way."""
+    """In one direction."""
     leaves: int = 0
-    """Bytes that are not on the device in between."""
+    """Bytes not on the device between forward and backward."""
     copied: int = 0
-    """Bytes that come back into blocks of their own."""
+    """Bytes reloaded, into new blocks."""
 
 
 @dataclass
 class StageCopies:
-    """What the passes of one stage take, copies included, and what of the copied tensors is on the device."""
+    """Seconds of a stage's passes with copies, and device bytes of the copied tensors."""
 
     chunks: Sequence[Sequence[CopiedLayer]]
     exchange_s: float | None
-    """Seconds of a blocking exchange between stages, in which the device is synchronised; None: there is none."""
+    """Seconds of a blocking exchange between stages, which synchronises the device; None without one."""
     ahead: bool = True
-    """Whether tensors come back one layer ahead."""
+    """Whether tensors are reloaded one layer ahead."""
     seconds: dict[tuple[str, int, Phase], float] = field(default_factory=dict)
-    """By kind of pass, chunk and phase: of the last such pass that was walked."""
+    """By kind of pass, chunk and phase: seconds of the last such pass."""
     _now_s: float = 0.0
     _out_free_s: float = 0.0
     _back_free_s: float = 0.0
@@ -117,7 +120,7 @@ class StageCopies:
     _changes: list[tuple[float, int]] = field(default_factory=list)
 
     def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
-        """Runs the passes of a stage in order."""
+        """Run the passes of a stage in order."""
         order = [action for action, _ in actions]
         first = next((action for action in order if action.kind == "B"), None)
         for at, (action, phase) in enumerate(actions):
@@ -129,12 +132,12 @@ class StageCopies:
                 self._forward(action, keeps_top)
             else:
                 self._backward(action, next((each for each in order[at + 1 :] if each.kind == "B"), None))
-            if self.exchange_s is not None:  # [6]
+            if self.exchange_s is not None:  # device synchronisation
                 self._now_s = max(self._now_s, max(self._out_free_s, self._back_free_s) - self.exchange_s)
             self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
 
     def most_bytes(self) -> int:
-        """The most that is on the device at once of what leaves it."""
+        """Peak device bytes of tensors that are offloaded."""
         held = most = 0
         for _, change in sorted(self._changes):
             held += change
@@ -148,9 +151,9 @@ class StageCopies:
             if not layer.copied:
                 continue
             self._changes.append((self._now_s, layer.leaves))
-            if at == len(layers) - 1 and keeps_top and self.ahead:  # [4]
+            if at == len(layers) - 1 and keeps_top and self.ahead:  # the top layer is not offloaded
                 continue
-            self._out_free_s = max(self._now_s, self._out_free_s) + layer.copy_s  # [1]
+            self._out_free_s = max(self._now_s, self._out_free_s) + layer.copy_s
             self._changes.append((self._out_free_s, -layer.leaves))
             self._out_end_s[action.micro_batch, action.chunk, at] = self._out_free_s
 
@@ -159,8 +162,8 @@ class StageCopies:
         for at in reversed(range(len(layers))):
             before_s, rest_s = layers[at].backward_s
             place = action.micro_batch, action.chunk, at
-            self._now_s = max(self._now_s + before_s, self._back_end_s.pop(place, 0.0))  # [2]
-            if place in self._out_end_s:  # nobody asked for it ahead [5]
+            self._now_s = max(self._now_s + before_s, self._back_end_s.pop(place, 0.0))
+            if place in self._out_end_s:  # not reloaded ahead
                 self._reload(action, at)
                 self._now_s = max(self._now_s, self._back_end_s.pop(place))
             if self.ahead:
@@ -170,14 +173,14 @@ class StageCopies:
                 self._changes.append((self._now_s, -self._held.pop(place, layers[at].leaves)))
 
     def _ask_for_next(self, action: Action, at: int, next_backward: Action | None) -> None:
-        """For the layer whose backward comes next."""
+        """Reload the layer whose backward is next."""
         if at:
             self._reload(action, at - 1)
         elif next_backward is not None:
-            self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # [3]
+            self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # top layer of the next backward
 
     def _reload(self, backward: Action, at: int) -> None:
-        """Ask for the tensors of a layer, if they are in host memory or on their way there."""
+        """Reload a layer's tensors, if they are in host memory or in flight to it."""
         place = backward.micro_batch, backward.chunk, at
         out_end_s = self._out_end_s.pop(place, None)
         if out_end_s is None:

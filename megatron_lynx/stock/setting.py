@@ -1,14 +1,14 @@
 """One setting of stock Megatron against activation memory.
 
-recompute    modules whose inside is made again in backward       --recompute-granularity selective --recompute-modules ...
-method       whole layers: `uniform`, every one; `block`, the first `layers` of every chunk   --recompute-granularity full
-offload      modules whose saved tensors wait in host memory      --fine-grained-activation-offloading --offload-modules ...
-fraction     the share of these that really goes (0.19 and later): the first layers of every chunk
-overlap      exchanges of experts beside the computing of another micro-batch, a forward beside a backward (`combined`)
+recompute    modules recomputed in backward                       --recompute-granularity selective --recompute-modules ...
+method       whole layers: `uniform`, all; `block`, the first `layers` of each chunk         --recompute-granularity full
+offload      modules whose saved tensors are offloaded            --fine-grained-activation-offloading --offload-modules ...
+fraction     part of these that is offloaded (0.19 and later): the first layers of each chunk
+overlap      exchanges of experts overlapped with compute of another micro-batch
                                                                   --overlap-moe-expert-parallel-comm
-delayed      gradients of weights apart from the rest of a backward                 --delay-wgrad-compute
+delayed      weight gradients separate from the rest of a backward                  --delay-wgrad-compute
 userbuffers  linears exchange with other tensor-parallel ranks inside their GEMMs         --tp-comm-overlap
-head         the head's weight gradients of so many micro-batches (0: of all) at the end of the step
+head         micro-batches whose head weight gradients run at the end of the step (0: all)
                                                                   --defer-embedding-wgrad-compute --wgrad-deferral-limit N
 """
 
@@ -29,24 +29,24 @@ DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferr
 
 @dataclass(frozen=True)
 class StockSetting:
-    """Modules are in Megatron's words, in the order in which `recompute` and `offload` list them."""
+    """`recompute` and `offload` have Megatron's names, in the order of `RECOMPUTED` and `OFFLOADED`."""
 
     recompute: tuple[str, ...] = ()
     method: Method | None = None
     layers: int | None = None
-    """With `uniform` the layers of one checkpoint; with `block` those that are recomputed, of every chunk."""
+    """With `uniform`, layers of one checkpoint; with `block`, recomputed layers of each chunk."""
     offload: tuple[str, ...] = ()
     fraction: float = WHOLE
     overlap: bool = False
     delayed: bool = False
     head: int | None = None
-    """None where they are not deferred."""
+    """None if not deferred."""
     userbuffers: bool = False
-    """Whether the setting switches them on; false also of a launch that has them anyway."""
+    """Whether the setting enables them; false if the launch has them anyway."""
 
     @property
     def name(self) -> str:
-        """As tables show it, without the word stock."""
+        """Name in tables, without the word stock."""
         with_buffers = "userbuffers" if self.userbuffers else ""
         parts = (self._recomputation, self._offloading, self._overlapping, with_buffers, self._deferring)
         return ", ".join(part for part in parts if part) or "none"
@@ -91,7 +91,7 @@ class StockSetting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a launch says."""
+        """Launch flags."""
         words = []
         for name, value in self.fields.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
@@ -103,9 +103,9 @@ NONE = StockSetting()
 SELECTIVE = StockSetting(recompute=("core_attn",))
 FULL = StockSetting(method="uniform", layers=1)
 OF_POLICY: Mapping[str, StockSetting] = MappingProxyType({"none": NONE, "selective": SELECTIVE, "full": FULL})
-"""Policies of a job that are settings of stock Megatron's."""
+"""Policies of a job that are stock settings."""
 
 
 def block(layers: int) -> StockSetting:
-    """Whole layers recomputed, the first so many of every chunk."""
+    """The first `layers` layers of each chunk, recomputed whole."""
     return StockSetting(method="block", layers=layers)

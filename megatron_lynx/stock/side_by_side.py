@@ -1,8 +1,6 @@
-"""A plan beside stock Megatron's strongest settings, simulated: a row for each.
+"""A plan compared with stock Megatron's strongest settings, simulated: one row each.
 
-none, full                what everybody knows
-the fastest few that fit: what to beat
-ours
+Rows: none and full, the fastest few that fit, ours.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ from megatron_lynx.stock.setting import FULL, NONE
 from megatron_lynx.units import format_bytes
 
 STRONGEST = 5
-"""Rivals that get a row."""
+"""Number of rivals with a row."""
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """One setting: seconds of a step, the optimizer's update included."""
+    """One setting: seconds of a step, including the optimizer's update."""
 
     setting: str
     step: StepRange
     device_bytes: int
-    """What the fullest device holds."""
+    """Bytes on the fullest device."""
     host_bytes: int = 0
-    """Page-locked memory of the rank that needs most."""
+    """Page-locked memory of the rank with the most."""
     flags: tuple[str, ...] = ()
-    """What stock's launch says for it."""
+    """Flags of stock's launch."""
     ours: bool = False
     ratio_to_none: float = 1.0
 
@@ -46,8 +44,7 @@ class SimulatedRow:
 
 
 def allowed_bytes(job: Job, ours_bytes: int) -> int:
-    """What stock may use of a device: what ours may, even where ours needs less. On the testbed, whose memory says nothing, what
-    ours holds."""
+    """Device bytes that stock may use: our budget, even if ours needs less; on the testbed, ours."""
     return job.memory_budget_bytes if job.cluster.device == "cuda" else ours_bytes
 
 
@@ -59,8 +56,9 @@ def side_by_side(
     release: str = NEWEST,
     today: SimulatedRow | None = None,
 ) -> list[SimulatedRow]:
-    """`job`: as stock runs it. `ours`: the plan's row. `release`: of megatron-core. `today`: the launch, whose row is the first
-    whatever it holds."""
+    """Return the rows. `job`: as stock runs it. `ours`: the plan's row. `release`: of megatron-core. `today`: the launch's row,
+    which is the first whatever its bytes.
+    """
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     found = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
     others = [price for price in found if price.setting not in (NONE, FULL)]
@@ -73,13 +71,13 @@ def side_by_side(
 
 
 def _row(price: Priced, added_s: float) -> SimulatedRow:
-    """`added_s`: of the update, the same for all settings."""
+    """`added_s`: seconds of the update, the same for all settings."""
     setting, step = price.setting, price.step.plus(added_s)
     return SimulatedRow(f"stock {setting.name}", step, price.most_bytes, price.host_bytes, setting.flags)
 
 
 def verdict(rows: list[SimulatedRow], budget_bytes: int) -> str:
-    """How ours compares with the fastest of stock that fits."""
+    """Return a sentence that compares ours with the fastest stock setting that fits."""
     ours = next(row for row in rows if row.ours)
     small = [row for row in rows if not row.ours and row.device_bytes <= budget_bytes]
     best = min(small, key=lambda row: row.step.expected_s, default=None)

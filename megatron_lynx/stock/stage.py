@@ -1,17 +1,17 @@
-"""One stage under a stock setting: the passes of its chunks, and what its device holds at each moment.
+"""One stage under a stock setting: the passes of its chunks, and its device bytes at each moment.
 
-layers of every chunk ─┬─ bytes ───> what stays, what is made again ─┬─> parts of the stage at each moment
-                       ├─ copies ──> walked layer by layer ──────────┤
-                       └─ seconds ─> ────────────────────────────────┴─> passes of every chunk
+layers of each chunk ─┬─ bytes ───> kept and recomputed bytes ───────┬─> parts of the stage at each moment
+                      ├─ copies ──> simulated layer by layer ────────┤
+                      └─ seconds ─> ─────────────────────────────────┴─> passes of each chunk
 
-The layers of one chunk, in order: which are recomputed as a whole, which offload, what each holds.
+The layers of one chunk, in order:
 
 block 2 of 4       [input]  [input]  [ whole layer ]  [ whole layer ]
 uniform 2 of 4     [input      ·   ]  [input      ·   ]         one checkpoint for two layers
 half offloaded     [ ─────> host   ]  [ ─────> host   ]  [ stays ]  [ stays ]
 
-With overlapped exchanges a forward and a backward run as one, layer by layer (`combined`). Of the two chunks there is as much as
-of one, and a layer more, which the forward has made before the backward lets go of its own. Both have rows on their way.
+With overlapped exchanges a forward and a backward run as one, layer by layer (`combined`). Together they hold the layers of one
+chunk and one more, which the forward allocates before the backward frees its own. Both have rows in flight.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ NO_BLOCK = BlockProfile()
 
 
 def deferred_heads(job: Job, setting: StockSetting) -> int:
-    """Of how many micro-batches the head's weight gradient waits for the end of the step."""
+    """Micro-batches whose head weight gradients run at the end of the step."""
     return 0 if setting.head is None else min(setting.head or job.microbatches, job.microbatches)
 
 
 @dataclass(frozen=True)
 class StockStage:
-    """One stage of a job under one setting, whose exchanges are overlapped where that says so, whatever the job does."""
+    """One stage of a job under one setting. The setting decides whether exchanges are overlapped, not the job."""
 
     job: Job
     setting: StockSetting
@@ -63,7 +63,7 @@ class StockStage:
         return tuple(chunk_layers(self.job, self.setting, self.stage, chunk) for chunk in range(self.job.chunks))
 
     def least_memory(self) -> StageMemory:
-        """Its fullest moment if copies took no time and no room."""
+        """Its fullest moment if copies take no time and no memory."""
         return self._memory(0)
 
     def memory(self, copies: StageCopies | None) -> StageMemory:
@@ -85,7 +85,7 @@ class StockStage:
 
     @property
     def _deferred_bytes(self) -> int:
-        """The head's input and the gradient of its logits, of all whose weight gradients wait for the step's end."""
+        """Bytes of head inputs and logits gradients whose weight gradients wait for the end of the step."""
         if self.stage < self.job.parallel.pipeline - 1:
             return 0
         shape = LayerShape.of(self.job)
@@ -93,35 +93,34 @@ class StockStage:
 
     @property
     def _pair_more_bytes(self) -> int:
-        """What the two chunks of a pair hold beyond one, at most."""
+        """Most bytes that the two chunks of a pair hold beyond one."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         rows = dispatched_bytes(LayerShape.of(self.job)) if any(layer.kind[1].exchanges for layer in layers) else 0
         return max((layer.stays for layer in layers), default=0) + rows
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory: every chunk in flight has its own."""
+        """Page-locked host memory: each chunk in flight has its own."""
         return most_in_flight_bytes(self.job, self.stage, [sum(layer.copied for layer in chunk) for chunk in self.chunks])
 
     @property
     def as_policy(self) -> Job:
-        """The job under the policy whose host time is known and is the nearest."""
+        """The job with the policy whose host time is known and closest."""
         return self.job.model_copy(update={"policy": "full" if self.setting.method == "uniform" else "none"})
 
     def timed(self, profile: Profile) -> TimedStage:
-        """The stage with its seconds."""
         return TimedStage(self, profile)
 
 
 @dataclass(frozen=True)
 class TimedStage:
-    """A stage whose layers have the seconds of a profile."""
+    """A stage with seconds from a profile."""
 
     stage: StockStage
     profile: Profile
 
     def copies(self, schedule: Schedule) -> StageCopies | None:
-        """Its copies, walked; None where there are none."""
+        """Its simulated copies; None without copies."""
         stage = self.stage
         if not any(layer.copied for chunk in stage.chunks for layer in chunk):
             return None
@@ -132,15 +131,16 @@ class TimedStage:
         return copies
 
     def passes(self, copies: StageCopies | None) -> list[ChunkPasses]:
-        """Of every chunk."""
+        """Passes of each chunk."""
         job = self.stage.job
         host = policy_host_s(self.stage.as_policy, self.profile, self.stage.stage) * (1 / job.chunks)
         apart = [self._chunk_passes(chunk, copies, host) for chunk in range(job.chunks)]
         return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if self.stage.setting.overlap else apart
 
     def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
-        """A chunk whose steady forward is as long as it and a backward beside it, in the mean over the stage's chunks; that
-        backward then takes no time. Copies go on meanwhile: where they are longer, they are waited for."""
+        """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
+        whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones.
+        """
         job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
         both_s = 0.0
         for other in range(job.chunks):
@@ -155,7 +155,7 @@ class TimedStage:
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
-        """Of one layer of each kind that the stage has."""
+        """One layer of each kind of the stage."""
         shape, kinds = LayerShape.of(self.stage.job), {layer.kind for chunk in self.stage.chunks for layer in chunk}
         return {kind: layer_seconds(shape, self.profile, self.stage.setting, kind) for kind in kinds}
 
@@ -166,12 +166,12 @@ class TimedStage:
         return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
 
     def _ends_s(self, chunk: int) -> tuple[float, float]:
-        """What runs before the first and behind the last layer of the model, forward and backward, where a chunk has them."""
+        """Forward and backward seconds of the chunk's embedding and output layer, if it has them."""
         ends = self._ends(chunk)
         return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
 
     def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
-        """Of the model, as far as the chunk has them."""
+        """The chunk's embedding and output layer, empty if it has none."""
         job, stage = self.stage.job, self.stage.stage
         message_bytes, last = LayerShape.of(job).gathered_bytes, (job.parallel.pipeline - 1, job.chunks - 1)
         return (
@@ -192,7 +192,7 @@ class TimedStage:
 
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:
-        """Of every chunk; the first and the last one with the ends of the model that the chunk has."""
+        """By chunk; the first and last layer include embedding and output layer."""
         return [
             with_ends([self._timed_layer(layer) for layer in layers], *self._ends(chunk))
             for chunk, layers in enumerate(self.stage.chunks)
@@ -208,7 +208,7 @@ class TimedStage:
         return CopiedLayer(forward_s, (again_s + mlp.backward_s, rest_s), copy_s, layer.leaves, copied)
 
     def _both_ways_s(self, layer: StockLayer) -> float:
-        """Copies of what a layer that is recomputed as a whole makes again."""
+        """Seconds of copying recomputed tensors of a whole-recomputed layer in both directions."""
         if not self.stage.setting.offload:
             return 0.0
         modules = StockSetting(offload=self.stage.setting.offload)
@@ -217,7 +217,7 @@ class TimedStage:
 
 
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
-    """The same layers, with what runs before the first and behind the last one."""
+    """The layers, with embedding and output layer added to the first and last."""
     if not layers:
         empty = CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))
         return [empty]
@@ -245,12 +245,12 @@ class StockLayer:
     whole: bool = False
     """Whether it is recomputed as a whole."""
     begins: bool = True
-    """If so: whether a checkpoint begins with it, which keeps its input."""
+    """Whether a checkpoint that keeps its input begins with it."""
     input_bytes: int = 0
 
     @property
     def stays(self) -> int:
-        """What it keeps on the device."""
+        """Bytes kept on the device."""
         return self.input_bytes * self.begins if self.whole else sum(half.stays for half in self.halves)
 
     @property
@@ -277,7 +277,7 @@ def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) ->
 
 
 def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
-    """Whether the layer at a place of its chunk, counted from 0, is recomputed whole, and whether a checkpoint begins there."""
+    """Whether the layer at an index of its chunk is recomputed whole, and whether a checkpoint begins there."""
     whole = setting.method == "uniform" or (setting.method == "block" and at < (setting.layers or 0))
     return whole, setting.method != "uniform" or at % (setting.layers or 1) == 0
 
@@ -292,17 +292,18 @@ def _kept_whole(layer: StockLayer) -> StockLayer:
 
 
 def offloading_layers(setting: StockSetting, layers: int) -> int:
-    """How many of a chunk's layers offload all that they are asked to. Megatron takes whole groups, one for each module of each
-    layer, off the end."""
+    """Number of a chunk's layers that offload all configured modules. Megatron drops whole groups (one per module and layer) from
+    the end.
+    """
     groups = len(setting.offload)
     count = layers * groups
     return (count - int(count * (1 - setting.fraction))) // groups if groups else 0
 
 
 def made_again_bytes(layers: Sequence[StockLayer]) -> int:
-    """How much more a chunk's layers hold in the backward of one micro-batch than when it begins, at most.
+    """Most bytes by which a chunk's memory rises during the backward of one micro-batch.
 
-    From the last layer down: a checkpoint makes all its inside again, and what backward has passed is let go.
+    From the last layer down: a checkpoint recomputes all its tensors, and finished layers are freed.
     """
     held = most = 0
     inside = 0
