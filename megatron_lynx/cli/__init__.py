@@ -1,9 +1,10 @@
-"""The command `megatron-lynx`: reads arguments, calls the packages that do the work, prints tables or JSON.
+"""The command `megatron-lynx`: reads arguments, calls other packages, prints tables or JSON.
 
-    arguments ─> one small function ─> its machinery, imported inside ─> stdout: tables, or JSON with --json
-    options, inputs, launches   advising, planning, pricing, running, reporting   answers, terminal
+    options, inputs, launches                          read the request
+    advising, planning, pricing, running, reporting    the commands
+    answers, terminal                                  print
 
-Only the command line itself is imported at the top: `--help` must not wait for torch.
+Commands import what they need when they run, so that `--help` does not import torch.
 """
 
 from megatron_lynx.cli import advising, planning, pricing, reporting, running  # noqa: F401 (their commands register themselves)

@@ -1,4 +1,4 @@
-"""The command that says what to run: advise; and the screen that it shares with plan."""
+"""The command advise, and the screen that it shares with plan."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def advise(
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """What to run: the launch today, the plan in its layout, what the memory that is left would buy. Writes nothing."""
+    """Compare the launch today, stock's best setting, a plan, and neighbouring layouts. Writes nothing."""
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
 
@@ -80,7 +80,7 @@ def advise(
 
 
 def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | None, tuple[Problem, ...]]:
-    """The job, and why no plan can be made of the launch although what it does today can be priced."""
+    """The job, and why the launch cannot run under a plan although its present setting can be priced."""
     from megatron_lynx.advise.today import asked_launch
 
     if not asked.is_launch or asked.cluster is None:
@@ -91,14 +91,13 @@ def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | No
 
 
 def show_answer(answer: Answer, *, reasons: bool = True) -> None:
-    """The screen."""
     from megatron_lynx.advise import screen
 
     show_screen(screen(answer, reasons=reasons))
 
 
 def show_details(answer: Answer) -> None:
-    """What was read, what each stage does, the launch lines of neighbours."""
+    """Print how the launch was read, each stage's work, and the launch lines of neighbours."""
     from megatron_lynx.plan.explanation import explanation
 
     if answer.reading is not None:
@@ -112,7 +111,7 @@ def show_details(answer: Answer) -> None:
 
 
 def details_as_json(answer: Answer, costs: Profile) -> dict[str, Any]:
-    """What each stage does; nothing where there is no plan."""
+    """Each stage's work; empty without a plan."""
     from megatron_lynx.planner.summary import summary
 
     return {} if answer.decision is None else summary(answer.decision, costs)

@@ -1,6 +1,4 @@
-"""How commands show their answers: tables on the terminal, and files of pages and traces. That files and folders for answers
-can be written is checked before anything takes long.
-"""
+"""Prints answers as tables, and checks before a long computation that output files can be written."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
-    """Tables, the trace of a step, and the page with both."""
+    """Write tables, the trace of a step, and a page with both."""
     from megatron_lynx.compare import write_report
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import Given, ReadTrace
@@ -58,7 +56,7 @@ def profile_in_words(measured: Profile, path: Path) -> str:
 
 
 def _host_time(measured: Profile) -> list[str]:
-    """What a layer costs the host: stock's none, and everything replayed under a plan."""
+    """Host time of a layer under stock and under plans."""
     from megatron_lynx.units import format_seconds
 
     host_time, whose = measured.host_time, measured.shape.implementation
@@ -72,7 +70,7 @@ def _host_time(measured: Profile) -> list[str]:
 
 
 def _adam(adam: HostAdam | None) -> list[str]:
-    """How fast the host steps parameters."""
+    """The rate of the optimizer on the host."""
     if adam is None:
         return []
     alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
@@ -80,7 +78,7 @@ def _adam(adam: HostAdam | None) -> list[str]:
 
 
 def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
-    """Of a launch first what it takes; then stages down, parts across, in GiB; parts that no stage has are left out."""
+    """Print the launch's step, then a table of stages by parts in GiB, without parts that are 0 everywhere."""
     from dataclasses import asdict
 
     from megatron_lynx.tables import WrappedTable
@@ -131,7 +129,7 @@ def show_published(rows: list[Row]) -> None:
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
-    """A table of settings with and without flushes, and how old the gradients of each are."""
+    """Print settings with and without flushes, and the age of their gradients."""
     from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes, format_seconds
 
@@ -151,7 +149,7 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
-    """A table of a plan and of stock's settings, simulated, with the flags of each."""
+    """Print a plan and stock's settings, simulated, with the flags of each."""
     from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes
 
@@ -177,7 +175,7 @@ def show_held(held: list[Held], summary: str) -> None:
 
 
 def show_findings(found: list[Finding]) -> None:
-    """What was found, with its cost and what to do below."""
+    """Print each finding with its cost and remedy."""
     from rich.table import Table
     from rich.text import Text
 
@@ -194,12 +192,12 @@ def show_findings(found: list[Finding]) -> None:
 
 
 def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> None:
-    """Whether the answers can be written, and none over what is `read`. Raises `ConfigError` with all problems."""
+    """Raise `ConfigError` with all files that cannot be written, or that are also `read`."""
     problems: list[Problem] = []
     taken = {os.path.realpath(file) for file in read if file is not None}
     for file in files:
         if file is None or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
-            continue  # devices and pipes are left alone, opening one may have an effect
+            continue  # opening a device or a pipe may have an effect
         if os.path.realpath(file) in taken:
             problems.append(Problem(os.fspath(file), "a file that is read", "another place for the answer"))
         elif (found := against_file(file)) is not None:
@@ -209,6 +207,6 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for answers. Raises `ConfigError` where it cannot be written to."""
+    """Make a folder for answers. Raises `ConfigError` if it cannot be written to."""
     if (found := against_folder(folder)) is not None:
         raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])

@@ -1,4 +1,4 @@
-"""The typer application, which every command registers with, and how errors end a command.
+"""The typer application, and how errors end a command.
 
 command ─> LynxError ─> stderr: every problem                exit 1: the answer is no, 2: the request is wrong
 """
@@ -22,7 +22,7 @@ from megatron_lynx.version import __version__
 
 
 class ErrorBoundary(TyperGroup):
-    """Every error of this package ends a command here: its problems on stderr, its exit status, no traceback."""
+    """Prints errors of this package on stderr without a traceback, and exits with their status."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _boundary():
@@ -40,21 +40,21 @@ def _boundary() -> Iterator[None]:
     except LynxError as error:
         show_error(error)
         raise typer.Exit(error.exit_status) from None
-    except BrokenPipeError:  # `| head` has seen enough, which is no answer of ours
+    except BrokenPipeError:  # `| head` closed the pipe
         drop_output()
         raise typer.Exit(OUTPUT_CLOSED) from None
-    except SystemExit as end:  # how Rich ends where a page of help is no longer read
+    except SystemExit as end:  # Rich exits so if a page of help is no longer read
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         raise typer.Exit(OUTPUT_CLOSED) from None
-    except Exception as error:  # usage errors repeat what was typed
+    except Exception as error:  # usage errors repeat the user's text
         if isinstance(text := getattr(error, "message", None), str):
             vars(error)["message"] = printable(text)
         raise
 
 
 OUTPUT_CLOSED = 141
-"""Exit status of a command whose output is no longer read: the one that shells report after SIGPIPE."""
+"""Exit status of a command whose output is no longer read, as shells report for SIGPIPE."""
 
 
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -88,9 +88,9 @@ def megatron_lynx(
 
 
 def main() -> None:
-    """The console script. An answer that cannot be written ends it with a message, too."""
+    """The console script. Also reports output that cannot be written."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have characters that a terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may have characters that the terminal's encoding lacks
     try:
         try:
             app(prog_name="megatron-lynx")
@@ -115,5 +115,5 @@ def _in_words(error: OSError) -> str:
 
 
 def drop_output() -> None:
-    """Discard what is left of the output, or Python would try to write it again at its end."""
+    """Discard the remaining output, which Python would try to write again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,6 +1,4 @@
-"""Reads what a command was given, as jobs, profiles and plans, and what a run has taught (`plan --from-run lynx_outcome.json`);
-measures a profile on this machine where none is given.
-"""
+"""Reads jobs, profiles, plans and outcomes of runs, and measures a profile on this machine if none is given."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_experts(job: Job, given: Given | None = None) -> None:
-    """Print, for a job with experts, what every answer assumes about their load. `given`: of a launch, whose router may leave
-    it open."""
+    """Print the assumed load of experts, for a job with experts. `given`: of a launch, whose router may not be balanced."""
     from megatron_lynx.launch_arguments.expert_facts import natural_routing, routes_naturally
 
     experts = job.model.experts
@@ -67,12 +64,11 @@ def job_path(name: str) -> Path:
 
 
 def named_in(text: str) -> list[str]:
-    """The names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def whole_numbers_in(text: str, option: str) -> list[int]:
-    """The numbers in a comma-separated list. Raises `ConfigError` for anything else."""
+    """The numbers in a comma-separated list. Raises `ConfigError` for other text."""
     from megatron_lynx.errors import ConfigError, Problem
 
     if strange := [name for name in named_in(text) if not name.isdecimal()]:
@@ -81,7 +77,7 @@ def whole_numbers_in(text: str, option: str) -> list[int]:
 
 
 def lengths_of(text: str) -> dict[str, float]:
-    """What `--lengths` says: a mean, or what a file of lengths comes to. Raises `ConfigError` for a file that does not read."""
+    """The value of `--lengths`: a mean, or a file of lengths. Raises `ConfigError` for an unreadable file."""
     try:
         return {"mean": float(text)}
     except ValueError:
@@ -98,7 +94,7 @@ def number_or_word(text: str) -> float | str:
 
 
 def costs_of(job: Job, profile_file: Path | None) -> Profile:
-    """Seconds and bytes of a job's layers and links. A described cluster gives the links, whoever measured the layers."""
+    """Seconds and bytes of a job's layers and links. Links of a described cluster replace measured ones."""
     from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
     from megatron_lynx.profiler.profile import load_profile
 
@@ -115,14 +111,13 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
 
 
 def warn_of(profile: Profile) -> None:
-    """Warn of figures that describe no real device, before they are used."""
+    """Warn of a profile that describes no real device."""
     if profile.source.caution is not None:
         say(f"warning: {profile.source.caution}", err=True)
 
 
 def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
-    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster, with what the plan has learned. Nothing
-    is measured."""
+    """Figures to simulate a plan with, from a profile or a described cluster, corrected by earlier runs. Measures nothing."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
     from megatron_lynx.profiler.scaled import as_learned
@@ -155,9 +150,12 @@ def measured_here(job: Job, hosts: Hosts) -> Profile:
 
 
 def host_time_here(words: list[str]) -> HostTime | Unmeasured:
-    """What this machine's host takes for a layer of a launch, if there is one, measured in some seconds, or why it cannot be
-    measured. Of Transformer Engine's layers only where these can run; else of Megatron's own. Raises `ConfigError` for words that
-    are no launch."""
+    """Measure this machine's host time for a layer of a launch, for some seconds, or return why that is impossible.
+
+    Measures Transformer Engine's layers if they can run and the launch uses them, else Megatron's own. Raises `ConfigError` for
+    words
+    that are no launch.
+    """
     from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.launch_arguments import read_launch
 
@@ -178,7 +176,7 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
 
 
 def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
-    """The given plan, or one made here and kept beside the reports."""
+    """The given plan, or a new one, which is saved with the reports."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import load_profile, save_profile
@@ -200,8 +198,7 @@ def plan_and_costs(
     *,
     make: Callable[[Job, Profile], Plan] | None = None,
 ) -> tuple[Plan, Profile]:
-    """The given plan, or one made from figures. Both are kept. The costs that are returned have what the given plan has learned.
-    `make`: the planner, where that is another one than `make_plan`."""
+    """The given plan, or a new one by `make`, and the costs with the plan's corrections. Both are saved."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
@@ -216,7 +213,7 @@ def plan_and_costs(
 
 
 def _given(job: Job, plan_file: Path) -> Plan:
-    """The plan in a file, refused before anything is measured if it was made for another job."""
+    """The plan of a file, refused if it was made for another job."""
     from megatron_lynx.plan import load_plan
     from megatron_lynx.planner import as_planned
     from megatron_lynx.planner.checks import check_plan
@@ -227,7 +224,7 @@ def _given(job: Job, plan_file: Path) -> Plan:
 
 
 def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
-    """The job and its costs with what a run has taught, if one is given; without one as ever."""
+    """The job and its costs, corrected by a run if one is given."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.from_run import lesson
     from megatron_lynx.measure.run_outcome import load_outcome
@@ -244,7 +241,7 @@ def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[
 
 
 def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
-    """The plan that a run was made under: where its launch had it, or beside the outcome. None where it is not there."""
+    """The plan of a run, from its original path or next to the outcome; None if it is missing or has changed."""
     from megatron_lynx.errors import LynxError
     from megatron_lynx.plan import load_plan
 

@@ -1,9 +1,9 @@
-"""What a command was asked about: a job, or a launch with the cluster where it is to run; and the launch under a plan.
+"""The subject of a command: a job, a launch with its cluster, or a model; and the launch under a plan.
 
 megatron-lynx plan jobs/demo                                       a job file, or a bundled one
 megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
 megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
-megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge's, whose settings are named
+megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge
 megatron-lynx estimate --cluster h100 --gpus 64 --model llama3-70b     a model, in the smallest layout that fits
 """
 
@@ -35,30 +35,29 @@ UNCLEAR = "it is not clear what is asked"
 
 @dataclass(frozen=True)
 class Asked:
-    """The words of a command that say what it is about."""
+    """The subject of a command."""
 
     words: tuple[str, ...]
     cluster: str | None = None
     gpus: int | None = None
     strict: bool = False
-    """Whether flags that Megatron does not know are refused."""
+    """Whether unknown flags are refused."""
     model: str | None = None
-    """A model by its name, in place of a job's file."""
+    """A model's name or file, instead of a job or launch."""
 
     @property
     def is_launch(self) -> bool:
-        """A launch is told from a job file by its cluster."""
+        """Whether it is a launch, which needs a cluster, and not a job file."""
         return self.cluster is not None and self.model is None
 
     @property
     def job_file(self) -> Path | None:
-        """The file of the job, if it is one's."""
         from megatron_lynx.config.loader import job_path
 
         return None if self.is_launch or self.model is not None else job_path(self.words[0])
 
     def again(self, more: Mapping[str, object | None]) -> str:
-        """The words of a shell that ask for the same job, or the same launch, again. `more`: options with their values."""
+        """Shell words for the same subject. `more`: options with their values."""
         given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **more}
         options = [word for name, value in given.items() if value is not None for word in (name, _written(value))]
         return shlex.join([*options, *(["--"] if self.is_launch else []), *self.words])
@@ -78,7 +77,7 @@ def asked_about(
     bridge: str | None = None,
     model: str | None = None,
 ) -> Asked:
-    """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
+    """Read the subject. Raises `ConfigError` with all problems if it is unclear."""
     from megatron_lynx.errors import ConfigError
     from megatron_lynx.launch_arguments.files import read_launch_file
 
@@ -108,7 +107,7 @@ def _both(launch_file: Path, words: list[str]) -> Any:
 
 
 def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
-    """What cannot be answered for want of a word; of a launch without a cluster also what else is wrong with it."""
+    """Problems of the subject; for a launch without a cluster also the launch's own."""
     from megatron_lynx.config.loader import bundled_configs
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.launch_arguments import read_launch
@@ -145,7 +144,7 @@ def _unclear_model(asked: Asked) -> Iterator[Any]:
 
 
 def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
-    """The job that was asked about; for a launch also what was understood of it. Warns of what Megatron does not know."""
+    """The job, and for a launch how it was read. Warns of unknown flags."""
     from megatron_lynx.cli.inputs import job_named
     from megatron_lynx.launch_arguments import job_of, read_launch
 
@@ -160,7 +159,7 @@ def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | 
 
 
 def job_of_model(asked: Asked, changes: Mapping[str, Any], *, planning: bool) -> Job:
-    """A job of a model, of which all that is not stated is chosen here and told."""
+    """A job of a model. Chooses a layout and a batch, and prints them."""
     from megatron_lynx.cli.inputs import mention_experts
     from megatron_lynx.config import Job
     from megatron_lynx.config.loader import load_cluster, load_model, override
@@ -189,7 +188,7 @@ def job_of_model(asked: Asked, changes: Mapping[str, Any], *, planning: bool) ->
 
 
 def show_understood(reading: Reading) -> None:
-    """Each value of the job and where it comes from, then what is counted as something else, and what does not matter."""
+    """Print the values of the job with their origins, substitutes, and flags that do not matter."""
     from megatron_lynx.launch_arguments.table import remarks, understood
 
     show(understood(reading))
@@ -197,7 +196,7 @@ def show_understood(reading: Reading) -> None:
 
 
 def priceable(reading: Reading) -> Today:
-    """What the launch does today. Raises `ConfigError` where nobody can say what that takes."""
+    """The launch's present setting. Raises `ConfigError` if it cannot be priced."""
     from megatron_lynx.errors import ConfigError, Problem
 
     if reading.today.not_priced:
@@ -207,8 +206,7 @@ def priceable(reading: Reading) -> Today:
 
 
 def warn_of_reading(reading: Reading, job: Job) -> None:
-    """Say what of a launch is not counted, or only assumed: flags that Megatron does not know, costly defaults, loads of experts,
-    the loss of reinforcement learning."""
+    """Warn of unknown flags, costly defaults, assumed loads of experts, and the loss of reinforcement learning."""
     from megatron_lynx.cli.inputs import mention_experts
     from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
     from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
@@ -230,7 +228,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
 
 
 def _misplaced(reading: Reading) -> Iterator[str]:
-    """Options of our own among the words of a launch that Megatron does not know."""
+    """Our own options among the unknown flags of a launch."""
     commands = cast("TyperGroup", get_command(app)).commands.values()
     own = {name for command in commands for parameter in command.params for name in parameter.opts}
     yield from dict.fromkeys(option for words in reading.given.unknown if (option := words.split()[0].partition("=")[0]) in own)
@@ -245,8 +243,10 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 def command_with(
     reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
 ) -> str:
-    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
-    it gets besides, of which Megatron takes the last; `without`: names of arguments that it loses."""
+    """The launch under the plan. Layer flags are added only if the launch left the partition open.
+
+    `more`: further flags; Megatron uses the last of several. `without`: names of arguments to drop.
+    """
     from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment

@@ -13,7 +13,7 @@ from megatron_lynx.cli.inputs import number_or_word
 
 
 def _names_of(kind: str) -> Callable[[str], list[str]]:
-    """Completes names of bundled clusters, or models."""
+    """Complete names of bundled clusters or models."""
 
     def names(incomplete: str) -> list[str]:
         from megatron_lynx.config.loader import bundled_configs
@@ -121,7 +121,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, 
 
 
 class Inexact(StrEnum):
-    """What a plan may do that does not equal stock in every bit."""
+    """Parts of a plan that need not equal stock in every bit."""
 
     HEAD = "head"
 
@@ -213,7 +213,7 @@ LoadOption = Annotated[
 
 
 def expert_changes(load: float | None, hold: float | None) -> dict[str, object]:
-    """Values of a job's experts that these options say, by their place in it. A load replaces what a launch holds bytes for."""
+    """Values of a job's experts, by their place. A load replaces the `holds` of a launch."""
     said: dict[str, object] = {} if hold is None else {"model.experts.holds": hold}
     return said if load is None else {"model.experts.load": load, "model.experts.holds": hold}
 
@@ -221,7 +221,7 @@ def expert_changes(load: float | None, hold: float | None) -> dict[str, object]:
 def budget_changes(
     memory_gib: float | None, share: float | None, offload_ratio: str | None = None, host_memory_gib: float | None = None
 ) -> dict[str, object]:
-    """Values of a job that these options say, by their place in it."""
+    """Values of a job's budget, by their place."""
     if memory_gib is not None and share is not None:
         raise typer.BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
     ratio = None if offload_ratio is None else number_or_word(offload_ratio)

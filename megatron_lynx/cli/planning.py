@@ -1,4 +1,4 @@
-"""Commands that make plans and show what they do: profile, plan, explain, simulate."""
+"""Commands that make plans and show them: profile, plan, explain, simulate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def profile(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PROFILE", help="Where to write it.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a job's layers and links cost on this machine."""
+    """Measure a job's layers and links on this machine."""
     from megatron_lynx.profiler.profile import save_profile
 
     job = job_named(job_file)
@@ -99,7 +99,7 @@ def plan(
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
+    """Make the best plan for a job or a Megatron launch, and print the command to launch with it."""
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
     from megatron_lynx.plan import save_plan
@@ -158,7 +158,7 @@ def _requested(
     inexact: list[Inexact] | None,
     **_: object,
 ) -> tuple[Asked, Job, Reading | None]:
-    """The job or the launch that the options of `plan` ask about."""
+    """The subject and the job that the options of `plan` describe."""
     changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
@@ -168,17 +168,17 @@ def _requested(
 
 
 def _measured_beside(output: Path) -> Path | None:
-    """Where the profile of a plan goes that is measured for it. None where the plan goes to a device or a pipe."""
+    """Path of a profile that is measured for a plan; None if the plan goes to a device or a pipe."""
     return None if output.exists() and not output.is_file() else output.with_name(f"{output.stem}.profile.yaml")
 
 
 OF_THE_REQUEST = ("words", "cluster", "gpus", "bridge", "model", "launch_file", "strict")
-"""Parameters of `plan` that `Asked` holds."""
+"""Parameters of `plan` that are in `Asked`."""
 OF_THE_ANSWER = ("output", "verbose", "as_json")
 
 
 def _options(context: typer.Context) -> dict[str, object]:
-    """The other options of `plan` that are given, by their names."""
+    """The other options of `plan` that are given, by name."""
     given = {}
     for each in context.command.params:
         value = context.params.get(each.name or "")
@@ -189,8 +189,10 @@ def _options(context: typer.Context) -> dict[str, object]:
 
 
 def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
-    """The job that a plan was made of, what was read of its launch, and its profile; None where the plan does not say. Raises
-    `ConfigError` where that is no longer there, or has changed."""
+    """The job of a plan, the reading of its launch, and its profile; None if the plan does not name them.
+
+    Raises `ConfigError` if the job is gone.
+    """
     if (asked := plan.provenance.asked) is None:
         return None
     group = cast("TyperGroup", get_command(app))
@@ -202,7 +204,10 @@ def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
 
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
-    """What to launch with a plan. `chosen`: how much of the optimizer is on the host was asked of the plan, not of the launch."""
+    """The command or flags to launch with. `chosen`: whether the plan's options, not the launch, decide about the optimizer's
+    share on
+    the host.
+    """
     from megatron_lynx.launch_arguments.optimizer_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
@@ -221,7 +226,7 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
 
 
 def _say_no(answer: Answer, *, as_json: bool) -> None:
-    """What the launch takes without a plan, and what would fit; then why there is none. Raises what the planner raised."""
+    """Print the launch without a plan, and what would fit. Raises the planner's error."""
     from megatron_lynx.advise import as_json as as_json_of
 
     if as_json:
@@ -234,7 +239,7 @@ def _say_no(answer: Answer, *, as_json: bool) -> None:
 
 @app.command()
 def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
-    """What a plan does, stage by stage: kept, replayed, where, and what is expected of it."""
+    """Show a plan, stage by stage: kept and recomputed items, windows, and predictions."""
     from megatron_lynx.plan import load_plan
     from megatron_lynx.plan.explanation import explanation
 
@@ -262,7 +267,7 @@ def simulate(
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """One step under a plan, without running it: bubbles, exposed recomputations, memory of every stage. `report` draws it."""
+    """Simulate one step under a plan: bubbles, exposed recomputations, memory of each stage. `report` draws it."""
     from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.planner import figures_of
@@ -294,8 +299,10 @@ def simulate(
 
 
 def _job_and_figures(plan: Plan, profile_file: Path | None, job_file: str | None) -> tuple[Job | None, Profile]:
-    """The job that is given, else the plan's own, as it is under the plan, with figures to simulate with. Nothing is measured.
-    With a profile the plan's own job need not be there any more."""
+    """The given job, else the plan's, as it is under the plan, and figures to simulate with. Measures nothing.
+
+    With a profile, the plan's job need not exist any more.
+    """
     from megatron_lynx.errors import LynxError
     from megatron_lynx.planner import as_planned
 

@@ -55,7 +55,7 @@ def estimate(
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and time of a job, or of a Megatron launch, as it is stated: its recomputation, its offloading. Measures nothing."""
+    """Estimate memory and time of a job or a Megatron launch with its own recomputation and offloading. Measures nothing."""
     from megatron_lynx.cost.budget import if_it_runs
     from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
@@ -120,7 +120,7 @@ def search(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The fastest layouts of a job or a launch. Its layout, micro-batch size, policy, offload ratio, devices do not matter."""
+    """Find the fastest layouts. Replaces the job's layout, micro-batch size, policy, offload ratio and number of devices."""
     from megatron_lynx.launch_arguments.command_line import command_line
     from megatron_lynx.search import POLICIES
     from megatron_lynx.search import search as searched
@@ -154,7 +154,7 @@ def search(
 
 @app.command()
 def validate(as_json: AsJson = False) -> None:
-    """Recompute published results, and print how far off each is."""
+    """Recompute published results, and print the error of each."""
     from megatron_lynx.published import all_rows
 
     rows = all_rows()

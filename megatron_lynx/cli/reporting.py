@@ -1,4 +1,4 @@
-"""The command that draws: report."""
+"""The command report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def report(
         int, typer.Option("--budgets", min=0, max=100, metavar="N", help="Plans on the front of memory and time; 0: no front.")
     ] = 12,
 ) -> None:
-    """One HTML file to look at, without a network: schedule, waits, memory, plans over budgets; predicted beside measured."""
+    """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
     from megatron_lynx.profiler.profile import load_profile
     from megatron_lynx.profiler.scaled import as_learned
     from megatron_lynx.report.contents import Asked, contents
@@ -61,7 +61,7 @@ def report(
         job, reading, own = origin
         profile = profile if profile is not None or own is None else load_profile(own)
     learned, costs = None if given.plan is None else given.plan.provenance.learned, _costs(job, profile)
-    if learned is not None:  # the plan, the front around it and stock's settings are priced with what its run before has taught
+    if learned is not None:  # an earlier run's corrections apply to all prices
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
     with in_progress("plans made") as watch:
@@ -71,7 +71,7 @@ def report(
 
 
 def _costs(job: Job | None, given: Profile | None) -> Profile | None:
-    """The figures to predict with: for a job on a described cluster that one's, else those of a profile. Nothing is measured."""
+    """The figures to predict with, from the job's described cluster and the profile. Measures nothing."""
     from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 
     if given is not None:

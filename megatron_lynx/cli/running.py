@@ -58,10 +58,11 @@ def compare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job under stock Megatron's settings and under a plan, side by side, on this machine.
+    """Train a job on this machine under stock Megatron's settings and under a plan, side by side.
 
-    With --simulate nothing runs, and the GPUs of the job, or of the launch, need not be here. A job without flushes is simulated
-    beside the same job with flushes, and not trained.
+    With --simulate nothing is trained, and the GPUs of the job or launch need not be here. A job without flushes is only
+    simulated,
+    next to the same job with flushes.
     """
     from megatron_lynx.compare import as_json as rows_as_json
     from megatron_lynx.compare import print_report
@@ -144,7 +145,7 @@ def _compare_schedules(job: Job, plan_file: Path | None, profile_file: Path | No
 
 @app.command()
 def hooks(as_json: AsJson = False) -> None:
-    """What is held of the megatron-core that is installed, and whether it is as recorded. Needs no model."""
+    """List the functions of the installed megatron-core that are hooked, and whether they are as recorded."""
     with announced("reading megatron-core"):
         quieten_megatron()
         from megatron_lynx.apply.inventory import held_here
@@ -178,7 +179,7 @@ def doctor(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """What here, or in a launch, defeats overlap: what was found, what it costs, what to set. Needs no GPU.
+    """Find settings, here or in a launch, that defeat overlap: their cost, and what to set. Needs no GPU.
 
     With --cluster also whether Python stays ahead of the GPUs there, under stock Megatron and under a plan.
     """

@@ -1,7 +1,7 @@
-"""What `--json` prints: for each command the keys that its answer has. Programs pass over keys that they do not know.
+"""The keys that `--json` prints, by command. Programs should ignore unknown keys.
 
 megatron-lynx --json-schema     the JSON schema of all answers, by command
-megatron-lynx COMMAND --json    {"version": 1, ...}: the version counts up when a key goes, or means something else
+megatron-lynx COMMAND --json    {"version": 1, ...}: the version rises when a key is removed, or changes its meaning
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 
 
 class Answer(BaseModel):
-    """Seconds, bytes and tokens are whole units; null is what is not known."""
+    """Seconds, bytes and tokens are in these units; null is unknown."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -28,19 +28,19 @@ class Estimate(Answer):
     offload_ratio: float
     budget_bytes: int
     device: dict[str, Any]
-    """Bytes of the device and of what is reserved there."""
+    """Capacity and reserved bytes of the device."""
     stages: Rows
-    """`memory_bytes` by part at the fullest `moment`."""
+    """`memory_bytes` by part at the peak `moment`."""
     step_s: float | None
-    """The optimizer's update included."""
+    """Including the optimizer's update."""
     step_parts_s: dict[str, float] | None
     tokens_per_s: float | None
     mfu: float | None
     host_time: dict[str, Any] | None
     launch: dict[str, Any] | None = None
-    """Of a launch: `step_s`, `memory_bytes`, `setting`, `flags`."""
+    """For a launch: `step_s`, `memory_bytes`, `setting`, `flags`."""
     understood: dict[str, Any] | None = None
-    """Of a launch: `facts`, each with the flag that it is from."""
+    """For a launch: `facts`, each with its flag."""
 
 
 class Search(Answer):
@@ -48,7 +48,7 @@ class Search(Answer):
 
     gpus: int
     budget_bytes: int
-    """Of the job's own layout; each candidate has its own."""
+    """For the job's own layout; each candidate has its own."""
     candidates: Rows
     considered: int
     losers: Rows
@@ -56,14 +56,14 @@ class Search(Answer):
 
 
 class Step(BaseModel):
-    """A whole step, the optimizer's update included, and the bytes of the fullest device."""
+    """A whole step, including the optimizer's update, and the bytes of the fullest device."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     step_s: float | None
-    """The longest of a range; null where it cannot be priced, or nothing fits."""
+    """The longest of a range; null if it cannot be priced, or does not fit."""
     step_at_best_s: float | None = None
-    """The shortest of a range; missing where the step is one figure."""
+    """The shortest of a range; missing if the step is one figure."""
     memory_bytes: int | None = None
 
 
@@ -72,13 +72,13 @@ class OfLaunch(Step):
 
     setting: str
     flags: list[str]
-    """Left out under a plan."""
+    """Dropped under a plan."""
     not_priced: str | None = None
     """Why it has no figures."""
 
 
 class Change(BaseModel):
-    """What the launch loses and gets."""
+    """Flags that the launch loses and gets."""
 
     delete: list[str]
     add: list[str]
@@ -89,14 +89,14 @@ class OfStock(Step):
 
     setting: str
     flags: list[str]
-    """All that state the setting."""
+    """All flags of the setting."""
     change: Change
     step_most_s: float
     """As `step_s`."""
 
 
 class OfPlan(Step):
-    """The plan that is recommended."""
+    """The recommended plan."""
 
     flags: list[str]
     """Added to the launch."""
@@ -107,10 +107,10 @@ class OfPlan(Step):
 
 
 class OfNeighbour(Step):
-    """A layout one step away; its figures are those of the faster of `stock` and `plan`."""
+    """A layout one step away, with the figures of the faster of `stock` and `plan`."""
 
     flags: str
-    """Of the layout."""
+    """The layout's flags."""
     launch: str | None
     """The launch line under its plan."""
     stock: OfStock | None
@@ -122,21 +122,21 @@ class Verdict(Step):
 
     text: str
     run: Literal["launch", "stock", "plan", "neighbour"] | None
-    """null where nothing fits."""
+    """null if nothing fits."""
 
 
 class Advice(Answer):
-    """`advise --json`: what the launch takes today, stock's best, the plan, and both in layouts one step away."""
+    """`advise --json`: the launch today, stock's best, the plan, and both in layouts one step away."""
 
     launch: OfLaunch
     stock: OfStock | None
-    """null where no setting fits."""
+    """null if no setting fits."""
     plan: OfPlan | None
-    """null where there is none: `no_plan` says why."""
+    """null without a plan: `no_plan` says why."""
     plan_without_copies: Step | None = None
-    """Where `plan` sends activations to the host, and one that sends none fits."""
+    """If `plan` offloads activations, and a plan without offloading fits."""
     plan_in_todays_bytes: Step | None = None
-    """Of no more bytes than the launch."""
+    """Within the launch's bytes."""
     neighbours: list[OfNeighbour] | None = None
     budget_bytes: int
     verdict: Verdict
@@ -144,11 +144,11 @@ class Advice(Answer):
     would_fit: list[str] | None = None
     understood: dict[str, Any] | None = None
     step_s: float | None = None
-    """The longest of the plan, the optimizer's update included."""
+    """The longest of the plan, including the optimizer's update."""
     update_s: float | None = None
-    """The optimizer's update, which is a part of `step_s`."""
+    """The optimizer's update, a part of `step_s`."""
     memory_bytes: int | None = None
-    """Of the plan's fullest device."""
+    """The fullest device under the plan."""
     stages: Rows | None = None
     partition: list[int] | None = None
     launch_flags: list[str] | None = None
@@ -166,18 +166,18 @@ class Simulation(Answer):
     """`simulate --json`: one step."""
 
     step_s: float | None
-    """The optimizer's update included; null where that is not known."""
+    """Including the optimizer's update; null if that is unknown."""
     passes_s: float
     """Forwards and backwards over all stages."""
     update_s: float | None = None
     memory_bytes: int | None = None
-    """Of the fullest device."""
+    """The fullest device."""
     stages: Rows
-    """Seconds by what they are spent on, `peak_activation_bytes`, and every action's begin and end."""
+    """Seconds by purpose, `peak_activation_bytes`, and the begin and end of every action."""
 
 
 class RowsOfSettings(Answer):
-    """`compare --json` and `validate --json`: a row for each setting, or for each published figure."""
+    """`compare --json` and `validate --json`: a row for each setting, or each published figure."""
 
     rows: Rows
 
@@ -207,7 +207,7 @@ ANSWERS: dict[str, type[Answer]] = {
     "simulate": Simulation,
     "validate": RowsOfSettings,
 }
-"""By command. `explain` prints a plan (configs/plan.schema.json), `profile` the profile that it writes."""
+"""By command. `explain` prints a plan (configs/plan.schema.json), `profile` the written profile."""
 
 
 def json_schema() -> dict[str, Any]:

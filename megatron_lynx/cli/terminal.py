@@ -1,4 +1,4 @@
-"""Writing to the terminal: answers to stdout, progress and errors to stderr."""
+"""Writes answers to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
 
 
 WIDTH_OF_FILES = 180
-"""Columns of a table that goes to a file or a pipe, which have no width of their own."""
+"""Columns of a table in a file or a pipe."""
 
 
 SCREEN = 80
-"""Columns of a first screen, wherever it goes."""
+"""Columns of an answer's first screen."""
 
 MOST_PROBLEMS = 100
-"""Problems of one request that are printed; of more, only their number."""
+"""Problems of one request that are printed."""
 
 PATIENCE_S = 2.0
 """Seconds before a progress bar appears."""
 
 SECONDS_OF_A_LINE = 10.0
-"""Seconds between lines about progress, where there is no terminal for a bar."""
+"""Seconds between lines of progress without a terminal."""
 
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal takes for commands, but for tabs and ends of lines."""
+"""Control characters other than tabs and line ends."""
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes: names that users give must not command the terminal."""
+    """Escape control characters: users' names must not command the terminal."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """A line, or several, to stdout or stderr."""
+    """Print lines to stdout or stderr."""
     typer.echo(printable(text), err=err)
 
 
 VERSION_OF_JSON = 1
-"""Of the answers of all commands; it counts up when a key goes, or means something else (`cli.schema`)."""
+"""Version of the answers of all commands (`cli.schema`)."""
 
 
 def show_json(answer: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ def show(answer: RenderableType) -> None:
 
 
 def show_lines(*lines: str) -> None:
-    """Prose, folded at blanks where the terminal's width is known."""
+    """Print prose, folded to the terminal's width if that is known."""
     if width_of_terminal() is None:
         say("\n".join(lines))
     else:
@@ -75,7 +75,7 @@ def show_lines(*lines: str) -> None:
 
 
 def show_screen(answer: RenderableType) -> None:
-    """An answer that is made for `SCREEN` columns: wherever it goes, it is no wider."""
+    """Print an answer at most `SCREEN` columns wide."""
     page().print(answer, width=min(width_of_terminal() or SCREEN, SCREEN))
 
 
@@ -85,17 +85,19 @@ def page() -> Console:
 
     class Page(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # Rich ends the command with 1, which is the answer no
+            raise BrokenPipeError  # Rich would exit with 1, which means "no" here
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
-    return Page(file=sys.stdout or StringIO(), width=width_of_terminal() or WIDTH_OF_FILES)  # no stdout: the shell has closed it
+    return Page(
+        file=sys.stdout or StringIO(), width=width_of_terminal() or WIDTH_OF_FILES
+    )  # sys.stdout is None if the shell closed it
 
 
 def width_of_terminal() -> int | None:
-    """Its columns; what COLUMNS says for an answer that goes to a file or a pipe, and None where it says nothing."""
+    """Columns of the terminal, else of the variable COLUMNS, else None."""
     if sys.stdout is not None and sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     said = os.environ.get("COLUMNS", "")
@@ -103,7 +105,7 @@ def width_of_terminal() -> int | None:
 
 
 def show_error(error: LynxError) -> None:
-    """The headline, then a line per problem. Paths and names are printed as they are, never taken for markup."""
+    """Print the headline, and a line per problem. Text is not taken for markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -117,9 +119,9 @@ def show_error(error: LynxError) -> None:
 
 @contextmanager
 def in_progress(what: str, *, at_once: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr what the block does: a bar in a terminal, else lines. Yields a function to call with (done, total).
+    """Show progress of the block on stderr: a bar in a terminal, else lines. Yields a function of (done, total).
 
-    It shows up after `PATIENCE_S`, without a terminal after `SECONDS_OF_A_LINE`, and is gone afterwards; or `at_once`, to stay.
+    It appears after `PATIENCE_S`, without a terminal after `SECONDS_OF_A_LINE`, and disappears at the end; `at_once`: it stays.
     """
     import time
     from threading import Timer
@@ -167,7 +169,7 @@ announced = partial(in_progress, at_once=True)
 
 
 def quieten_megatron() -> None:
-    """Silence Megatron's warnings that Apex and Transformer Engine are missing, and keep its import from compiling anything."""
+    """Silence Megatron's warnings about missing packages, and keep its import from compiling."""
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch")

@@ -1,8 +1,8 @@
-"""Finds what on this machine, or in a launch, keeps recomputation from overlapping with communication, and says what to set.
+"""Finds settings of this machine, or of a launch, that keep recomputation from overlapping with communication.
 
 machine       versions, fingerprints, GPUs, NUMA, host memory
-environment   variables: who waits, the allocator, hardware queues; what shares the GPU with NCCL's kernels in windows
-launch        flags that take windows away; whether Python stays ahead of the GPU, as measured by the caller
+environment   variables: waits, the allocator, hardware queues, kernels that compete with NCCL's in windows
+launch        flags that remove windows; host-bound passes
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def findings(
     cluster: str | None = None,
     plan_file: str | os.PathLike[str] | None = None,
 ) -> Iterator[Finding]:
-    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch,
-    and for a file that is no plan.
+    """All findings about this machine and, if given, a launch. Raises `ConfigError` for words that are no launch, or a file that
+    is no
+    plan.
 
     Args:
-        measured: this machine's host time, or why it is not known; None: nothing is said of it.
-        cluster: where the launch is to run, by which its passes are priced; it is judged in place of a machine without GPUs.
-        plan_file: the launch's plan: what runs in its windows is known then, and it is judged by host time, too.
+        measured: this machine's host time, or why it is unknown.
+        cluster: the launch's cluster, judged instead of a machine without GPUs.
+        plan_file: the launch's plan, which determines the work in windows, and is judged by host time, too.
     """
     reading = read_launch(words) if words else None
     plan = None if plan_file is None else load_plan(plan_file)

@@ -1,21 +1,21 @@
-"""Environment variables that make the host or the device wait, and how the allocator hands out memory.
+"""Environment variables that make the host or the device wait, and the allocator's settings.
 
-Hardware queues that the streams of a rank share (CUDA_DEVICE_MAX_CONNECTIONS), and how many Megatron wants:
+Megatron's requirement for CUDA_DEVICE_MAX_CONNECTIONS, the hardware queues that the streams of a rank share, from 0.15 to 0.19:
 
-what Megatron asserts, alike from 0.15 to 0.19        GPUs before Blackwell      Blackwell and later
+                                                      GPUs before Blackwell      Blackwell and later
 sharded parameters (either FSDP)                      not 1                      not 1
 tensor or context parallelism                         1                          -
-  beside --overlap-moe-expert-parallel-comm           1, or 32                   -
-nothing of these                                      -                          -
+  with --overlap-moe-expert-parallel-comm             1, or 32                   -
+otherwise                                             -                          -
 
-One queue keeps collectives before the GEMMs that hide them, and recomputations after collectives.
+With one queue, collectives start before the GEMMs that hide them, and recomputations after collectives.
 
-Kernels that share the GPU with NCCL's in a window:
+Kernels that compete with NCCL's in a window:
 
-norm_margin      a norm that starts on all multiprocessors or not at all cannot start beside a collective
-stream_priority  with several hardware queues a GEMM may take all multiprocessors before the collective's kernel gets any
+norm_margin      a cooperative norm kernel, which needs all multiprocessors at once, cannot start during a collective
+stream_priority  with several hardware queues a GEMM may take all multiprocessors before the collective's kernel starts
 
-Both follow from sources of Transformer Engine and of CUDA; neither was seen on a GPU here (docs/gpu.md).
+Both follow from sources of Transformer Engine and CUDA; neither was seen on a GPU here (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lynx.torch_release import ALLOCATOR, AVOIDS_RECORDING, GROWING, nc
 
 @dataclass(frozen=True)
 class Software:
-    """Versions by which variables mean one thing or another; empty where something is not installed."""
+    """Installed versions; empty if missing."""
 
     torch: str = ""
     megatron_core: str = ""
@@ -44,7 +44,7 @@ class Software:
 def environment(
     variables: Mapping[str, str], gpus: Sequence[str] = (), *, installed: Software = Software(), nccl_ub: bool = False
 ) -> Iterator[Finding]:
-    """`gpus`: names of those that are here. `nccl_ub`: whether a launch was given that has --use-nccl-ub."""
+    """`gpus`: names of the local ones. `nccl_ub`: whether the launch has --use-nccl-ub."""
     yield _allocator(variables, alone=nccl_ub and nccl_ub_stands_alone(installed.torch, installed.megatron_core))
     if installed.torch and records_operands(installed.torch, variables):
         yield _recorded(variables, installed.torch, gpus)
@@ -61,12 +61,12 @@ def environment(
 
 
 def switched_on(variables: Mapping[str, str], name: str) -> bool:
-    """Whether torch takes a variable for yes."""
+    """Whether torch reads a variable as true."""
     return variables.get(name, "0").lower() not in ("", "0", "false", "f", "n", "no")
 
 
 def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
-    """`alone`: the launch has --use-nccl-ub, which does not go with segments that grow."""
+    """`alone`: the launch has --use-nccl-ub, which excludes expandable segments."""
     name = next((name for name in ALLOCATOR if name in variables), ALLOCATOR[-1])
     setting = variables.get(name, "")
     if GROWING in setting:
@@ -82,7 +82,7 @@ def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
 
 
 def _recorded(variables: Mapping[str, str], torch: str, gpus: Sequence[str]) -> Finding:
-    """Windows are asynchronous collectives, whose operands torch below 2.8 keeps until the host sees them over."""
+    """Torch before 2.8 keeps operands of asynchronous collectives, our windows, until the host sees their end."""
     found = f"{variables.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.partition('+')[0]}"
     costs = "plans with windows are refused on GPUs: their collectives would hold memory that a plan does not count"
     return Finding(AVOIDS_RECORDING, "defeats" if gpus else "note", found, costs, "set 1, or install torch 2.8 or later")
@@ -90,7 +90,7 @@ def _recorded(variables: Mapping[str, str], torch: str, gpus: Sequence[str]) -> 
 
 TOPIC = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = ("B100", "B200", "B300", "Blackwell", "GB10")
-"""Parts of names of GPUs: GB200 and GB300 have theirs, too."""
+"""Parts of GPU names, also of GB200 and GB300."""
 SHARDED = ("use_megatron_fsdp", "use_torch_fsdp2")
 SPLIT = ("tensor_model_parallel_size", "context_parallel_size")
 
@@ -98,7 +98,7 @@ Wanted = Literal["one", "several", "any"]
 
 
 def hardware_queues(variables: Mapping[str, str], given: Given | None, gpus: Sequence[str]) -> Iterator[Finding]:
-    """`given`: the launch's arguments, if a launch was given; `gpus`: names of those that are here, or of its cluster."""
+    """`given`: the launch's arguments, if any. `gpus`: names of the local GPUs, or the cluster."""
     value, blackwell = variables.get(TOPIC), any(chip.lower() in name.lower() for name in gpus for chip in BLACKWELL)
     yield _without_launch(value, blackwell) if given is None else _of_launch(value, given, blackwell, known=bool(gpus))
     if value == "1":
@@ -150,8 +150,10 @@ def _as_megatron_wants_it() -> Finding:
 
 
 def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """An event that takes the time stands at the head of the one hardware queue until what is before it in its stream is over,
-    and holds up every stream (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
+    """A timing event blocks the one hardware queue until the work before it in its stream is over, and so every stream (measured
+    on an
+    H100: benchmarks/results/2026-11-22-hardware-queues.md).
+    """
     for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
         if switched_on(variables, name):
             costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
@@ -159,14 +161,14 @@ def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 ALL_STREAMS = "TORCH_NCCL_HIGH_PRIORITY"
-"""Environment variable: torch's streams for NCCL have a high priority, whatever their group."""
+"""Environment variable that gives torch's NCCL streams of all groups a high priority."""
 
 H100 = 132
 """Multiprocessors of an H100, for the cost of a margin."""
 
 
 def beside_collectives(reading: Reading | None, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    """A plan tells which norms run in windows, and whose windows these are."""
+    """Kernels that compete with collectives. A plan determines the norms in windows, and the groups of windows."""
     yield from _norm_margin(reading, variables, plan)
     if reading is not None:
         yield from _stream_priority(reading, variables, plan)
@@ -198,9 +200,9 @@ def _norm_margin(reading: Reading | None, variables: Mapping[str, str], plan: Pl
 
 
 def _rows_of(reading: Reading) -> str | None:
-    """What norms of a launch work on, if they are Transformer Engine's own kernels and start as one."""
+    """Rows of a launch's norms, if they are Transformer Engine's cooperative kernels."""
     given = reading.given
-    if given["transformer_impl"] == "local" or (given["fp8"] and given["fp8_recipe"] == "mxfp8"):  # whose norms are cuDNN's
+    if given["transformer_impl"] == "local" or (given["fp8"] and given["fp8_recipe"] == "mxfp8"):  # mxfp8 uses cuDNN's norms
         return None
     width, kind = given["hidden_size"] or 0, given["normalization"]
     norm: Norm = "rmsnorm" if kind == "RMSNorm" else "layernorm"
@@ -209,7 +211,7 @@ def _rows_of(reading: Reading) -> str | None:
 
 
 def _planned_rows(plan: Plan) -> str | None:
-    """The same of a plan, which does not know what kind of norm there is: where both kinds start as one."""
+    """Rows of a plan's norms, if both kinds of norm are cooperative: the plan does not know the kind."""
     model = plan.model
     of_te = model.implementation == "transformer_engine" and model.fp8 != "mxfp8"
     as_one = all(starts_as_one(norm, model.hidden) for norm in get_args(Norm))
@@ -217,7 +219,7 @@ def _planned_rows(plan: Plan) -> str | None:
 
 
 def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    """With one hardware queue kernels start in the order of their issue, and priorities do nothing."""
+    """With one hardware queue kernels start in the order of their issue, and priorities have no effect."""
     topic, given = "priority of collectives", reading.given
     groups = _groups_of(reading) if plan is None else groups_waited_for(plan)
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or not groups:
@@ -246,7 +248,7 @@ def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan 
 
 
 def _groups_of(reading: Reading) -> tuple[Group, ...]:
-    """Those for which any plan of the launch may wait."""
+    """Groups that any plan of the launch may wait for."""
     given = reading.given
     sizes: dict[Group, int] = {
         "tp": 1 if given["tp_comm_overlap"] else given["tensor_model_parallel_size"] or 1,
@@ -257,6 +259,5 @@ def _groups_of(reading: Reading) -> tuple[Group, ...]:
 
 
 def _receives_apart(reading: Reading, groups: Sequence[Group]) -> bool:
-    """Whether gradients may be received in other groups than Megatron's own (`apply.hooks.receives`): where schedules are
-    interleaved."""
+    """Whether gradients may be received in other groups than Megatron's (`apply.hooks.receives`), in interleaved schedules."""
     return "pp" in groups and reading.is_chunked and reading.given["overlap_p2p_comm"] is not False

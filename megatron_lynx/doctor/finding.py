@@ -1,4 +1,4 @@
-"""A finding of `megatron-lynx doctor`: one fact, what it costs, and what to set."""
+"""A finding of `megatron-lynx doctor`: one fact, its cost, and what to set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Literal
 
 Level = Literal["good", "note", "slows", "defeats"]
 """good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused or hide nothing, Megatron
-stops, or stock's gradients are wrong."""
+stops,
+or stock's gradients are wrong.
+"""
 
 
 @dataclass(frozen=True)

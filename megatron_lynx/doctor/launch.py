@@ -1,8 +1,8 @@
-"""Arguments of a launch that leave no windows for recomputation, or that plans refuse, and host-bound passes.
+"""Arguments of a launch that remove windows or that plans refuse, and host-bound passes.
 
 host time of this machine ──┐
-launch, --cluster ──job──> device seconds of every pass ──> "host-bound", or not, as the launch stands
-plan ─────────────────────> rehearsed ────────────────────> the same under the plan
+launch, --cluster ──job──> device seconds of every pass ──> host-bound or not, as launched
+plan ─────────────────────> rehearsed ────────────────────> host-bound or not, under the plan
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ TODAY = {
 
 
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about the launch's arguments."""
     given = reading.given
     for name, (topic, costs) in DEFEATS.items():
         if is_on(given, name):
@@ -102,7 +101,7 @@ def _replaced(reading: Reading) -> Iterator[Finding]:
 
 
 def _wrong_in_stock(reading: Reading) -> Iterator[Finding]:
-    """Faults of Megatron's own, in all of the releases that launches are read for."""
+    """Bugs of Megatron in all supported releases."""
     given = reading.given
     if (drawn := _dropped_out_again(given)) and (given["te_rng_tracker"] or captures(given)):
         tracker = given.origin("te_rng_tracker") if given["te_rng_tracker"] else "CUDA graphs, which take --te-rng-tracker"
@@ -124,7 +123,7 @@ def _wrong_in_stock(reading: Reading) -> Iterator[Finding]:
 
 
 def _dropped_out_again(given: Given) -> str:
-    """The flag by which stock recomputes a dropout; empty where none is recomputed."""
+    """The flag by which stock recomputes a dropout; empty if it recomputes none."""
     attention, hidden = given["attention_dropout"], given["hidden_dropout"]
     if given["recompute_granularity"] == "full" and (attention or hidden):
         return "--recompute-granularity full"
@@ -134,7 +133,6 @@ def _dropped_out_again(given: Given) -> str:
 
 
 def _weight_gradients(reading: Reading) -> Finding:
-    """Whether they can fill waits."""
     given = reading.given
     if given["gradient_accumulation_fusion"] is False:
         costs = "they are not added up where they lie: plans cannot defer them into waits"
@@ -146,7 +144,7 @@ def _weight_gradients(reading: Reading) -> Finding:
 
 
 def _messages(reading: Reading) -> Finding:
-    """Between stages: plain schedules end every exchange in a device-wide wait that no flag turns off."""
+    """Messages between stages: plain schedules end every exchange in a device-wide wait that no flag disables."""
     given, chunked = reading.given, reading.is_chunked
     if chunked and given["overlap_p2p_comm"] is not False:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
@@ -161,7 +159,8 @@ def _messages(reading: Reading) -> Finding:
 
 def _checked_results(reading: Reading) -> Finding:
     """Megatron reads results of every step to find NaN: `loss_func` of pretrain_gpt.py calls `validate_result` twice, as does
-    `check_grads` of each bucket; from the first step on, with reruns from the second."""
+    `check_grads` of each bucket; from the first step on, with reruns from the second.
+    """
     given, topic = reading.given, "check for NaN"
     if not given["check_for_nan_in_loss_and_grad"]:
         return Finding(topic, "good", given.origin("check_for_nan_in_loss_and_grad"))
@@ -183,7 +182,7 @@ TOPIC = "host time"
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Why this machine's host time is not known."""
+    """Why this machine's host time is unknown."""
 
     reason: str
 
@@ -228,7 +227,7 @@ SHOWN: dict[Setting, str] = {
 
 
 def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]:
-    """The launch under stock's own recomputation, then the plan. Raises `LynxError` where they cannot be priced."""
+    """Judge the launch under stock's recomputation, then the plan. Raises `LynxError` if they cannot be priced."""
     job = job_of(read_launch(asked.words, planning=False), cluster)
     costs = analytic_profile(job).model_copy(update={"host_time": measured})
     yield _finding("host-bound launch", HostReport.of(costs, host_report(_as_stock(job), costs).bound))
@@ -238,7 +237,7 @@ def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]
 
 
 def _as_stock(job: Job) -> Job:
-    """The job without a plan. A launch that leaves the policy open recomputes nothing."""
+    """The job without a plan. An open policy means no recomputation."""
     return job.model_copy(update={"policy": "none"}) if job.policy == "planned" else job
 
 

@@ -1,6 +1,4 @@
-"""GPUs, NUMA nodes and host memory of this machine, read from nvidia-smi and /sys without initialising CUDA; which versions are
-installed, and whether Megatron reads as recorded. Nothing is imported to learn a version.
-"""
+"""GPUs, NUMA nodes and host memory of this machine, from nvidia-smi and /sys without initialising CUDA; installed versions."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
 
 
 def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: Cluster | None = None) -> Iterator[Finding]:
-    """`launcher`: the words in front of the script, where a launch was given. `elsewhere`: the cluster that the launch is for,
-    where this machine is not one of its nodes."""
+    """`launcher`: a launch's words before its script. `elsewhere`: its cluster, if this machine is not one of the nodes."""
     if elsewhere is not None and (node := elsewhere.node) is not None:
         yield Finding("GPUs", "note", f"none here; {node.gpus} on each node of {elsewhere.name}")
         words = f"{node.host_memory_gib:g} GiB on each node, which {elsewhere.name} is taken to have (node.host_memory_gib)"
@@ -43,7 +40,7 @@ def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: 
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs that the driver's tool lists; none where there is no such tool."""
+    """Names of the GPUs that nvidia-smi lists; empty without it."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -65,7 +62,7 @@ def _host_memory(root: Path) -> Finding:
 
 
 def software() -> Iterator[Finding]:
-    """The versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core reads as recorded."""
+    """Versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core is as recorded."""
     torch = version_of("torch")
     yield Finding("torch", "good", torch) if torch else Finding("torch", "defeats", "not installed", "no training", "install it")
     te = version_of("transformer-engine", "transformer_engine")
@@ -81,7 +78,7 @@ def software() -> Iterator[Finding]:
 
 
 def _te(found: str) -> Finding:
-    """Whether this Transformer Engine is known. How it reads is compared when a plan is installed: importing it needs a GPU."""
+    """Whether this release is known. Its functions are compared when a plan is installed: importing them needs a GPU."""
     from megatron_lynx.apply.releases import minor_of
     from megatron_lynx.apply.transformer_engine import KNOWN
 
@@ -95,7 +92,7 @@ def _te(found: str) -> Finding:
 
 
 def version_of(*names: str) -> str | None:
-    """The version of a package by the first of its names that is installed; nothing is imported for it."""
+    """The version of a package under the first of its names that is installed. Imports nothing."""
     for name in names:
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""Recomputes what papers measured or printed: the planner is believed as far as it reproduces their figures."""
+"""Recomputes published measurements, to validate the cost model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_lynx.published.row import Row, published_figures
 
 
 def all_rows() -> list[Row]:
-    """Every row of all papers, in the order of the files of figures."""
+    """Every row, in the order of the files of figures."""
     figures = published_figures()
     parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
     found = [row for name, part in parts.items() for row in part.rows(figures[name])]

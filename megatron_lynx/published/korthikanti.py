@@ -1,7 +1,7 @@
 """Korthikanti et al. (2205.05198): memory of parameters and activations, seconds of a layer and of a step, utilisation.
 
-Their figures count what layers hold: weight matrices at 18 bytes (bf16, fp32 gradient, fp32 copy and two moments, no distributed
-optimizer) and activations; so do these rows, and leave out what else has a name here.
+Like their figures, these rows count weight matrices at 18 bytes (bf16, fp32 gradient, fp32 copy and two moments, no distributed
+optimizer) and activations, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TECHNIQUES = {
     "seqsel": ("selective", True),
     "full": ("full", False),
 }
-"""The settings of their figure 7: recomputation, and whether with sequence parallelism."""
+"""The settings of their figure 7: recomputation, and sequence parallelism."""
 
 EXPERIMENTS = {
     "baseline_no_recompute": "none",
@@ -45,11 +45,13 @@ EXPERIMENTS = {
 """The runs of their table 4."""
 
 CALIBRATING = ("baseline_no_recompute", "sequence_parallelism")
-"""Experiments of table 4 whose forwards chose `matmul.efficiency` of the A100, and whose backwards `matmul.beside_collective`."""
+"""Experiments of table 4 whose forwards calibrated `matmul.efficiency` of the A100, and whose backwards
+`matmul.beside_collective`.
+"""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows of this paper. `figures`: its part of the file."""
+    """`figures`: this paper's part of the file."""
     configs = {config["model"]: config for config in figures["configs"]}
     for published in figures["figure1_memory_gib_per_gpu"]:
         yield from _memory(configs[published["model"]], published)
@@ -64,7 +66,7 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def job_of(config: Mapping[str, Any], technique: str) -> Job:
-    """With Megatron of 2022: messages are cut among tensor ranks (since January 2021), none overlaps a pass (until May 2023)."""
+    """Megatron of 2022: messages are scattered over tensor ranks (since January 2021) and not overlapped (until May 2023)."""
     policy, sequence_parallel = TECHNIQUES[technique]
     layout: dict[str, Any] = {"tensor": config["t"], "pipeline": config["p"], "sequence_parallel": sequence_parallel}
     layout["scattered_messages"] = not sequence_parallel
@@ -100,7 +102,7 @@ def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
 
 
 def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
-    """Forward and backward of one layer: the stage's without its ends."""
+    """Forward and backward of one layer: the stage's without embedding and head."""
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
     message_bytes = LayerShape.of(job).gathered_bytes
@@ -132,7 +134,7 @@ def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[
 
 
 def _gained_by_whole(config: Mapping[str, Any], published: Mapping[str, Any]) -> Row:
-    """Utilisation that is gained where each stage keeps as many of its outstanding micro-batches whole as its memory holds."""
+    """Gain in utilisation if each stage keeps as many of its outstanding micro-batches whole as fit in its memory."""
     job = job_of(config, "seqsel").model_copy(update={"policy": "planned"})
     profile, plan = analytic_profile(job), uniform_plan(job, (ATTENTION.core,), windows=False)
     held, kept = (memory_of_stages(job_of(config, technique)) for technique in ("seqsel", "seq"))

@@ -1,8 +1,8 @@
-"""Steps of stock Megatron with and without overlapped exchanges of experts, which others measured: Qwen3 30B-A3B on 16 H100.
+"""Published steps of stock Megatron with and without overlapped exchanges of experts: Qwen3 30B-A3B on 16 H100.
 
-By how much the combined schedule is faster is held to 2 %: one constant was chosen by these rows, what an exchange keeps of its
-rate beside computing (`cost.combined.MEASURED`). Steps are held to 10 %: exchanges are by the cluster's figures, and permutation
-without fused kernels is not priced, nor what HybridEP exchanges before its tokens.
+The combined schedule's speed-up is bounded to 2 %: these rows calibrated one constant, the rate of an exchange during compute
+(`cost.combined.MEASURED`). Steps are bounded to 10 %: the cluster's figures price the exchanges, and neither unfused permutation
+nor HybridEP's exchange of counts is priced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 
 STEP_PERCENT, FASTER_PERCENT, PEAK_PERCENT = 10.0, 2.0, 8.0
-"""Bounds on the error of a step, of how many times as fast one is as another, and of a peak."""
+"""Bounds on the errors of a step, of a speed-up, and of a peak."""
 
 SOURCE = "NVIDIA, Megatron-Bridge"
 OVERLAPPED = StockSetting(overlap=True)
@@ -28,7 +28,7 @@ Run = Mapping[str, Any]
 
 
 def rows(series: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows. `series`: of the file of figures, by their id."""
+    """`series`: of the file of figures, by id."""
     for run in series["qwen3_30b_overlapped_exchanges"]["rows"]:
         yield from _of_run(run)
 
@@ -51,7 +51,7 @@ def _of_run(run: Run) -> Iterator[Row]:
 
 
 def overlapped_job(run: Run) -> Job:
-    """On two nodes, 64 micro-batches of one sequence on each GPU."""
+    """Two nodes, 64 micro-batches of one sequence on each GPU."""
     experts = {"count": 128, "per_token": 8, "ffn": 768, "dispatcher": run["dispatcher"]}
     return catalogued_job(
         "qwen3-30b-a3b",

@@ -1,11 +1,10 @@
 """PipeOffload (2503.01328), figure 1, left: k, the copy-to-compute ratio of a GPT layer.
 
-    k = 2 x bytes / B_o   /   (3 x FLOPs of a forward / B_c)          norms, GELU and dropout are replayed
+    k = 2 x bytes / B_o   /   (3 x FLOPs of a forward / B_c)          norms, GELU and dropout are recomputed
 
-With as many key/value heads as heads (20sbh bytes) that is their formula 1, 10 / (3(6h + s)) x B_c / B_o. What they printed is
-not: it is the same count for the models that they ran, which have eight key/value heads, (16h + 4096)sb bytes. Their caption says
-220 TFLOP/s; every printed digit comes out at 230, and no rate more than 0.02 away from it gives them all. So 230 stands here, the
-one constant of the table, and their 15 GB/s.
+With as many key/value heads as heads (20sbh bytes) this is their formula 1, 10 / (3(6h + s)) x B_c / B_o. Their printed figures
+are for the models that they ran, with eight key/value heads and (16h + 4096)sb bytes. Their caption says 220 TFLOP/s, but every
+printed digit results from 230, and from no rate more than 0.02 away. So this file uses 230, its only constant, and their 15 GB/s.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from megatron_lynx.published.row import Row
 SOURCE = "PipeOffload, 2503.01328"
 COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S = 230e12, 15e9
 CALIBRATING = ((6144, 16384), (8192, 4096))
-"""Figures that a rate of 0.02 more, or less, would round to others."""
+"""Figures that a rate of 0.02 more, or less, would round differently."""
 HEAD_SIZE, KEY_VALUE_HEADS = 128, 8
-"""The sizes that all their models share (table 2)."""
+"""The same in all their models (table 2)."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows of this paper. `figures`: its part of the file."""
+    """`figures`: this paper's part of the file."""
     table = figures["k_table"]
     for hidden, printed in table["rows_hidden"].items():
         for seq, published in zip(table["columns_seq"], printed, strict=True):
@@ -40,13 +39,13 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _ratio(shape: LayerShape) -> float:
-    """They do not count what fused attention keeps for itself, four bytes of each row and head."""
+    """They do not count fused attention's statistics, four bytes for each row and head."""
     statistics = kept_bytes(shape, "none") - kept_bytes(shape, "selective")
     copied = kept_bytes(shape, "balanced") - statistics
     return copy_to_compute_ratio(copied, sum(flops_of(shape).values()), COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S)
 
 
 def _gpt(hidden: int, seq: int) -> Model:
-    """Their model, without dropout's masks, which they make again from the seed."""
+    """Their model, without dropout masks, which are recomputed from the seed."""
     heads = hidden // HEAD_SIZE
     return Model(layers=1, hidden=hidden, ffn=4 * hidden, heads=heads, kv_groups=KEY_VALUE_HEADS, vocab=51200, seq=seq)

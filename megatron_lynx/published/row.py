@@ -1,4 +1,4 @@
-"""One published figure beside ours, and published runs as jobs on catalogued models and clusters."""
+"""A published figure and ours, and published runs as jobs on catalogued models and clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lynx.yaml_file import read_yaml
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and ours. `bound` is on the error's absolute value, in its unit; None: nothing is claimed."""
+    """A published figure and ours. `bound`: on the error's absolute value, in its unit; None if there is no claim."""
 
     source: str
     what: str
@@ -22,13 +22,13 @@ class Row:
     unit: str
     bound: float | None
     error_in: Literal["percent", "unit"] = "percent"
-    """Whether the error is relative, or the plain difference."""
+    """Whether the error is relative, or the difference."""
     calibrates: str | None = None
-    """The constant that this row, with the others that name it, chose: what is left of its error says nothing."""
+    """The constant that this row calibrated, so that its error proves nothing."""
 
     @property
     def error(self) -> float:
-        """Ours less theirs."""
+        """Ours minus theirs."""
         difference = self.computed - self.published
         return 100 * difference / self.published if self.error_in == "percent" else difference
 
@@ -54,8 +54,7 @@ class Row:
 
 
 def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:
-    """A job on `models/NAME`, with another sequence length if one is given, and `clusters/CLUSTER`. `model`: what of the model is
-    otherwise; `fields`: the job's other keys."""
+    """A job on `models/NAME` and `clusters/CLUSTER`. `seq`, `model`: changes of the model; `fields`: the job's other keys."""
     shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {})
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
     data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": described, **fields}
@@ -63,11 +62,10 @@ def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: di
 
 
 def described_job(model: Model, cluster: str, **fields: Any) -> Job:
-    """A job on a model that is written out, and `clusters/CLUSTER`."""
+    """A job on `model` and `clusters/CLUSTER`."""
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
     return validated(Job, {"model": model.model_dump(mode="json"), "cluster": described, **fields}, f"a model on {cluster}")
 
 
 def published_figures(name: str = "published") -> dict[str, Any]:
-    """A file of figures, as it stands."""
     return read_yaml(bundled_configs() / f"{name}.yaml")

@@ -1,13 +1,14 @@
-"""Steps and peaks of stock Megatron that others measured, which chose no constant: series of rows, each one run.
+"""Published steps and peaks of stock Megatron, which calibrated no constant. Each row of a series is a run.
 
-    Narayanan et al. 2021, table 1    A100; 1.7B to 1T, unfused attention, whole layers replayed, up to 64 stages
-    NVIDIA's recipes for Llama 3.1    H100; 8B, 70B and 405B in bf16 and in FP8 (delayed scaling), two context ranks, 8 to 2,304
-                                      GPUs; userbuffers and chunks where there are tensor-parallel ranks and stages
-    Zero Bubble's 1F1B                A100; 8 to 32 stages, unfused attention, nothing replayed. Peaks are of the fullest device,
-                                      in GB without decimals, so 30 is known to 1.7 %. It ran in fp16, so its gradients are, too
-                                      (Megatron's default, `validate_args`): copies in fp32 are there only in updates
+    Narayanan et al. 2021, table 1    A100; 1.7B to 1T, unfused attention, full recomputation, up to 64 stages
+    NVIDIA's recipes for Llama 3.1    H100; 8B, 70B and 405B in bf16 and FP8 (delayed scaling), two context ranks, 8 to 2,304
+    GPUs;
+                                      userbuffers and chunks with tensor-parallel ranks and stages
+    Zero Bubble's 1F1B                A100; 8 to 32 stages, unfused attention, no recomputation. Peaks are of the fullest device,
+                                      in whole GB, so 30 has an error of 1.7 %. It ran in fp16, so gradients are in fp16, too
+                                      (Megatron's default, `validate_args`), with copies in fp32 only during updates
 
-Settings of the jobs were read in the code that ran: `configs/published_more.yaml` and docs/decisions/estimating.md name it.
+Settings were read in the code that ran: `configs/published_more.yaml` and docs/decisions/estimating.md name it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_lynx.published.row import Row, described_job
 ROW_PERCENT, SERIES_PERCENT, PEAK_PERCENT = 8.0, 5.0, 4.0
 """Bounds on the error of one step, on the mean of a series, and on the error of one peak."""
 FP8_SERIES_PERCENT = 6.0
-"""The bound on the mean of steps in FP8, which was set when it was known: they miss more than those in bf16."""
+"""Bound on the mean of steps in FP8, set after the mean was known; it is larger than in bf16."""
 
 ZERO_BUBBLE = "Zero Bubble, 2401.10241"
 RECIPES, IN_FP8 = "NVIDIA, dgxc-benchmarking v25.02", "NVIDIA, dgxc v25.02, FP8"
@@ -35,7 +36,7 @@ Run = Mapping[str, Any]
 
 
 def rows(series: Mapping[str, Any]) -> Iterator[Row]:
-    """All steps. `series`: of the file of figures, by their id."""
+    """`series`: of the file of figures, by id."""
     for run in series["narayanan2021_table1"]["rows"]:
         yield _row("Narayanan et al., 2104.04473", f"table 1: step of {run['model']}", run["step_s_d"], table_1_job(run))
     for name in ("8b", "70b", "405b"):
@@ -51,7 +52,7 @@ def rows(series: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def peaks(series: Mapping[str, Any]) -> Iterator[Row]:
-    """The fullest device of each run whose peak is known."""
+    """The fullest device of each run with a known peak."""
     for run in series["zero_bubble_baselines"]["rows"]:
         what = f"table 4: peak memory of {run['model']}, {run['microbatches']} micro-batches"
         computed = max(memory.total for memory in memory_of_stages(zero_bubble_job(run))) / GB
@@ -59,7 +60,6 @@ def peaks(series: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def means(found: list[Row]) -> Iterator[Row]:
-    """The mean error of each series."""
     for source in dict.fromkeys(row.source for row in found):
         errors = [abs(row.error) for row in found if row.source == source]
         what = f"mean error of {len(errors)} steps"
@@ -68,7 +68,7 @@ def means(found: list[Row]) -> Iterator[Row]:
 
 
 def table_1_job(run: Run) -> Job:
-    """Nothing is reduced behind a GEMM, no message sent behind a pass; models of one stage have torch's DDP, which overlaps."""
+    """Nothing overlaps with GEMMs or passes, but models of one stage have torch's DDP, which overlaps."""
     layout = {"tensor": run["tp"], "pipeline": run["pp"], "scattered_messages": True}
     if run["vp"] > 1:
         layout["layers_per_chunk"] = run["layers"] // run["pp"] // run["vp"]
@@ -85,7 +85,7 @@ def table_1_job(run: Run) -> Job:
 
 
 def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | None = None) -> Job:
-    """`config`: what all its runs share. `fp8`: how its linears compute in FP8."""
+    """`config`: shared by all runs of the recipe. `fp8`: the FP8 recipe."""
     names = ("layers", "hidden", "ffn", "heads", "kv_groups", "vocab", "seq")
     like: dict[str, Any] = {"norm": "rmsnorm", "bias": False, "implementation": "transformer_engine", "fp8": fp8}
     sliced = config["tp"] > 1
@@ -106,7 +106,7 @@ def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | Non
 
 
 def zero_bubble_job(run: Run) -> Job:
-    """The stages at the ends have one layer less than the others. Its script asks for 16-bit gradients."""
+    """The first and last stage have one layer less than the others. The script sets 16-bit gradients."""
     each = (run["layers"] + 2) // run["pp"]
     return described_job(
         _gpt(run, vocab=32000, seq=1024),

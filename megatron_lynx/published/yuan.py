@@ -1,7 +1,7 @@
 """Yuan et al. (USENIX ATC '24): memory at every offload ratio, the smallest ratio of every run, throughput, utilisation.
 
-Calibrated on four of these runs: the achieved share of the matrix rate, on the throughput of 128 and 256 GPUs (H800) and of
-Llama-7B `ours` (A800); the achieved share of PCIe, on the choice of checkpointing at 80 and 128 GPUs. No other chose a constant.
+Calibrated on four of these runs: matrix efficiency on the throughput of 128 and 256 GPUs (H800) and of Llama-7B `ours` (A800);
+PCIe efficiency on the choice of checkpointing at 80 and 128 GPUs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ POLICIES = {"no": "none", "ours": "balanced", "full": "full"}
 """Our policies by their `ckpt`."""
 CLUSTERS = {"A800": "a800-80g", "H800": "h800-80g"}
 BEFORE_FUSED_SWIGLU = {"fusions": ["bias_dropout", "rope", "masked_softmax"], "glu_offset": False}
-"""Of their fork of Megatron-LM of 2023: what it keeps of SwiGLU is SiLU apart (their 8H/h), and there was no offset."""
+"""Their fork of Megatron-LM of 2023 saves SiLU separately (their 8H/h), and has no offset."""
 REST_BYTES = 1_200_000_000
-"""What they measured beside parameters, gradients, optimizer, activations and copies: about 1.2e9. Their planner set it aside, so
-the ratios that it chose are recomputed with it. 0.9e9 of it are counted here, moment by moment, and each ratio of figure 7 has a
-row without it. What these lack is no constant (0 to 0.8e9, up and down with the ratio)."""
+"""Their measured memory besides parameters, gradients, optimizer, activations and copies, about 1.2e9 bytes. Their planner
+reserved
+it, so their ratios are recomputed with it. Our model counts 0.9e9 of it, by moment, and each ratio of figure 7 has a row without
+the reserve; those miss 0 to 0.8e9, varying with the ratio.
+"""
 BUDGET = {"memory_gib": 64.6}
-"""69.4e9 B of their 80 GB: the 68.2e9 B that they plan for, and the rest."""
+"""69.4e9 B of their 80 GB: the 68.2e9 B of their plans, and the rest."""
 CALIBRATING_GPUS, CALIBRATING_DEMO = (128, 256), ("ours", "A800")
-"""Runs of figure 9, and of the demo, whose throughput chose `matmul.efficiency` of their cluster."""
+"""Runs of figure 9, and of the demo, whose throughput calibrated `matmul.efficiency` of their cluster."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """All rows of this paper. `figures`: its part of the file."""
+    """`figures`: this paper's part of the file."""
     yield from _memory(figures["figure7_max_memory_allocated_bytes"])
     yield from _offload_ratios(figures["figure9"])
     yield _choices(figures["figure9"])
@@ -49,7 +51,7 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def job_of(run: Mapping[str, Any], cluster: str = "h800-80g", **fields: Any) -> Job:
-    """A run as they state it: `model`, `seq`, `n_gpus`, `B` and the layout's letters."""
+    """A run by their keys: `model`, `seq`, `n_gpus`, `B` and the letters of the layout."""
     layout = {"tensor": run["t"], "context": run["c"], "pipeline": run["p"], "layers_per_chunk": run["l"]}
     return catalogued_job(
         run["model"].lower(),
@@ -75,13 +77,13 @@ def _memory(figure: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _counted_rest(memory: StageMemory) -> int:
-    """What is named here, and was part of the rest for them."""
+    """Bytes that we count by name and that were part of their rest."""
     return memory.recomputed + memory.in_hand + memory.messages + memory.buffers + memory.rest
 
 
 def _smallest_ratio(job: Job) -> float:
-    """The smallest share with which everything but the rest fits into what they allow it (68.2e9 B on 80 GB)."""
-    named = job.policy == "full"  # what a whole layer makes again is named by them, too
+    """The smallest ratio at which everything but the rest fits in their budget (68.2e9 B on 80 GB)."""
+    named = job.policy == "full"  # with full recomputation they count the recomputed layer by name, too
     rest = max(map(_counted_rest, memory_of_stages(job.model_copy(update={"policy": "none"}) if named else job)))
     allowed = job.memory_budget_bytes - REST_BYTES
     budget = job.budget.model_copy(update={"memory_gib": (allowed + rest) / GIB})
@@ -96,14 +98,16 @@ def _offload_ratios(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _choices(runs: list[Mapping[str, Any]]) -> Row:
-    """Whether to keep everything, to replay norms and activations, or whole layers: each with the offloading that it needs."""
+    """Runs for which we choose their checkpointing: none, norms and activations, or whole layers, each with the offloading it
+    needs.
+    """
     same = sum(_fastest_policy(run) == POLICIES[run["ckpt"]] for run in runs)
     what, chose = "figure 9: runs whose checkpointing we would choose, too", "h800-80g: pcie.efficiency, on 80 and 128 GPUs"
     return Row(SOURCE, what, len(runs), same, "runs", 0.0, error_in="unit", calibrates=chose)
 
 
 def _fastest_policy(run: Mapping[str, Any]) -> str:
-    """The best of those that fit at all."""
+    """The fastest policy that fits."""
     seconds = {}
     for theirs, policy in POLICIES.items():
         job = job_of({**run, "ckpt": theirs})
@@ -126,7 +130,7 @@ def _throughput(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:
-    """Throughput at the offload ratio they ran with."""
+    """Throughput at their offload ratio."""
     job = job_of(run, cluster)
     step_s = step_seconds(job, analytic_profile(job), run["alpha"]).total_s
     computed, chose = job.batch.global_ * job.model.seq / step_s, f"{cluster}: matmul.efficiency" if calibrating else None
@@ -134,7 +138,9 @@ def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: 
 
 
 def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
-    """Stock Megatron (`origin_megatron`) lacks their faster norms and rotary embeddings; a step here does not tell."""
+    """Stock Megatron (`origin_megatron`) lacks their faster norms and rotary embeddings; the cost model does not distinguish
+    them.
+    """
     gpus = demo["config"]["gpus"]
     for run, name, cluster in _demo_runs(demo):
         what = f"demo: throughput of {run['method']}, Llama-7B on {gpus} {name}"
@@ -144,17 +150,17 @@ def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _of_demo(demo: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of the demo, as `job_of` takes it."""
+    """A run of the demo as `job_of` takes it."""
     return {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"], "ckpt": run["ckpt"]}
 
 
 def _demo_runs(demo: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Each run of the demo with the GPU and the cluster on which it was measured."""
+    """Each run of the demo with its GPU and cluster."""
     return ((run, name, cluster) for run in demo["rows"] for name, cluster in CLUSTERS.items() if name in run)
 
 
 def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
-    """The smallest offload ratio with their method; that without any the device is full."""
+    """Smallest offload ratios of their method, and that the device is full without offloading."""
     for run in demo["rows"]:
         job = job_of(_of_demo(demo, run))
         if run.get("alpha"):
