@@ -1,1 +1,1 @@
-"""Trains small jobs with the real megatron-core on this machine, with or without a GPU: for tests, profiles, comparisons."""
+"""Trains small jobs with megatron-core on this machine, with or without a GPU, for tests, profiles and comparisons."""

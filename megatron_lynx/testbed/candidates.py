@@ -1,11 +1,11 @@
-"""The settings that are compared: stock Megatron's, each by its fields of TransformerConfig, and ours, each by its plan.
+"""Settings of a comparison: stock Megatron's, by fields of TransformerConfig, and ours, by plan.
 
-none                                     what ratios refer to
-selective, full                          stock's two usual answers
-modules {...}, offload {...}, block N    opponents: the fastest stock setting of no more bytes than ours may be one of them
-ours, checkpointed                       every layer keeps its input alone, as under stock full, whose bytes it holds
-ours, on demand                          the plan without what fills waits: what replaying costs if nothing hides it
-ours, no weight gradient deferred        the same plan with its replays in windows, and nothing else in waits (if it defers any)
+none                                     baseline of the ratios
+selective, full                          stock's usual recomputation
+modules {...}, offload {...}, block N    opponents: other stock settings that use no more bytes than ours
+ours, checkpointed                       keeps only each layer's input, as stock full: the same bytes
+ours, on demand                          the plan with empty waits: the cost of exposed recomputation
+ours, no weight gradient deferred        the plan with recomputations in waits, without delayed weight gradients (if it has any)
 ours                                     the plan
 """
 
@@ -33,21 +33,18 @@ from megatron_lynx.stock.rival import module_sets as offered_sets
 from megatron_lynx.stock.setting import block
 
 MODULES = tuple(module.name for module in RECOMPUTED if module.sections)
-"""Stock's `recompute_modules` of a dense layer; the others belong to mixtures of experts and to latent attention."""
+"""Stock's `recompute_modules` of a dense layer. The others apply to experts and latent attention."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting: fields of TransformerConfig, or a plan."""
-
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     known_to_fail: str | None = None
-    """The reason for which it must not even be tried, if there is one."""
+    """Reason why it is not tried, if any."""
     offloads: bool = False
-    """Whether stock Megatron's own offloading is on. On a CPU its copies run where they are asked for, beside nothing: they are
-    counted, and their seconds would say nothing."""
+    """Whether stock's fine-grained offloading is on. On CPU ranks its copies are synchronous: they are counted, but not timed."""
 
     @property
     def ours(self) -> bool:
@@ -55,7 +52,6 @@ class Candidate:
 
 
 def stock(setting: StockSetting, known_to_fail: str | None = None) -> Candidate:
-    """One of stock's."""
     return Candidate(f"stock {setting.name}", setting.fields, known_to_fail=known_to_fail, offloads=bool(setting.offload))
 
 
@@ -63,7 +59,7 @@ NONE, SELECTIVE, FULL = stock(STOCK_NONE), stock(STOCK_SELECTIVE), stock(STOCK_F
 
 
 def ours(plan: Plan) -> tuple[Candidate, ...]:
-    """The plan with nothing in its waits, with replays, and with weight gradients, too, if it defers any: the plan itself."""
+    """Return the plan with empty waits, with recomputations only (if it delays weight gradients), and whole."""
     first, whole = without_deferral(plan), Candidate("ours", plan=plan)
     on_demand = Candidate("ours, on demand", plan=without_windows(first))
     if first == plan:
@@ -72,7 +68,7 @@ def ours(plan: Plan) -> tuple[Candidate, ...]:
 
 
 def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
-    """A plan that keeps what stock's full recomputation does, and repeats less of it; none where no layer may run again whole."""
+    """Return the plan that keeps only layer inputs, as stock's full recomputation; empty if no whole layer can be recomputed."""
     if plan.parallel.userbuffers:
         return ()
     nothing_else = {"ahead_depth": 0, "offload": None, "whole": None}
@@ -84,7 +80,7 @@ def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
-    """Every other set of `recompute_modules`, whether it runs or not."""
+    """Yield every other set of `recompute_modules`, including those that fail."""
     facts = Facts.of(job)
     for count in range(1, len(MODULES) + 1):
         for modules in combinations(MODULES, count):
@@ -94,8 +90,9 @@ def module_sets(job: Job) -> Iterator[Candidate]:
 
 
 def offload_sets(job: Job) -> Iterator[Candidate]:
-    """Every set of `offload_modules` that differs from the others, alone and with `recompute_modules`. Tensors are as small here
-    as their model, so Megatron is told to offload smaller ones, too."""
+    """Yield the distinct sets of `offload_modules`, alone and with `recompute_modules`. Megatron's minimum tensor size is lowered
+    to fit
+    the small models."""
     least = max(1, LayerShape.of(job).input_bytes // job.model.element_bytes // 4)
     for setting in offered_sets(job, least=least):
         if setting.offload:
@@ -105,30 +102,30 @@ def offload_sets(job: Job) -> Iterator[Candidate]:
 
 
 def no_offloading(job: Job) -> str | None:
-    """Why stock Megatron offloads nothing of this job; None where it does."""
+    """Return why stock Megatron offloads nothing of this job, or None if it does."""
     return not_launched(StockSetting(offload=("core_attn",)), Facts.of(job))
 
 
 def blocks(job: Job) -> Iterator[Candidate]:
-    """Full recomputation of the first N layers of each stage, from almost all layers down: each holds more than the last."""
+    """Yield full recomputation of the first N layers of each stage, N descending, so that each keeps more than the last."""
     for recomputed in range(len(job.layers_of(0)) - 1, 0, -1):
         yield stock(block(recomputed))
 
 
 def without_windows(plan: Plan) -> Plan:
-    """The same plan with every replay and every gather on demand."""
+    """Return the plan with every recomputation and gather on demand."""
     return plan.with_stages(
         stage.model_copy(update={"ahead_depth": 0, "rules": tuple(map(_on_demand, stage.rules))}) for stage in plan.stages
     )
 
 
 def with_offload(plan: Plan, offload: Offload) -> Plan:
-    """The same plan; every chunk sends so much of each micro-batch that waits for its backward to the host."""
+    """Return the plan with this offload on every stage."""
     return plan.with_stages(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
 
 
 def without_deferral(plan: Plan) -> Plan:
-    """The same plan with every weight gradient computed where stock computes it."""
+    """Return the plan with no weight gradient delayed."""
     return plan.with_stages(_undeferred(stage) for stage in plan.stages)
 
 
@@ -152,7 +149,8 @@ PLENTY = 1 << 30
 def deferring(
     plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = PLENTY
 ) -> Plan:
-    """The same plan, in which these linears, or all, defer theirs into those of the chosen waits that come for them."""
+    """Return the plan with the weight gradients of `linears`, by default all, delayed into those of the chosen waits that can
+    take them."""
     return plan.with_stages(_stage(plan, stage, linears, chosen, most_bytes) for stage in plan.stages)
 
 

@@ -1,8 +1,8 @@
-"""A plan and stock Megatron side by side, on ranks of this machine.
+"""Compares a plan with stock Megatron on ranks of this machine.
 
-census   what each setting holds; are its gradients stock's?           all candidates, unshaped link
-field    none, selective, full, the stock settings of no more bytes than ours, and ours: filler by filler
-race     seconds, in turns; a traced step of each plan                  the field, the job's own link
+census   bytes of every candidate, and whether its gradients equal stock's (unshaped link)
+field    none, selective, full, stock settings of no more bytes than ours, and our candidates
+race     seconds of the field in turns on the job's link, and a traced step of each plan
   └────> Measurement (table, verdict) and Timeline (picture, trace)
 """
 
@@ -24,36 +24,34 @@ from megatron_lynx.timeline import Timeline, timeline_of
 from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3
-"""Opponents that are timed besides stock full: of those that hold no more bytes than ours, the ones that repeat least."""
+"""Opponents timed besides stock full: those that recompute least among settings of no more bytes than ours."""
 
 Announce = Callable[[str], AbstractContextManager[object]]
-"""Tells the user what is under way, while the block runs."""
+"""Shows progress to the user during the block."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison."""
-
     measurement: Measurement
     timeline: Timeline
     """One step of every rank under the plan."""
 
     @property
     def gradients_equal(self) -> bool:
-        """Whether those of all settings of ours equal stock's in every bit."""
+        """Whether the gradients of all our settings equal stock's in every bit."""
         return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
 
 
 def compare(
     job: Job, plan: Plan, hosts: Hosts, announce: Announce, *, rounds: int = 5, warmups: int = 1, module_sets: bool = True
 ) -> Comparison:
-    """Train a few steps under every setting. `hosts` is where the ranks run; `module_sets`: whether stock's are opponents too.
+    """Train a few steps under every setting. `hosts`: where the ranks run; `module_sets`: whether to include stock's module sets.
 
-    Raises `PlanMismatch`, `HookRefused` or another error of this package; `RankError` for anything else that a rank raises.
+    Raises `PlanMismatch`, `HookRefused` or another error of this package, or `RankError` for other errors on a rank.
     """
     check_plan(job, plan)
     if any(entry.defers for entry in plan.stages):
-        job = deferring_job(job)  # stock's weight gradients, too, are then added up in place
+        job = deferring_job(job)  # stock accumulates weight gradients in place as well
     with announce("counting what every setting holds, comparing gradients"):
         censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True)
     field = field_of(censuses[0])
@@ -72,7 +70,7 @@ def compare(
 
 
 def subject_of(job: Job) -> str:
-    """One line on what was trained."""
+    """Describe the trained job in one line."""
     model, parallel = job.model, job.parallel
     kind = "Llama-like" if model.activation == "swiglu" else "GPT-like"
     sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
@@ -84,14 +82,15 @@ def subject_of(job: Job) -> str:
 
 
 def field_of(census: Census) -> list[Counted]:
-    """The settings that are timed."""
+    """Return the settings to time."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
     return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]
 
 
 def _opponents(census: Census) -> list[Counted]:
-    """Stock settings that hold no more than ours, by either count; what holds most repeats least, so those come first."""
+    """Return stock settings that use no more memory than ours by either measure, those that keep most (and recompute least)
+    first."""
     ours = census.of("ours")
     others = [counted for counted in census.counted if counted.candidate not in (NONE, SELECTIVE, FULL)]
     timed = [counted for counted in others if not counted.candidate.ours and not counted.candidate.offloads]
@@ -100,7 +99,7 @@ def _opponents(census: Census) -> list[Counted]:
 
 
 def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
-    """The settings that were counted but not timed, and why."""
+    """Yield the settings that were counted but not timed, with the reason."""
     ours = census.of("ours")
     for counted in census.counted:
         if counted in field:

@@ -1,21 +1,18 @@
-"""A stand-in for the CUDA device, so that the real megatron-core trains on a CPU.
+"""Emulates the CUDA device on a CPU, so that the real megatron-core trains without a GPU.
 
-What megatron.core asks, and who answers while the stand-in is active:
-
-    asked                                            answered by
-    torch.cuda.current_device()                      the CPU *device*, so that `device=current_device()` just works
+    call of megatron.core                            replaced by
+    torch.cuda.current_device()                      the CPU *device*, which is valid as `device=`
     torch.zeros(..., device="cuda"), .to, .cuda()    the same call with device="cpu"
-    torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
-      default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
-    streams, events, empty_cache                     torch.cpu's empty versions; ranges for a profiler (`nvtx`) are ignored
-    torch.cuda.synchronize()                         nothing to wait for; tests/instruments wait for all that a rank has posted
-    modules that are not installed                   `stand_in_for_missing_modules`
-    all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
-    Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
+    torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator, from which dropout on CPU tensors draws:
+      default_generators, _lazy_call                 Megatron's RNG tracker forks and restores the state in use
+    streams, events, empty_cache                     torch.cpu's no-ops; profiler ranges (`nvtx`) are ignored
+    torch.cuda.synchronize()                         a no-op; tests/instruments wait for all posted work of the rank
+    missing modules                                  `stand_in_for_missing_modules`
+    all-to-all with sizes as tensors                 the same with sizes as integers, as Megatron passes them on GPUs
+    Tensor.type()                                    "torch.cuda.FloatTensor", required by gradient clipping and optimizers
 
-Functions are replaced where they are looked up; a `TorchFunctionMode` would do the same, but it is consulted on every
-operation (which doubles the cost of a small one) and only in the thread that entered it, while backward may run in another.
-`torch.cuda.is_available()` keeps saying no: nothing may take the stand-in for a GPU.
+Functions are replaced where they are looked up. A `TorchFunctionMode` runs on every operation, which doubles the cost of small
+ones, and only in the thread that entered it, while backward may run in another. `torch.cuda.is_available()` stays False.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # Megatron's import loads it; its tables must be made of torch's own functions, before they are replaced
+import torch._dynamo  # Megatron imports it; it must build its tables from torch's functions before they are replaced
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.testbed.links import Works
@@ -51,12 +48,12 @@ FACTORIES = (
 
 
 def stand_in_for_cuda() -> StandIn:
-    """Let the CPU answer for CUDA in this process, until the returned handle is removed.
+    """Emulate CUDA on the CPU in this process until the returned handle is removed.
 
-    A second call while one is active changes nothing, and its handle removes nothing.
+    A second call while the emulation is active changes nothing, and its handle removes nothing.
 
     Raises:
-        ConfigError: this machine has a working GPU, which is then the one to use.
+        ConfigError: this machine has a working GPU.
     """
     if torch.cuda.is_available():
         found = f"a GPU ({torch.cuda.get_device_name()})"
@@ -75,14 +72,14 @@ def stand_in_for_cuda() -> StandIn:
 
 
 class OneGenerator(tuple[torch.Generator, ...]):
-    """`torch.cuda.default_generators` of a machine whose only device is the CPU: any index finds its generator."""
+    """`torch.cuda.default_generators` with the CPU's generator at every index."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
 
 
 def answer_device_calls(undo: ExitStack) -> None:
-    """Answer calls that ask for the current device, its streams and events, or wait for it."""
+    """Replace the functions of devices, streams and events."""
     answers = {
         "current_device": lambda: CPU,
         "device": OnlyDevice,
@@ -104,7 +101,7 @@ def answer_device_calls(undo: ExitStack) -> None:
 
 
 def answer_random_numbers(undo: ExitStack) -> None:
-    """CUDA's generator is the CPU's. (`_lazy_call` runs its callback at once because `is_initialized` says yes.)"""
+    """Replace CUDA's generator by the CPU's. (`_lazy_call` runs its callback at once because `is_initialized` is True.)"""
     replace(undo, torch.cuda, "default_generators", OneGenerator((torch.default_generator,)))
     answers = {
         "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
@@ -115,14 +112,14 @@ def answer_random_numbers(undo: ExitStack) -> None:
     for name, answer in answers.items():
         replace(undo, torch.cuda, name, answer)
         replace(undo, torch.cuda.random, name, answer)
-    # A fork of the tracker warns when the CPU's numbers moved while it was open. Here they must.
+    # The tracker's fork warns if the CPU's RNG state changed inside it, which is intended here.
     tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
     tracker_log.addFilter(is_not_about_cpu_state)
     undo.callback(tracker_log.removeFilter, is_not_about_cpu_state)
 
 
 def answer_placement(undo: ExitStack) -> None:
-    """Whatever is to be put on CUDA stays on the CPU."""
+    """Replace placement on CUDA by the CPU."""
     for name in FACTORIES:
         replace(undo, torch, name, with_device_on_cpu(getattr(torch, name)))
     replace(undo, torch.Tensor, "to", with_device_on_cpu(torch.Tensor.to))
@@ -132,7 +129,7 @@ def answer_placement(undo: ExitStack) -> None:
 
 
 def answer_exchanges(undo: ExitStack) -> None:
-    """Answer the all-to-all that dispatches tokens to experts."""
+    """Replace the all-to-all of token dispatch."""
     original = torch.distributed.all_to_all_single
 
     @functools.wraps(original)
@@ -146,8 +143,8 @@ def answer_exchanges(undo: ExitStack) -> None:
 
 
 def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with the CPU in place of CUDA (as `device=`, or as the first argument of `Tensor.to`), and with plain
-    memory where page-locked memory is asked for."""
+    """Return the function with CUDA replaced by the CPU (as `device=`, or as the first argument of `Tensor.to`), and `pin_memory`
+    ignored."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +159,7 @@ def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`: asked for the name it says `torch.cuda.FloatTensor`; a conversion is passed on."""
+    """Return `Tensor.type` with CUDA's type names; conversions are passed on."""
 
     @functools.wraps(original)
     def type_(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -174,34 +171,34 @@ def with_cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_cuda(place: Any) -> bool:
-    """Whether a `device` argument names CUDA."""
+    """Return whether a `device` argument names CUDA."""
     if isinstance(place, str):
         return place.startswith("cuda")
     return isinstance(place, torch.device) and place.type == "cuda"
 
 
 class OnlyDevice(nullcontext[None]):
-    """`torch.cuda.device`: to be on the device that there is."""
+    """`torch.cuda.device` as a no-op."""
 
     def __init__(self, device: Any) -> None:
         super().__init__()
 
 
 class CpuStream(torch.cpu.Stream):
-    """`torch.cuda.Stream`: torch.cpu's, which has nothing to wait for, with the arguments and waits of CUDA's."""
+    """`torch.cuda.Stream` as torch.cpu's no-op, with CUDA's arguments."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__(priority)
 
     def synchronize(self) -> None:
-        """Everything on a CPU stream is done when the call that did it returns."""
+        """Return at once: CPU streams are synchronous."""
 
     def record_event(self) -> CpuEvent:  # type: ignore[override]
         return CpuEvent()
 
 
 class CpuEvent(torch.cpu.Event):
-    """`torch.cuda.Event`, always reached."""
+    """`torch.cuda.Event` that is always complete."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -214,24 +211,26 @@ def is_not_about_cpu_state(record: logging.LogRecord) -> bool:
 
 
 def stay(holder: Any, *args: Any, **kwargs: Any) -> Any:
-    """`.cuda()` of a tensor or module that is where it should be."""
+    """`.cuda()` as a no-op."""
     return holder
 
 
 ROUTERS = "megatron.core.transformer.moe.moe_utils"
 THEIR_GEMM = "te_general_gemm"
-"""Imported there with Transformer Engine; without it 0.15 and 0.16 have no such name, and ask for it all the same."""
+"""Transformer Engine's GEMM. Without it, 0.15 and 0.16 use this name undefined."""
 
 UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
-"""Matches modules that import triton without asking whether it is there."""
+"""Matches modules that import triton unconditionally."""
 
 
 def stand_in_for_missing_modules() -> StandIn:
-    """Answer imports of megatron.core until the returned handle is removed. To be in place before Megatron is imported.
+    """Provide modules that megatron.core imports and this machine lacks, until the returned handle is removed. Call before
+    importing
+    Megatron.
 
-    Installed modules are left alone. Others are: `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
+    Installed modules are left alone. Provided are `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
     (`stand_in_for_compiled_parts`), modules that import triton unguarded (their functions do nothing: training without padded or
-    fused routing calls none), and a GEMM of Transformer Engine's in routers ("none": torch's is used then).
+    fused routing calls none of them), and Transformer Engine's GEMM in routers (None: torch's is used then).
     """
     undo = ExitStack()
     if not hasattr(typing, "override"):
@@ -244,7 +243,7 @@ def stand_in_for_missing_modules() -> StandIn:
 
 
 class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules that are missing, and no others."""
+    """Finds the missing modules only."""
 
     def __init__(self) -> None:
         self._no_triton = importlib.util.find_spec("triton") is None
@@ -266,7 +265,7 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.machinery.ModuleSpec | None:
-    """The module as it is, with the name of a GEMM that is not there."""
+    """Return the module's spec with the GEMM's name defined as None."""
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 
@@ -279,7 +278,7 @@ def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.
 
 
 class Inert(ModuleType):
-    """A module in which every function exists and does nothing."""
+    """A module whose every function does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,17 +1,17 @@
-"""Megatron's fusions in the testbed's layers: which ones a job has, what compiles them, what adds weight gradients up in place.
+"""Megatron's fusions in the testbed's layers, their compiler, and in-place accumulation of weight gradients.
 
-    job.model.fusions set        those
-    not set, on GPUs             all that its layers can have, as in a launch that sets nothing
+    job.model.fusions set        these fusions
+    not set, on GPUs             all that the layers support, Megatron's default
     not set, on CPU ranks        none: nothing is compiled
 
-Profiles are measured, and plans compared with stock, with the same ones.
+Profiling and comparison use the same fusions.
 
     backward of a linear layer, fused:   main_grad (H, h) += grad_output (n, H)^T x total_input (n, h)
 
 `gradient_accumulation_fusion` is Megatron's default on GPUs. Its CUDA extension `fused_weight_gradient_mlp_cuda` adds the weight
 gradient to `weight.main_grad` in place and sets a flag on the parameter for the data-parallel reduction (rule R11). The stand-in
-does the same in plain torch. Models of jobs that delay weight gradients are built with it, stock's as well as ours, inside
-Megatron's DistributedDataParallel, whose buffers hold `main_grad`.
+does the same in plain torch. Jobs that delay weight gradients use it, for stock as well as ours, inside Megatron's
+DistributedDataParallel, whose buffers contain `main_grad`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FIELDS: dict[Fusion, str] = {
     "bias_activation": "bias_activation_fusion",
     "rope": "apply_rope_fusion",
 }
-"""Their names in Megatron's TransformerConfig."""
+"""Field of TransformerConfig by fusion."""
 
 
 def fusions_of(job: Job) -> tuple[Fusion, ...]:
-    """Those that the job's layers have on this machine, in the order of `FIELDS`."""
+    """Return the fusions of the job's layers on this machine, in the order of `FIELDS`."""
     said, model = job.model.fusions, job.model
     if said is not None:
         return tuple(name for name in FIELDS if name in said)
@@ -56,12 +56,14 @@ def fusions_of(job: Job) -> tuple[Fusion, ...]:
 
 
 def fusion_fields(job: Job) -> dict[str, bool]:
-    """Fields of TransformerConfig."""
+    """Return fields of TransformerConfig."""
     return {field: name in fusions_of(job) for name, field in FIELDS.items()}
 
 
 def compiler_for(job: Job) -> Backend | None:
-    """What `torch.compile` is for the job's ranks: torch's default, except on a CPU without a compiler of C++; None: nothing."""
+    """Return the `torch.compile` backend of the job's ranks: torch's default, or aot_eager on a CPU without a C++ compiler; None
+    without
+    compiled fusions."""
     if not {"bias_dropout", "bias_activation"} & set(fusions_of(job)):
         return None
     cpu_can = shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -69,7 +71,7 @@ def compiler_for(job: Job) -> Backend | None:
 
 
 def fusion_problems(job: Job) -> list[Problem]:
-    """Fusions that a job says and that its layers cannot have on this machine: Megatron would stop at them."""
+    """Return the problems of configured fusions that this machine does not support."""
     model, said = job.model, job.model.fusions or ()
     problems, needed = [], "a GPU and Transformer Engine, whose kernel it is"
     without_te = job.cluster.device == "cpu" or importlib.util.find_spec(TRANSFORMER_ENGINE) is None
@@ -87,26 +89,28 @@ def fusion_problems(job: Job) -> list[Problem]:
 Backend = Literal["aot_eager", "inductor"]
 
 DISABLED = "TORCHDYNAMO_DISABLE"
-"""The environment variable with which `torch.compile` compiles nothing."""
+"""Environment variable that disables `torch.compile`."""
 
 
 def stand_in_for_compiler(backend: Backend) -> StandIn:
     """Make `torch.compile` use this backend until the returned handle is removed.
 
-    Call it before Megatron is imported, whose `jit_fuser` is `torch.compile`, and before the CUDA stand-in: torch's compiler
-    makes tables of torch's own functions. `aot_eager` traces and guards and runs torch's kernels: it needs no C++ compiler, and
-    bits are those of uncompiled code. `inductor` is torch's default, and draws other dropout masks.
+    Call it before importing Megatron, whose `jit_fuser` is `torch.compile`, and before the CUDA emulation: torch's compiler
+    builds
+    tables of torch's own functions. `aot_eager` traces, guards and runs torch's kernels: it needs no C++ compiler, and its bits
+    equal
+    uncompiled code's. `inductor` is torch's default, and draws different dropout masks.
     """
     import torch._dynamo
     from torch._dynamo import trace_rules
 
     undo = ExitStack()
     rules = trace_rules.get_torch_obj_rule_map()
-    replace(undo, trace_rules, "get_torch_obj_rule_map", cache(lambda: rules))  # new process groups make it be asked anew
+    replace(undo, trace_rules, "get_torch_obj_rule_map", cache(lambda: rules))  # new process groups clear its cache
     if backend == "inductor":
         from torch._inductor.codecache import CacheBase
 
-        CacheBase.get_system()  # its answer is remembered; it would ask the stand-in for properties of a GPU
+        CacheBase.get_system()  # cached here, because it would query a GPU's properties under the emulation
     replace(undo, torch, "compile", partial(torch.compile, backend=backend))
     if (disabled := os.environ.pop(DISABLED, None)) is not None:
         undo.callback(os.environ.__setitem__, DISABLED, disabled)
@@ -117,14 +121,14 @@ NAME = "fused_weight_gradient_mlp_cuda"
 
 
 def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add the weight gradient to `main_grad` in place. As in the extension the product is not rounded to its operands' type."""
+    """Add the weight gradient to `main_grad` in place. As in the extension, the product is not rounded to the operands' type."""
     main_grad.add_(grad_output.t().to(main_grad.dtype).matmul(total_input.to(main_grad.dtype)))
 
 
 def stand_in_for_fused_gradient() -> StandIn:
-    """Offer the extension to megatron-core until the returned handle is removed.
+    """Provide the extension to megatron-core until the returned handle is removed.
 
-    Where the real extension is installed, and there is a GPU that it can run on, nothing is changed. Imports megatron.core.
+    Does nothing if the real extension is installed with a GPU. Imports megatron.core.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -140,27 +144,27 @@ def stand_in_for_fused_gradient() -> StandIn:
 
 
 def adds_up_in_place(job: Job) -> bool:
-    """Whether the testbed's models of this job add their weight gradients to `main_grad`, without which none can be deferred."""
+    """Whether the testbed's models of this job accumulate weight gradients in `main_grad`, which delaying them requires."""
     return job.overlap.weight_gradients == "deferred"
 
 
 def deferring_job(job: Job) -> Job:
-    """The same job, said to defer weight gradients."""
+    """Return the job with delayed weight gradients enabled."""
     return job.model_copy(update={"overlap": job.overlap.model_copy(update={"weight_gradients": "deferred"})})
 
 
 def fused_gradient_fields(job: Job) -> dict[str, Any]:
-    """Fields of TransformerConfig for a job whose weight gradients are added up in place; none for another."""
+    """Return fields of TransformerConfig for in-place accumulation; empty for other jobs."""
     return {"gradient_accumulation_fusion": True} if adds_up_in_place(job) else {}
 
 
 def fused_gradients(job: Job) -> AbstractContextManager[object]:
-    """The extension is on offer while the block runs, where the job's models need it."""
+    """Provide the extension during the block, if the job's models need it."""
     return stand_in_for_fused_gradient() if adds_up_in_place(job) else nullcontext()
 
 
 def give_main_gradients(job: Job, module: torch.nn.Module) -> None:
-    """Zeros to which a module's weight gradients are added where the job's are, without DistributedDataParallel around it."""
+    """Give a module zeroed `main_grad` tensors for in-place accumulation without DistributedDataParallel, if the job uses it."""
     if adds_up_in_place(job):
         kept = torch.float32 if job.optimizer.gradients == "fp32" else None
         for parameter in module.parameters():

@@ -1,13 +1,13 @@
-"""The ranks' groups, as a launch script makes them: torch.distributed, Megatron's parallel_state, random numbers of every rank.
+"""Process groups and seeds of the ranks, as a launch script makes them: torch.distributed, Megatron's parallel_state, RNG.
 
-    join_alone(ranks)    before it, where this process is the only one of its job: torch's "fake" backend stands for the others
-    initialise(job)      torch.distributed (once), the groups of this job's layout (anew if it is another), seeds
-    shut_down()          all of them gone
+    join_alone(ranks)    first, in a process without other ranks: torch's "fake" backend replaces them
+    initialise(job)      torch.distributed (once), the groups of this job's layout (rebuilt if it changed), seeds
+    shut_down()          destroys all of them
 
-The same processes may go from job to job, as long as each has as many ranks.
+The same processes may run several jobs with the same number of ranks.
 
-By default every group over gloo has a device of its own, whose thread looks for events a hundred times a second although nothing
-comes. Megatron makes some twenty groups a rank, so here all groups of a rank share one device.
+By default every gloo group has its own device, whose thread polls a hundred times per second. Megatron makes some twenty groups
+per rank, so here all groups of a rank share one device.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from megatron_lynx.config.job import Job
 SEED = 1234
 
 INTERFACES = ("TORCH_GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""The environment variables that name network interfaces, separated by commas, as PyTorch reads them."""
+"""Environment variables with network interfaces, separated by commas, as PyTorch reads them."""
 THREADS = 2
-"""That run a group's collectives, for each device, as PyTorch has it."""
+"""Threads per device for a group's collectives, PyTorch's default."""
 
 
 def initialise(job: Job) -> None:
-    """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
+    """Join the job (environment as set by torchrun), make Megatron's groups for its layout, and seed.
 
-    May be called again in the same process, for another job of as many ranks.
+    May be called again in the same process, for another job with as many ranks.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -65,7 +65,7 @@ def initialise(job: Job) -> None:
 
 
 def join_alone(ranks: int) -> None:
-    """Make this process rank 0 of a job whose other ranks do not exist: collectives and messages leave what is there."""
+    """Make this process rank 0 of a job without other ranks: collectives and messages leave their buffers unchanged."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (makes the backend known)
 
     _leave_imports_to_themselves()
@@ -73,8 +73,7 @@ def join_alone(ranks: int) -> None:
 
 
 def _leave_imports_to_themselves() -> None:
-    """Take what has been imported out of the garbage collector's sight. It stays as long as the process does, and is so much that
-    every collection took a fifth of a second to look at it."""
+    """Exclude imported objects from garbage collection, which otherwise takes 0.2 s longer each time."""
     gc.collect()
     gc.freeze()
 
@@ -98,8 +97,7 @@ def _has_layout_of(job: Job) -> bool:
 
 
 def _forget_what_routers_logged() -> None:
-    """Megatron sums auxiliary losses in one global table, with as many rows as the first model that logs has layers: the next
-    model may have more. So it does those of multi-token prediction."""
+    """Clear Megatron's global tables of auxiliary and multi-token losses, whose size is that of the first model that logs."""
     if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None:  # since 0.18
         importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
     else:
@@ -108,7 +106,7 @@ def _forget_what_routers_logged() -> None:
 
 
 def _drop_groups() -> None:
-    """Destroy every group but the world. Megatron makes some forty of them, each with threads of its own, and forgets them."""
+    """Destroy all groups but the world. `destroy_model_parallel` only forgets its groups, some forty, each with threads."""
     parallel_state.destroy_model_parallel()
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -117,16 +115,16 @@ def _drop_groups() -> None:
 
 
 def shut_down() -> None:
-    """Leave the job: Megatron's groups and torch.distributed are gone afterwards."""
+    """Destroy Megatron's groups and torch.distributed."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def seed_random_numbers(seed: int) -> None:
-    """Seed every generator as Megatron's training does. After it, two equal models draw equal dropout masks.
+    """Seed every generator as Megatron's training does, so that equal models draw equal dropout masks.
 
-    Megatron's tracker stays the same object: attention of Transformer Engine holds on to the one it was built with.
+    Megatron's tracker stays the same object: Transformer Engine's attention keeps the one it was built with.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -135,16 +133,16 @@ def seed_random_numbers(seed: int) -> None:
 
 
 def share_one_device() -> None:
-    """From now on, groups of this process that are made over gloo have one device (for each interface that is named)."""
+    """Make later gloo groups of this process share one device per named interface."""
     if not issubclass(c10d.ProcessGroupGloo, _OnOneDevice):
         c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
 
 
 class _OnOneDevice(c10d.ProcessGroupGloo):
-    """A group as PyTorch would make it, but for its device."""
+    """A gloo group with PyTorch's options, but the shared device."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-        """`more`: what later releases of PyTorch say, in words of their options (`enable_reconfigure` from 2.14 on)."""
+        """`more`: options of later PyTorch releases by name (`enable_reconfigure` from 2.14 on)."""
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         for name, value in more.items():
             setattr(options, name, value)
@@ -156,7 +154,7 @@ class _OnOneDevice(c10d.ProcessGroupGloo):
 
 @cache
 def _devices() -> list[Any]:
-    """Those of the interfaces that the environment names, or of this machine's host name."""
+    """Return the devices of the interfaces in the environment, or of this machine's host name."""
     named = next((os.environ[name] for name in INTERFACES if os.environ.get(name)), "")
     interfaces = [interface for interface in named.split(",") if interface]
     make = c10d.ProcessGroupGloo

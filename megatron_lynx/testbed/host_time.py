@@ -1,17 +1,16 @@
-"""Measures host time: what Python takes for one layer's halves under every setting, where there is next to nothing to compute.
+"""Measures host time: Python's time for each half of a layer under every setting, with negligible device work.
 
-    one rank       stock none, stock full, keep everything; one half at a time: its norm (and activation), or all of it
-    TP2 + SP       one half at a time: all of it, its input gathered once; kept, its weight gradients in waits   } where
-    PP2, stage 0   keep everything, and send all of it to the host                                               } asked for
+    one rank       stock none, stock full, keep everything; each half alone: norm (and activation), or all recomputed
+    TP2 + SP       each half alone: recomputed, input gathered once; kept, weight gradients in waits   } if requested
+    PP2, stage 0   keep everything, and offload all of it                                              }
 
-What a step needs besides its layers is measured with a model of one layer, and subtracted. Stock's seconds are shared out between
-the halves as marks in its model say. What a plan does with one half alone is that half's. Figures of two ranks are
-what they add to keeping everything there, so that collectives that all settings issue are not in them. Tensors are tiny, and so
-are some differences: no figure is less than that of a setting which issues the same and less.
+The time of a model with one layer is subtracted for everything outside the layers. Timestamps in stock's model split its time
+between the halves. A plan's difference for one half is that half's. Figures of two ranks are differences to keeping everything
+there, which removes collectives common to all settings. Some differences are within noise, so each figure is at least that of a
+setting that issues a subset of its work.
 
-As in launches, Megatron's DistributedDataParallel is around the layers and weight gradients are added up in place, on a GPU in
-bf16 and with the attention and the fusions that a launch has. A rank is the only one of its job (`groups.join_alone`), unless a
-profile is made.
+As in launches, layers are wrapped in Megatron's DistributedDataParallel and accumulate weight gradients in place; on a GPU they
+run in bf16 with the launch's attention and fusions. The rank has no peers (`groups.join_alone`), except during a profile.
 """
 
 from __future__ import annotations
@@ -49,25 +48,25 @@ from megatron_lynx.version import __version__
 
 LAYERS, MICROBATCHES = 6, 2
 ON_GPU: dict[str, Any] = {"hidden": 256, "ffn": 704, "seq": 128, "micro": 1, "dtype": "bf16"}
-"""Small enough for a device to be faster than any host, and of a kind for which there are the kernels that launches have."""
+"""Small enough that any host is slower than the device, and supported by the kernels of launches."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be measured, and for how long."""
+    """Settings and repetitions of a measurement."""
 
     implementation: Implementation = "local"
     gathered: bool = False
     offloaded: bool = False
     deferred: bool = False
     rounds: int = 6
-    """Turns of each setting. Machines have slow phases of seconds: many turns of few steps find a fast one for each setting."""
+    """Turns per setting. Machines have slow phases of seconds: many short turns catch a fast one for each setting."""
     steps: int = 1
-    """Steps in each turn, beside one that does not count."""
+    """Steps per turn, besides one warm-up."""
 
 
 def asked_by(job: Job, rounds: int) -> Asked:
-    """What a plan for a job may do."""
+    """Return the settings that plans of a job may use."""
     return Asked(
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,
@@ -78,7 +77,7 @@ def asked_by(job: Job, rounds: int) -> Asked:
 
 
 def measured_here(*asked: Asked) -> HostTime:
-    """This machine's host time, measured on a fresh rank for each kind of layers. Raises `RankError` with what a rank raised."""
+    """Measure this machine's host time, each implementation on a fresh rank. Raises `RankError` with a rank's error."""
     layers = {each.implementation: _on_a_fresh_rank(each) for each in asked}
     return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
 
@@ -92,7 +91,7 @@ def _on_a_fresh_rank(asked: Asked) -> LayerHostTime:
 
 
 def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
-    """Runs inside `RankPool`, on one rank, to which the second of two does not exist."""
+    """Measure layers on rank 0 of 2 without the other. Runs inside `RankPool`."""
     from megatron_lynx.testbed.groups import join_alone
 
     join_alone(2)
@@ -100,7 +99,7 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
 
 
 def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
-    """The host time of layers of one kind, on this machine. Runs inside `RankPool`, on all of its `ranks`."""
+    """Measure the host time of one implementation. Runs inside `RankPool`, on all of its `ranks`."""
     with stand_in_for_fused_gradient():
         one = _job(asked, replicas=ranks)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
@@ -114,7 +113,7 @@ def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
 
 
 def _of_two_ranks(asked: Asked, pairs: int) -> dict[str, Spent]:
-    """What settings that take two ranks add to keeping everything there."""
+    """Measure settings that need two ranks, as differences to keeping everything."""
     found: dict[str, Spent] = {}
     if asked.gathered or asked.deferred:
         sliced = _job(asked, tensor=2, sequence_parallel=True, replicas=pairs)
@@ -142,8 +141,9 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
 
 
 def slowest(found: Sequence[LayerHostTime]) -> LayerHostTime:
-    """Of the ranks' figures those of the rank that takes longest to replay everything. What offloading adds to keeping is of the
-    rank to which it adds most: the last of two stages offloads nothing."""
+    """Return the figures of the rank that takes longest to recompute everything, with the largest offloading difference of all
+    ranks: the
+    last of two stages offloads nothing."""
 
     def us(passes: HostPasses) -> float:
         return passes.forward_us + passes.backward_us
@@ -167,7 +167,7 @@ def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
 
 
 def _job(asked: Asked, **layout: Any) -> Job:
-    """As launches have it: weight gradients are added up in place."""
+    """Return a job that accumulates weight gradients in place, as launches do."""
     gpu, kind = torch.cuda.is_available(), asked.implementation
     size = ON_GPU if gpu else {}
     attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
@@ -177,7 +177,7 @@ def _job(asked: Asked, **layout: Any) -> Job:
 
 
 def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) -> Iterator[Candidate]:
-    """Plans that replay so much of one half, on demand, and keep the other."""
+    """Yield plans that recompute one half, in the setting's extent and on demand, and keep the other."""
     for half, section in DENSE.items():
         some = [item for item in (section.norm, ACTIVATION) if item in section.names]
         items = some if setting == "partly" else section.replayable
@@ -186,15 +186,16 @@ def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) ->
 
 
 def _deferring(job: Job) -> Iterator[Candidate]:
-    """Plans that keep everything; the weight gradients of one half's linears run in waits of backwards."""
+    """Yield plans that keep everything and run one half's weight gradients in backward waits."""
     kept = uniform_plan(job, "none")
     for half, section in job.model.halves.items():
         yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
 
 
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:
-    """What one layer takes of one micro-batch under every setting; stock's model; and how many times its step's processor time it
-    takes by the clock on the wall: much more than 1 where others run, or the device is waited for."""
+    """Return the time of one layer and micro-batch under every setting, stock's model, and its step's ratio of wall-clock to
+    processor
+    time: well above 1 if other processes run, or the host waits for the device."""
     alone, all_layers = subjects_of(_with_one_layer(job), [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
     found = least_of_steps(all_layers, asked.rounds, asked.steps)
@@ -207,7 +208,7 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
-    """What settings add to keeping everything, for one layer and micro-batch."""
+    """Return each setting's difference to keeping everything, for one layer and micro-batch."""
     kept = Candidate("kept", plan=uniform_plan(job, "none"))
     found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
@@ -219,7 +220,7 @@ def _with_one_layer(job: Job) -> Job:
 
 
 def offloading_all(plan: Plan) -> Plan:
-    """The same plan; every micro-batch that waits for its backward sends all that can go to the host."""
+    """Return the plan with all that can be offloaded offloaded."""
     return with_offload(plan, Offload(bytes=2**30, smallest_tensor_bytes=0))
 
 
@@ -248,16 +249,16 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
 
 
 def _passes(spent: Spent) -> HostPasses:
-    """Tenths of microseconds."""
+    """Round to tenths of microseconds."""
     return HostPasses(forward_us=round(1e6 * spent.forward_s, 1), backward_us=round(1e6 * spent.backward_s, 1))
 
 
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Returns seconds since an arbitrary origin."""
 
 
 def issuing_clock(device: torch.device) -> Clock:
-    """Processor seconds of the threads that issue work to a device. Called in the one that issues forwards."""
+    """Return a clock of the processor seconds of the threads that issue work. Call it in the thread that issues forwards."""
     threads = {threading.get_ident()}
     some = torch.zeros(1, device=device, requires_grad=True) * 1
     some.register_hook(lambda _: threads.add(threading.get_ident()))
@@ -268,7 +269,7 @@ def issuing_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Spent:
-    """Host seconds of forwards, and of backwards."""
+    """Host seconds of forwards and backwards."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -288,7 +289,7 @@ class Spent:
 
 
 def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None) -> dict[str, Spent]:
-    """The least that a step of each subject takes, forwards and backwards apart: whatever else runs here only adds to that."""
+    """Return the minimum time per step of each subject, forward and backward separately. Noise only adds time."""
     return {
         name: Spent(min(one.forward_s for one in found), min(one.backward_s for one in found))
         for name, found in spent_in_steps(subjects, rounds, steps, clock).items()
@@ -298,7 +299,7 @@ def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int, clo
 def spent_in_steps(
     subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None
 ) -> dict[str, list[Spent]]:
-    """What each step of each subject takes, by the issuing threads' clock or another. Subjects take turns."""
+    """Return the time of each step of each subject, by default on the issuing threads' clock. Subjects take turns."""
     samples: dict[str, list[Spent]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
@@ -309,8 +310,9 @@ def spent_in_steps(
 
 
 def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
-    """Each half's part of a stock layer's forward, and of its backward: between two halves there is one tensor, whose gradient
-    comes when the one half's backward is over and the other's begins."""
+    """Return each half's share of a stock layer's forward and backward. Backward is split at the gradient of the one tensor
+    between two
+    halves."""
     subject.uncleared_step()
     clock = issuing_clock(subject.device)
     forward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)
@@ -320,14 +322,14 @@ def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
         with _marked_halves(forward, marks, clock):
             _idle_step(subject)
         for (half, begin_s), (following, end_s) in pairwise(marks):
-            if half != following:  # what lies between two micro-batches is nobody's
+            if half != following:  # time between two micro-batches belongs to neither
                 backward[half] += end_s - begin_s
     whole_s = Spent(sum(forward.values()), sum(backward.values()))
     return {half: Spent(forward[half] / whole_s.forward_s, backward[half] / whole_s.backward_s) for half in HALVES}
 
 
 def _idle_step(subject: Subject) -> None:
-    """A step that begins on an idle device: the host never waits because a device's queue is full."""
+    """Step on an idle device, so that the host never waits for a full queue."""
     device_for(subject.device).synchronize()
     subject.uncleared_step()
 
@@ -341,7 +343,7 @@ def _timed_step(subject: Subject, clock: Clock) -> Spent:
 
 @contextmanager
 def _clocked_schedules(seconds: dict[str, float], clock: Clock) -> Iterator[None]:
-    """Clocks around whatever stands for Megatron's two functions now, the hooks of a plan included."""
+    """Time the current versions of Megatron's two schedule functions, including a plan's hooks."""
     from megatron.core.pipeline_parallel import schedules
 
     originals = {name: getattr(schedules, name) for name in seconds}
@@ -356,7 +358,7 @@ def _clocked_schedules(seconds: dict[str, float], clock: Clock) -> Iterator[None
 
 @contextmanager
 def _marked_halves(forward: dict[Half, float], marks: list[tuple[Half, float]], clock: Clock) -> Iterator[None]:
-    """Clocks around the halves of Megatron's layers; a mark whenever the backward of one begins."""
+    """Time the halves' forwards in Megatron's layers, and record a timestamp when each half's backward begins."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     originals = {section: TransformerLayer.__dict__[section.method] for section in DENSE.values()}

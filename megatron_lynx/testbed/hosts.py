@@ -1,4 +1,4 @@
-"""The hosts of a job's ranks, on this machine: how many processes, which link between them, which device.
+"""Hosts of a job's ranks on this machine: processes, link and device.
 
 job.cluster: device cpu, link 400 Mbit/s   ─>  two emulated hosts, a shaped link
 job.cluster: device cpu, no link           ─>  loopback
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.fusions import Backend
 
 LONGEST_RUN_S = 1800.0
-"""Ranks that have not answered by then are given up."""
+"""Time limit of a run on ranks."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of one job run. Made by `hosts_for`, which closes the network."""
+    """Where the ranks of a job run. Made by `hosts_for`, which closes the network."""
 
     ranks: int
     device: Literal["cpu", "cuda"]
     network: Links
     links: LinkFacts
     compiler: Backend | None = None
-    """What compiles the job's fusions; None: nothing is compiled."""
+    """`torch.compile` backend of the job's fusions; None: nothing is compiled."""
 
     @property
     def description(self) -> str:
@@ -47,9 +47,9 @@ class Hosts:
     def run(
         self, function: Callable[..., Any], *args: Any, unshaped: bool = False, env: Mapping[str, str] | None = None
     ) -> list[Any]:
-        """`function(rank, *args)` on fresh ranks; their results in order.
+        """Run `function(rank, *args)` on fresh ranks; return the results by rank.
 
-        `unshaped` is for what does not time messages. Errors of this package are raised as they are, others as `RankError`.
+        `unshaped` ignores the link's rate. Raises errors of this package as they are, others as `RankError`.
         """
         network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
@@ -74,7 +74,7 @@ class Hosts:
 
 @contextmanager
 def hosts_for(job: Job) -> Iterator[Hosts]:
-    """The hosts that a job asks for. Raises `ConfigError` where this machine cannot offer them."""
+    """Yield the hosts of a job. Raises `ConfigError` if this machine cannot run it."""
     _check(job)
     shaped = job.cluster.device == "cpu" and job.gpus > 1
     with Links(job.cluster.link_mbit_per_s if shaped else None) as network:
@@ -90,7 +90,7 @@ def _facts(job: Job, network: Links) -> LinkFacts:
 
 
 def _check(job: Job) -> None:
-    """Every reason for which the job's ranks cannot run here."""
+    """Raise every reason why the job's ranks cannot run here."""
     problems = []
     if job.cluster.device == "cuda" and (found := _gpus()) < job.gpus:
         problems.append(
@@ -114,7 +114,7 @@ def _check(job: Job) -> None:
 
 
 MOST_RANKS_PER_CORE = 4
-"""More would only wait for each other."""
+"""More ranks would only wait for each other."""
 
 
 def _gpus() -> int:

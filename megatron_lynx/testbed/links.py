@@ -1,15 +1,15 @@
-"""Two emulated hosts on one machine, joined by a link of a chosen rate. Rank r runs on host r mod 2.
+"""Emulates two hosts on one machine, connected by a link of a given rate. Rank r is on host r mod 2.
 
     rank 0, host 0    all_reduce posted ─────────────> gloo done ── sleeps ──────────> `Work.wait` returns
     rank 1, host 1             all_reduce posted ────> gloo done ── sleeps ──────────> `Work.wait` returns
     link              earlier bytes ──────────┤ bytes / rate ┤ latency ┤
 
-gloo moves the data over loopback. A collective between hosts is over when, in addition, its bytes would have crossed the link: it
-starts when its last member has posted it, follows the collectives that started before it in the same direction, and takes
-bytes / rate. Ranks sleep until then, so a pinned core is free for other work. No privilege is needed.
+gloo moves the data over loopback. A collective between hosts also waits until its bytes would have crossed the link: it starts
+when its last member has posted it, queues after earlier collectives in the same direction, and takes bytes / rate. Ranks sleep
+until then, which leaves a pinned core free for other work, without privileges.
 
-All ranks share one piece of memory: until when each direction of the link is busy, and the transfers that are not over. It is an
-anonymous file of the process that starts the ranks, and is gone when they are.
+All ranks share one memory file: the time until which each direction is busy, and the transfers in flight. It is an anonymous file
+of the process that starts the ranks, and vanishes with it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megatron_lynx.nest import all_in
 from megatron_lynx.testbed.stand_in import ignore, replace
 
 LATENCY_S = 50e-6
-"""From the last byte's departure to its arrival; a few switches between two hosts. It keeps the link busy for nobody else."""
+"""From the departure of the last byte to its arrival, about that of a few switches. The link is free meanwhile."""
 
 MOST_TRANSFERS = 1024
-"""Transfers that may be in flight at once."""
+"""Limit of transfers in flight."""
 
 TRANSFER = np.dtype([("key", "u8"), ("members", "i8"), ("bytes", "f8", 2), ("arrival_s", "f8")])
-"""A collective that some members have posted: how many, what they send from each host, and when it is over (inf: not started)."""
+"""A collective posted by some members: their count, bytes sent from each host, and arrival time (inf: not started)."""
 SHARED = np.dtype([("busy_until_s", "f8", 2), ("transfers", TRANSFER, MOST_TRANSFERS)])
-"""One value for each direction, by the sending host. Seconds are those of `time.monotonic`, which all processes share."""
+"""One value per direction, by sending host. Seconds of `time.monotonic`, which is common to all processes."""
 
 
 class Links:
-    """The network of a pool of ranks: this machine's loopback, with a link of `rate_mbit` Mbit/s each way between two hosts."""
+    """The network of a pool of ranks: loopback, or two hosts with a link of `rate_mbit` Mbit/s each way."""
 
     def __init__(self, rate_mbit: float | None = None) -> None:
         if rate_mbit is not None and not rate_mbit > 0:
@@ -70,12 +70,12 @@ class Links:
         return f"two emulated hosts, joined by a link of {self.rate_mbit:g} Mbit/s each way"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Environment variables with which the rank finds the others, and the link (its rate, and the path of its memory)."""
+        """Return a rank's environment variables for rendezvous, and for the link (rate, and path of the shared memory)."""
         link = {} if self._memory is None else {"LYNX_LINK": f"{self.rate_mbit} /proc/{os.getpid()}/fd/{self._memory}"}
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **link}
 
     def close(self) -> None:
-        """Drop the shared memory. Ranks that have opened it keep it."""
+        """Close the shared memory. Ranks that have opened it keep it."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -88,7 +88,7 @@ class Links:
 
 
 class Link:
-    """The link, as one rank's process uses it.
+    """The link in one rank's process.
 
     Args:
         setting: the value of the environment variable `LYNX_LINK`.
@@ -101,14 +101,14 @@ class Link:
         self._rank = rank
         self._file = os.open(path, os.O_RDWR)
         self._shared = np.ndarray((), SHARED, mmap.mmap(self._file, SHARED.itemsize))
-        self._threads = threading.Lock()  # `lockf` tells processes apart, not threads
+        self._threads = threading.Lock()  # `lockf` excludes processes, not threads
         self._posted: Counter[str] = Counter()
-        """Transfers by channel: run, group, ends of a message. All members post those of a channel in the same order."""
+        """Transfers by channel: run, group, ends of a message. All members post a channel's transfers in the same order."""
 
     def post(self, operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Callable[[], None]:
-        """Note that this rank posts an operation of `ProcessGroup`, right before it does.
+        """Register an operation of `ProcessGroup`, right before this rank posts it.
 
-        Returns a call that sleeps until the transfer is over, for when gloo's part is.
+        Returns a function that sleeps until the transfer is complete, to call after gloo's wait.
         """
         ranks = dist.get_process_group_ranks(group)
         ends = _ends(operation, ranks, self._rank, args)
@@ -127,7 +127,7 @@ class Link:
         with self._locked():
             arrival_s = max(self._transfers["arrival_s"][self._transfers["key"] == key], default=0.0)
         left_s = arrival_s - time.monotonic()
-        if 0 < left_s < math.inf:  # inf: an operation with a root has not started, and this rank's part is over
+        if 0 < left_s < math.inf:  # inf: a rooted operation has not started, and this rank's part is complete
             time.sleep(left_s)
 
     @property
@@ -135,7 +135,7 @@ class Link:
         return self._shared["transfers"]
 
     def _add(self, key: int, members: int, sent_bytes: float) -> None:
-        """Count this rank in; the last member starts the transfer."""
+        """Register this rank; the last member starts the transfer."""
         with self._locked():
             now_s = time.monotonic()
             live = self._transfers["arrival_s"] >= now_s
@@ -152,7 +152,7 @@ class Link:
                 transfer["arrival_s"] = self._crossed(now_s, transfer["bytes"]) + LATENCY_S
 
     def _crossed(self, now_s: float, sent_bytes: Any) -> float:
-        """When the last byte of both directions has left, behind what was there before."""
+        """Queue the bytes in both directions; return the departure time of the last one."""
         busy = self._shared["busy_until_s"]
         used = sent_bytes > 0
         busy[used] = np.maximum(busy[used], now_s) + sent_bytes[used] / self._bytes_per_s
@@ -169,10 +169,10 @@ class Link:
 
 
 def bytes_sent(operation: str, args: tuple[Any, ...], ranks: list[int], rank: int) -> float:
-    """Bytes that one rank sends to the other host.
+    """Return the bytes that one rank sends to the other host.
 
     Reductions and gathers run on a ring of n ranks: each sends (n - 1)/n of the gathered tensor, twice that in an all-reduce. An
-    all-to-all sends 1/n of its input to each rank. Operations with a root send the tensor once from rank to rank.
+    all-to-all sends 1/n of its input to each rank. Rooted operations send the tensor once from rank to rank.
     """
     name, total = operation.replace("_", ""), len(ranks)
     if name in ("recv", "barrier"):
@@ -191,7 +191,7 @@ def bytes_sent(operation: str, args: tuple[Any, ...], ranks: list[int], rank: in
 
 
 def _ends(operation: str, ranks: list[int], rank: int, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Sender, receiver and tag of a message; nothing for a collective."""
+    """Return sender, receiver and tag of a message; empty for a collective."""
     if operation not in ("send", "recv"):
         return ()
     peer, tag = ranks[args[1]], args[2] if len(args) > 2 else 0
@@ -213,22 +213,22 @@ COLLECTIVES = (
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
 )
-"""Methods of `ProcessGroup` that return a `Work`, as far as a release of torch has them."""
+"""Methods of `ProcessGroup` that return a `Work`; some exist only in some torch releases."""
 
 
 class Posted:
-    """One work that this rank posted. `crosses`: waits until its bytes have crossed the link between emulated hosts."""
+    """A work that this rank posted. `crosses`: waits until its bytes have crossed the emulated link."""
 
     def __init__(self, operation: str, group: ProcessGroup, peer: int | None, crosses: Callable[[], None]) -> None:
         self.over = False
         self.operation, self.group, self.peer = operation, group, peer
         self.pair = None if peer is None else (operation, group, peer)
-        """Of a message: its direction and its two ends. Such messages arrive in the order in which they were posted."""
+        """Direction and ends of a message. Messages of one pair arrive in posting order."""
         self._crosses = crosses
         self._waiting = threading.Lock()
 
     def wait(self, work: Work, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        """Wait as `Work.wait` does, once; other threads that call it meanwhile wait for the first one."""
+        """Wait as `Work.wait` does, once; concurrent callers wait for the first."""
         with self._waiting:
             if not self.over:
                 original(work, *args, **kwargs)
@@ -238,15 +238,16 @@ class Posted:
 
 
 class Works:
-    """gloo's works with what Megatron expects of NCCL's: they may be waited for twice, and a message may be dropped unawaited.
+    """Gives gloo's works the semantics of NCCL's: several waits are allowed, and a message may be dropped without a wait.
 
-    Methods of `ProcessGroup` and `Work.wait` are replaced, because Megatron's own calls, coalesced ones and those of
-    `batch_isend_irecv` all go through them. With `LYNX_LINK` in the environment, works cross that link.
+    Replaces methods of `ProcessGroup` and `Work.wait`, which Megatron's own calls, coalesced ones and `batch_isend_irecv` all
+    use.
+    With `LYNX_LINK` in the environment, works cross that link.
     """
 
     def __init__(self) -> None:
         self._pending: dict[Posted, Work] = {}
-        """Works that have not been waited for, oldest first."""
+        """Works without a wait so far, oldest first."""
         self._known: weakref.WeakKeyDictionary[Work, Posted] = weakref.WeakKeyDictionary()
         self._wait: Callable[..., bool] = Work.wait
 
@@ -264,20 +265,20 @@ class Works:
         return None if setting is None else Link(setting, int(os.environ["RANK"]))
 
     def posting(self, operation: str, group: ProcessGroup, args: tuple[Any, ...]) -> Posted:
-        """Called right before an operation is posted. `args`: those of the method, without the group."""
+        """Hook right before an operation is posted. `args`: the method's arguments without the group."""
         crosses = ignore if self._link is None else self._link.post(operation, group, args)
         return Posted(operation, group, args[1] if operation in MESSAGES else None, crosses)
 
     def posted(self, work: Work, posted: Posted, args: tuple[Any, ...]) -> None:
-        """Called right after it."""
+        """Hook right after an operation is posted."""
 
     def waits(self, work: Work) -> None:
-        """Called before each `Work.wait`."""
+        """Hook before each `Work.wait`."""
 
     def _posting(self, operation: str, original: Callable[..., Work]) -> Callable[..., Work]:
         @wraps(original)
         def post(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-            if operation in MESSAGES:  # an alias keeps the storage, which Megatron frees after `isend`, and not the graph
+            if operation in MESSAGES:  # an alias keeps the storage, which Megatron frees after `isend`, but not the graph
                 args = ([tensor.detach() for tensor in args[0]], *args[1:])
             posted = self.posting(operation, group, args)
             work = original(group, *args, **kwargs)
@@ -304,7 +305,7 @@ class Works:
             self._forget(posted)
 
     def _forget(self, posted: Posted) -> None:
-        """And messages of the same pair before it: Megatron's interleaved schedule waits for the last one only."""
+        """Drop a work and earlier messages of its pair: Megatron's interleaved schedule waits only for the last."""
         if posted in self._pending and posted.pair is not None:
             for older in list(takewhile(lambda one: one is not posted, self._pending)):
                 if older.pair == posted.pair:

@@ -1,10 +1,10 @@
-"""A measured profile: one layer and the ends of the model on every rank, then the job's messages between the ranks.
+"""Measures a profile: a layer, embedding and output layer on every rank, and the job's messages between the ranks.
 
 each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
-   (all at once, as       embedding, and head with loss, of the same shard ──measure_block──> seconds
-    in training)          messages over the job's own groups and links ──measure_links──> points
+   (all at once, as       embedding, and output layer with loss, of the same shard ──measure_block──> seconds
+    in training)          messages over the job's groups and links ──measure_links──> points
                           tiny layers under every setting ──measure_layers──────> host time
-                          AdamW on the CPU, together and alone ──measure_adam───> of an optimizer on the host
+                          AdamW on the CPU, on all ranks and on one ──measure_adam───> rate of an optimizer on the host
 parent                    the slowest rank's figures ──> Profile
 """
 
@@ -39,12 +39,12 @@ from megatron_lynx.version import __version__
 REPETITIONS = 9
 
 HOST_ROUNDS = 6
-"""Turns of each setting whose host time is measured, which is most of what a profile takes."""
+"""Turns per setting of the host time, most of a profile's time."""
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     halves: dict[Half, HalfProfile]
     embedding: BlockProfile
@@ -52,7 +52,7 @@ class RankFigures:
     links: tuple[LinkPoint, ...]
     interference: float
     host_time: LayerHostTime | None
-    """None where a stand-in's kernels would be in it."""
+    """Missing if a stand-in would compute part of it."""
     stood_in_for: str | None = None
     adam: AdamFigures | None = None
 
@@ -62,7 +62,7 @@ class RankFigures:
 
 
 def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
-    """The profile of a job on this machine. Raises what the ranks raise, and `ConfigError` where its layers cannot be built."""
+    """Measure a job's profile on this machine. Raises errors of the ranks, and `ConfigError` if its layers cannot be built."""
     check_measurable(job)
     with announce("measuring a layer and the links"):
         figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS, HOST_ROUNDS)
@@ -90,14 +90,14 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
 
 def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
-    """That of the layers, with how fast the CPU steps parameters."""
+    """Return the host time of layers with the CPU's Adam rate."""
     found = host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], cpu)
     adams = [each.adam for each in figures if each.adam is not None]
     return found if found is None or not adams else found.model_copy(update={"adam": adam_of_ranks(adams)})
 
 
 def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:
-    """That of the ranks that takes longest; None where none was measured."""
+    """Return the host time of the slowest rank; None if none was measured."""
     from megatron_lynx.testbed.host_time import slowest
 
     return HostTime(cpu=cpu, **{job.model.implementation: slowest(measured)}) if measured else None
@@ -120,7 +120,7 @@ def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> Ran
 
 
 def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:
-    """Both halves of a layer and both ends of the model, without a group, and the device that they are on."""
+    """Measure both halves of a layer, embedding and output layer without a group; also return their device."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.testbed.fusions import fused_gradient_fields, give_main_gradients
     from megatron_lynx.testbed.groups import initialise
@@ -151,7 +151,7 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
 
 
 def _alone(job: Job) -> Job:
-    """One layer, and one shard's share of the vocabulary, without tensor and pipeline groups; a micro-batch on each rank."""
+    """Return a job of one layer and one shard's vocabulary without tensor and pipeline groups, one micro-batch per rank."""
     model = job.model.model_copy(update={"layers": 1, "vocab": job.model.vocab // job.parallel.tensor})
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
     return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch})
@@ -164,17 +164,17 @@ def _hidden(job: Job, chunk: Any) -> torch.Tensor:
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """What the block passes to each layer besides its input."""
+    """Return the arguments that the block passes to each layer besides its input."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    if job.model.position != "rope" or job.model.latent is not None:  # which makes its own
+    if job.model.position != "rope" or job.model.latent is not None:  # latent attention makes its own
         return {}
     rotary = RotaryEmbedding(job.model.head_size, 1.0, use_cpu_initialization=True)
     return {"rotary_pos_emb": rotary(job.model.seq)}
 
 
 def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], counted: Callable[[], torch.Tensor]) -> BlockProfile:
-    """One end of the model. It is counted with an input of its own, so that this counts, and timed without making one."""
+    """Measure the embedding or output layer: bytes with a fresh input, which counts, and seconds without making one."""
     from megatron_lynx.profiler.measured import held_bytes, measure_block
 
     shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
@@ -190,7 +190,7 @@ def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
 
 
 def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Final norm, output projection and loss, of what `hidden` makes."""
+    """Return a function that runs final norm, output layer and loss on `hidden()`."""
     from megatron_lynx.testbed.training import synthetic_batches
 
     labels = synthetic_batches(job)[0].labels
@@ -206,7 +206,7 @@ def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[
 
 
 def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoint, ...]:
-    """A quarter of each message, half, and the whole, over the group that sends it."""
+    """Measure a quarter, half and all of each message size, over the group that sends it."""
     from megatron.core import parallel_state
 
     from megatron_lynx.profiler.links import measure_links, messages_of
@@ -222,7 +222,7 @@ def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoi
 
 
 def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, repetitions: int) -> float:
-    """1 without tensor parallelism: nothing is under way then that a window could be of."""
+    """Return the slowdown of computation during a collective; 1 without tensor parallelism, which has no windows."""
     from megatron.core import parallel_state
 
     from megatron_lynx.profiler.links import measure_interference, replay_like
@@ -235,8 +235,9 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
 
 
 def check_measurable(job: Job) -> None:
-    """Raises `ConfigError` for context parallelism and experts, whose exchanges are between more ranks than are measured, for
-    FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same path."""
+    """Raise `ConfigError` for layers that cannot be measured: context parallelism and experts, which communicate with further
+    ranks, FP8,
+    and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
     todo = "plan for a described cluster: seconds and bytes then follow from shapes"
     if job.parallel.context > 1:
         problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
@@ -259,7 +260,8 @@ def check_measurable(job: Job) -> None:
 
 
 def te_layer(job: Job, layer: Any) -> TeLayer | None:
-    """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
+    """Return the profiler's facts about a Transformer Engine layer; None for local ones. Raises `HookRefused` for unknown
+    releases."""
     if not job.model.uses_te:
         return None
     norms = {half: inner_norms(layer, section) for half, section in job.model.halves.items()}
@@ -267,7 +269,7 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
-    """The context in which Megatron's block runs its layers in FP8 or FP4."""
+    """Return the context in which Megatron's block runs FP8 or FP4 layers."""
     if job.model.fp8 is None:
         return nullcontext()
     if job.model.fp8.recipe == "nvfp4":
@@ -280,7 +282,7 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
 
 
 def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
-    """The norms that linears of a half make inside of themselves, by linear."""
+    """Return the norms fused into a half's linears, by linear."""
     linears = {item: attrgetter(item.path)(layer) for item in section.items if item.is_linear}
     normed = {item: linear for item, linear in linears.items() if hasattr(linear, "layer_norm_weight")}
     return {item.name: _inner_norm(layer.config, linear, item.norm_inside or section.norm) for item, linear in normed.items()}
@@ -303,16 +305,16 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class AdamFigures:
-    """Of one rank: millions of parameters a second."""
+    """Million parameters per second of one rank."""
 
     together: float
     alone: float | None
-    """Rank 0's."""
+    """Measured on rank 0 only."""
     threads: int
 
 
 def measure_adam(rank: int) -> AdamFigures:
-    """Runs inside `RankPool`, on all ranks, which can talk."""
+    """Runs inside `RankPool`, on all ranks, after groups are made."""
     optimizer = _optimizer()
     torch.distributed.barrier()
     together = _million_per_s(optimizer)
@@ -323,7 +325,7 @@ def measure_adam(rank: int) -> AdamFigures:
 
 
 def adam_of_ranks(figures: Sequence[AdamFigures]) -> HostAdam:
-    """The slowest rank's, where all step; an update waits for it."""
+    """Return the slowest rank's rate while all step, since an update waits for it."""
     together, first = min(figure.together for figure in figures), figures[0]
     assert first.alone is not None, "rank 0 comes first"
     ranks = f"{len(figures)} ranks of {first.threads} threads"
@@ -339,7 +341,7 @@ def _optimizer() -> torch.optim.Optimizer:
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cpu"))
     parameter.grad = torch.ones(ELEMENTS, device="cpu")
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    optimizer.step()  # makes its state
+    optimizer.step()  # allocates its state
     return optimizer
 
 

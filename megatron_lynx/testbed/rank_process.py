@@ -1,4 +1,4 @@
-"""One rank, as `ranks.RankPool` starts it: `python -m megatron_lynx.testbed.rank_process`. The parent's side says more."""
+"""One rank process, started by `ranks.RankPool` as `python -m megatron_lynx.testbed.rank_process`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Get ready, then answer the parent's messages until it closes its end of the pipe."""
+    """Prepare, then answer the parent's messages until it closes the pipe."""
     die_with_parent()
     pipe = Connection(int(os.environ.pop("LYNX_PIPE")))
     store: list[Any] = []
@@ -33,23 +33,23 @@ def main() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent is; it may be gone already."""
+    """Exit when the parent does, or at once if it is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.pop("LYNX_PARENT")):
         sys.exit("the parent of this rank is gone")
 
 
 def prepare(store: list[Any]) -> int:
-    """Pin, import torch, and install the stand-in if there is no GPU.
+    """Pin the process, import torch, and emulate CUDA if there is no GPU.
 
-    Rank 0 opens the store that the job's ranks meet in, keeps it in `store` and returns its port; the others return 0.
+    Rank 0 opens the job's rendezvous store, appends it to `store` and returns its port; the others return 0.
     """
     if core := os.environ.pop("LYNX_CORE", ""):
         os.sched_setaffinity(0, {int(core)})
     stand_in()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
+    # Makes `env://` join rank 0's store as a client, instead of opening one on a guessed port.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if os.environ["RANK"] != "0":
         return 0
@@ -59,14 +59,14 @@ def prepare(store: list[Any]) -> int:
 
 
 def stand_in() -> None:
-    """What has to be as ranks have it before Megatron is imported. A second time it changes nothing."""
+    """Set up a rank before Megatron is imported. A second call changes nothing."""
     import torch
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
 
-    # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
+    # Megatron warns on every rank about missing Apex and Transformer Engine and about deprecated torch functions.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed|transformer_engine")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it advises whoever wrote a launch, once for every model
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it repeats launch advice for every model
     torch.set_num_threads(1)
     if backend := os.environ.pop("LYNX_COMPILER", ""):
         from megatron_lynx.testbed.fusions import stand_in_for_compiler
@@ -78,16 +78,16 @@ def stand_in() -> None:
 
 
 def obey(message: bytes) -> Any:
-    """Call the function that the parent sent: (port, number of the run, function, arguments)."""
+    """Run the parent's function: (port, run number, function, arguments)."""
     port, run, function, args = pickle.loads(message)
     os.environ["MASTER_PORT"] = str(port)
-    # Each run meets under a prefix of its own in the store, where nothing of an earlier one is found.
+    # Each run has its own prefix in the store, without keys of earlier runs.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(run)
     return function(int(os.environ["RANK"]), *args)
 
 
 def answer(pipe: Connection, function: Callable[[], Any]) -> None:
-    """Call, and send (result, error, traceback as text); an error that cannot be pickled is sent as text alone."""
+    """Call, and send (result, error, traceback text); an error that cannot be pickled is sent as text only."""
     try:
         packed = pickle.dumps((function(), None, None))
     except BaseException as error:  # noqa: BLE001 (the parent raises it)

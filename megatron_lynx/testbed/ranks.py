@@ -1,13 +1,13 @@
-"""Ranks of a job as fresh processes on this machine, and functions run on all of them.
+"""Runs functions on all ranks of a job, as fresh processes on this machine.
 
     parent                                      rank process (one per rank; own core)
-      start all ──── environment, pipe ───────>   dies with its parent; pins itself, imports torch, installs the stand-in
+      start all ──── environment, pipe ───────>   exits with its parent; pins itself, imports torch, emulates CUDA
                 <─── rank 0's rendezvous port ─   (rank 0 keeps torch's store open, so no port is guessed)
       run(f, x) ──── pickled f, x ────────────>   f(rank, x)
                 <─── pickled result or error ──
-      close     ──── kill ────────────────────>   gone
+      close     ──── kill ────────────────────>   exit
 
-The first error any rank reports is raised in the parent; the others, which may be waiting for it, are killed.
+The parent raises the first error of any rank, and kills the others, which may be waiting for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 from megatron_lynx.testbed.links import Links
 
 START_S = 120.0
-"""Seconds that a rank may take to import torch and megatron-core."""
+"""Time limit for a rank's import of torch and megatron-core."""
 
 
 MEGATRON_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""No compilation, unless a pool of ranks is given a compiler (decided when megatron-core is imported); one thread, so sums are
-always in one order; the number of connections that Megatron's sequence parallelism asks for."""
+"""Disables compilation unless the pool has a compiler (read when megatron-core is imported); one thread keeps the order of sums
+fixed; Megatron's sequence parallelism requires one CUDA connection."""
 
 
 class RankError(RuntimeError):
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
         self.rank = rank
         self.text = text
         self.lost = lost
-        """Whether the rank's process ended without an answer: it was killed, or crashed."""
+        """Whether the process ended without an answer: killed, or crashed."""
         super().__init__(f"rank {rank}: {text}")
 
 
@@ -56,23 +56,23 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     compiler: str | None = None,
 ) -> list[Any]:
-    """`function(rank, *args)` on `ranks` fresh processes; their results in order of rank. See `RankPool`."""
+    """Run `function(rank, *args)` in `ranks` fresh processes; return the results by rank. See `RankPool`."""
     with RankPool(ranks, links=links, pin=pin, env=env, compiler=compiler) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
 class RankPool:
-    """Ranks that stay alive to run several functions, one after another.
+    """Ranks that stay alive to run several functions in sequence.
 
-    They are started by the first `run`, and again by the first one after a failure. They die with the thread that started
-    them, so run from one that lives on.
+    The first `run` starts them, and the first one after a failure restarts them. They exit with the thread that started them, so
+    call `run` from a long-lived thread.
 
     Args:
-        ranks: how many processes.
-        links: the network between them; none is this machine's loopback.
-        pin: give every rank a core of its own, if there are enough.
-        env: environment variables of the ranks, besides the parent's and those that torchrun would set.
-        compiler: what `torch.compile` is in these ranks (`compiler.Backend`), so that Megatron's fusions are compiled.
+        ranks: number of processes.
+        links: the network between them; None: loopback.
+        pin: pin every rank to its own core, if there are enough.
+        env: environment variables of the ranks, besides the parent's and torchrun's.
+        compiler: `torch.compile` backend in these ranks (`fusions.Backend`), which enables compiled fusions.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class RankPool:
         self._runs = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-        """`function(rank, *args)` on every rank; the results in order of rank.
+        """Run `function(rank, *args)` on every rank; return the results by rank.
 
-        The function must be importable by name and leave `torch.distributed` as it likes: the next run finds it as it
-        was left. Arguments and results are pickled; tensors may be among them.
+        The function must be importable by name. The state of `torch.distributed` stays as it leaves it. Arguments and results are
+        pickled; tensors may be among them.
 
         Raises:
             RankError: the first error of a rank. All ranks are killed.
@@ -117,7 +117,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End all ranks and wait until they are gone."""
+        """Kill all ranks and wait for their exit."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -171,7 +171,7 @@ class RankPool:
             pipe.send_bytes(packed)
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """One answer of every rank, or the first error."""
+        """Return one answer per rank, or raise the first error."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while len(answers) < self.ranks:
@@ -196,6 +196,6 @@ class RankPool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and whatever it started."""
+    """Kill a rank and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,15 +1,15 @@
-"""A stand-in: what takes the place of a library's objects on a machine that lacks them, and can be taken away again.
+"""Removable replacements for library objects that this machine lacks.
 
 undo = ExitStack()
-replace(undo, torch.cuda, "synchronize", ignore)      as often as needed
-return StandIn(undo)                                  .remove(): the identical objects are back, newest first
+replace(undo, torch.cuda, "synchronize", ignore)      any number of times
+return StandIn(undo)                                  .remove(): restores the identical objects, newest first
 
 Transformer Engine and Apex have compiled parts, which a machine without a GPU lacks:
 
-the compiled library is installed                 it is used
-it is not, and TESTBED_STAND_INS names a module   that module's `stand_in()` answers: this repository's tests have one
+compiled library installed                        it is used
+missing, and TESTBED_STAND_INS names a module     that module's `stand_in()` is used: this repository's tests have one
                                                   (`tests.instruments`)
-it is not, and nothing is named                   Transformer Engine is hidden, so that Megatron does not fail at its import
+missing, and the variable is unset                Transformer Engine is hidden, so that Megatron's import does not fail
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABSENT = object()
 
 
 class StandIn:
-    """The active stand-in. `remove()` (or leaving the `with` block) restores every replaced object, newest first."""
+    """Active replacements. `remove()`, or leaving the `with` block, restores every object, newest first."""
 
     def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
@@ -48,7 +48,7 @@ class StandIn:
 
 
 def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Set `owner.name` and remember how to put back what its own `__dict__` held, which may be nothing."""
+    """Set `owner.name`, and register the restoration of its own `__dict__` entry, if any."""
     own = vars(owner).get(name, ABSENT)
     setattr(owner, name, new)
     if own is ABSENT:
@@ -58,7 +58,7 @@ def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def replace_entry(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, new: Any) -> None:
-    """The same for an entry of a mapping, such as `os.environ` or `sys.modules`."""
+    """Set an entry of a mapping such as `os.environ` or `sys.modules`, and register its restoration."""
     before = mapping.get(key, ABSENT)
     mapping[key] = new
     if before is ABSENT:
@@ -68,42 +68,42 @@ def replace_entry(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, 
 
 
 def ignore(*args: Any, **kwargs: Any) -> None:
-    """Answers a request for which a CPU has nothing to do."""
+    """A no-op for requests that need nothing on a CPU."""
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
 
 STAND_INS = "TESTBED_STAND_INS"
-"""The environment variable that names a module with `stand_in() -> StandIn` and `attention_among_ranks(te=) -> type`."""
+"""Environment variable with the name of a module that has `stand_in() -> StandIn` and `attention_among_ranks(te=) -> type`."""
 
 
 def named_stand_ins() -> Any:
-    """The module that the environment names; None where it names none."""
+    """Return the module that the environment names, or None."""
     return importlib.import_module(name) if (name := os.environ.get(STAND_INS)) else None
 
 
 def transformer_engine_can_run() -> bool:
-    """Whether Transformer Engine is on the import path, with its compiled library or with somebody who stands in for it."""
+    """Return whether Transformer Engine can be imported, with its compiled library or a stand-in."""
     return importlib.util.find_spec(TRANSFORMER_ENGINE) is not None and (has_compiled_extension() or STAND_INS in os.environ)
 
 
 def has_compiled_extension() -> bool:
-    """Whether a library lies where Transformer Engine looks for one: beside its Python."""
+    """Return whether Transformer Engine's compiled library is next to its Python package."""
     found = importlib.util.find_spec(TRANSFORMER_ENGINE)
     folders = [] if found is None else found.submodule_search_locations or []
     return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))
 
 
 def stand_in_for_compiled_parts() -> StandIn:
-    """What is missing is answered or hidden until the returned handle is removed. To be in place before Megatron is imported."""
+    """Replace or hide missing compiled parts until the returned handle is removed. Call before importing Megatron."""
     undo = ExitStack()
     if (stand_ins := named_stand_ins()) is not None:
         undo.enter_context(stand_ins.stand_in())
     elif TRANSFORMER_ENGINE not in sys.modules and not has_compiled_extension():
-        replace_entry(undo, sys.modules, TRANSFORMER_ENGINE, None)  # its import fails as that of a module that is not there
+        replace_entry(undo, sys.modules, TRANSFORMER_ENGINE, None)  # makes its import fail as if it were not installed
     return StandIn(undo)
 
 
 def stood_in_for(job: Job) -> str | None:
-    """The part of the job's layers that a stand-in computes on this machine, in words; None where all of it is real."""
+    """Name the part of the job's layers that a stand-in computes on this machine; None if there is none."""
     return "Transformer Engine's kernels" if job.model.uses_te and not has_compiled_extension() else None

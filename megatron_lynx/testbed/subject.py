@@ -1,8 +1,8 @@
-"""One setting of a comparison on one rank: a model built for it, and its plan, which is in force only while it has its turn.
+"""One setting of a comparison on one rank: its model, and its plan, which is installed only during its turn.
 
-All subjects of a comparison share one set of weights and gradients, so that they differ in nothing but their setting, and
-many of them need no more memory than one. No optimizer runs: every step starts from the same weights. Where the job defers weight
-gradients, all settings add theirs up in place, within `fused_gradients`.
+All subjects of a comparison share weights and gradients, which keeps them comparable and saves memory. They have no optimizer:
+every step starts from the same weights. If the job delays weight gradients, all settings accumulate them in place, within
+`fused_gradients`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 SEED = 7
-"""Seed of a step whose gradients are compared: every setting must draw the same dropout masks."""
+"""Seed of steps whose gradients are compared: every setting must draw the same dropout masks."""
 
 
 class Subject:
-    """A model under one setting. It shares the weights of the subject `weights_of`; without one it draws its own."""
+    """A model under one setting. It shares the weights of the subject `weights_of`, by default draws its own."""
 
     def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
         from megatron_lynx.testbed.fusions import adds_up_in_place, fused_gradient_fields
@@ -59,7 +59,7 @@ class Subject:
         if candidate.offloads:
             forget_offloaded()
             self._quietly = without_its_table
-        # Weights are drawn, or shared, once the model stands: Megatron need not draw its own.
+        # Weights are drawn or shared after building, so Megatron need not initialize them.
         fields = fused_gradient_fields(job) | candidate.fields
         chunks = None if like is None else unwrapped(like.chunks)
         model = build_model(job, weights_of=chunks, perform_initialization=False, **fields)
@@ -75,7 +75,7 @@ class Subject:
 
     @contextmanager
     def in_force(self) -> Iterator[Any]:
-        """Its plan's installation while the block runs; None for stock Megatron."""
+        """Install its plan during the block; yield the installation, or None for stock Megatron."""
         from megatron_lynx.apply import install
 
         if self.candidate.plan is None:
@@ -85,18 +85,18 @@ class Subject:
             yield installation
 
     def step(self) -> list[torch.Tensor]:
-        """Forward, backward and reductions of one step; its losses."""
+        """Run forward, backward and reductions of one step; return its losses."""
         with self._quietly():
             return self.training.step(self.batches)
 
     def uncleared_step(self, forward_step: ForwardStep | None = None) -> None:
-        """Forward and backward only; gradients are added to those that are there, so none is allocated or freed."""
+        """Run forward and backward only. Gradients accumulate, so none is allocated or freed."""
         from megatron_lynx.testbed.training import run_schedule
 
         run_schedule(self.training.chunks, self.job, self.batches, forward_step_func=forward_step)
 
     def repeatable_step(self) -> dict[str, torch.Tensor]:
-        """One step with the random numbers of `SEED`: copies of its losses and gradients, by name."""
+        """Run one step seeded with `SEED`; return copies of its losses and gradients by name."""
         from megatron_lynx.testbed.groups import seed_random_numbers
 
         seed_random_numbers(SEED)
@@ -104,7 +104,7 @@ class Subject:
         return {f"loss {index}": loss.detach().clone() for index, loss in enumerate(losses)} | self.training.gradients()
 
     def counted_step(self) -> MemoryUse:
-        """What a step holds and needs; marked at the end of every forward pass. Warm up before."""
+        """Return a step's memory use, marked at the end of every forward pass. Needs a warm-up step before."""
         from megatron_lynx.testbed.training import forward_step
 
         def step(meter: ActivationMeter) -> None:
@@ -114,7 +114,7 @@ class Subject:
         return count_step(step, self.device, allocated)
 
     def traced_step(self, installation: Any) -> list[Span]:
-        """The events of one step under a plan. All ranks start their clocks behind one barrier."""
+        """Return the events of one step under a plan. A barrier aligns the ranks' clocks."""
         dist.barrier()
         installation.engine.trace.start()
         self.step()
@@ -123,7 +123,7 @@ class Subject:
 
 
 def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
-    """One model for each setting, by its name, all with the weights of the first; the groups of the job's ranks are made."""
+    """Return one model per setting by name, all with the weights of the first. Makes the groups of the job's ranks."""
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
@@ -132,12 +132,12 @@ def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether both have the same names, and equal tensors under each."""
+    """Return whether both have the same names with equal tensors."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def most_of_all_ranks(figures: Sequence[int], device: torch.device) -> list[int]:
-    """The largest of each figure over all ranks."""
+    """Return the maximum of each figure over all ranks."""
     most = torch.tensor(figures, dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return [int(figure) for figure in most.tolist()]
@@ -145,14 +145,14 @@ def most_of_all_ranks(figures: Sequence[int], device: torch.device) -> list[int]
 
 @contextmanager
 def without_its_table() -> Iterator[None]:
-    """Nothing is printed while the block runs: that manager prints a table of what its first step offloads."""
+    """Suppress the table of stock's offload manager after its first step."""
     with redirect_stdout(io.StringIO()):
         yield
 
 
 def forget_offloaded() -> None:
-    """Stock Megatron's own offloading has one manager for the whole process, which learns its first step by heart, and later ones
-    must be that again. Let the next step be the first one of another model."""
+    """Reset stock's process-wide offload manager, so that it records the next step of another model instead of expecting the same
+    one."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
     PipelineOffloadManager.reset_instance()
@@ -160,21 +160,21 @@ def forget_offloaded() -> None:
 
 @dataclass(frozen=True)
 class Lap:
-    """What one setting took on one rank."""
+    """Timing of one setting on one rank."""
 
     step_s: tuple[float, ...]
     events: list[Span]
-    """Events of one more step, traced; empty without a plan."""
+    """Events of an additional traced step; empty without a plan."""
 
 
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
-    """Runs inside `RankPool`, on all ranks of the job. Laps by the names of `candidates`, of which the first is stock none."""
+    """Return laps by candidate name. Runs inside `RankPool`, on all ranks of the job. The first candidate is stock none."""
     with fused_gradients(job):
         return laps_of(subjects_of(job, candidates), rounds, warmups)
 
 
 def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
-    """Of settings that take turns, stock none among them: the plan of the one whose turn it is is in force, and no other's."""
+    """Time settings in turns, stock none among them; only the plan of the current one is installed."""
     with ExitStack() as in_force:
 
         def take_turn(name: str) -> None:
@@ -203,24 +203,24 @@ Bits = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Counted:
-    """One setting on one rank."""
+    """Counts of one setting on one rank."""
 
     candidate: Candidate
     use: MemoryUse
     most_resident_bytes: int
-    """The most of all ranks, as is `most_peak_bytes`."""
+    """Maximum over all ranks, as `most_peak_bytes`."""
     most_peak_bytes: int
     counts: Figures
     gradients_equal: bool | None
 
     def holds_no_more_than(self, other: Counted) -> bool:
-        """Whether it holds no more than `other` by either count of bytes, and so can be an opponent."""
+        """Return whether it uses no more memory than `other` by either measure, which makes it an opponent."""
         return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
 
 
 @dataclass
 class Census:
-    """What one rank counted. The ranks' lists are alike: same settings, same order."""
+    """Counts of one rank. All ranks have the same settings in the same order."""
 
     counted: list[Counted] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -230,10 +230,9 @@ class Census:
 
 
 def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -> Census:
-    """Runs inside `RankPool`, on all ranks of the job.
+    """Count all settings. Runs inside `RankPool`, on all ranks of the job.
 
-    Stock's module sets are first tried on each rank alone, which makes Megatron's groups anew: not for ranks whose other ranks
-    do not exist.
+    First tries stock's module sets on each rank alone, which rebuilds Megatron's groups: not for ranks without peers.
     """
     from megatron_lynx.testbed.groups import initialise
 
@@ -257,7 +256,7 @@ def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Cens
 
 
 def _count(subject: Subject, reference: Bits | None = None) -> Counted:
-    """Count one setting. Without a reference the subject is the reference itself, and already warmed up."""
+    """Count one setting. Without `reference` the subject is the reference, already warmed up."""
     equal, counts = None, Figures()
     with subject.in_force() as installation:
         if reference is not None:
@@ -277,7 +276,7 @@ def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits)
 
 
 def _count_offload_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    """Count what stock offloads, after one step more: in its first one it only learns what there is."""
+    """Count stock's offloading after one more step: its first step only records tensors."""
     for candidate in offload_sets(job):
         subject = Subject(job, candidate, none)
         subject.repeatable_step()
@@ -287,7 +286,7 @@ def _count_offload_sets(census: Census, job: Job, none: Subject, reference: Bits
 
 
 def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    """Count block settings until one is no opponent any more: each holds more than the one before it."""
+    """Count block settings up to the first that uses more memory than ours; each keeps more than the last."""
     for candidate in blocks(job):
         counted = _count(Subject(job, candidate, none), reference)
         census.counted.append(counted)
@@ -296,7 +295,7 @@ def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> N
 
 
 def _failing(job: Job) -> list[Skipped]:
-    """The module sets that stock Megatron cannot train with, and why."""
+    """Return the module sets that stock Megatron cannot train with, and why."""
     from megatron_lynx.testbed.groups import initialise
 
     alone = _alone(job)
@@ -314,7 +313,7 @@ def _error_of(alone: Job, candidate: Candidate) -> str | None:
 
 
 def _alone(job: Job) -> Job:
-    """A job with the same kind of model but one narrow layer, which every rank trains alone: nothing reduces its gradients."""
+    """Return a job with one narrow layer of the same kind, which every rank trains alone without reductions."""
     size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
     model = job.model.model_copy(update=size)

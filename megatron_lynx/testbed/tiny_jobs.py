@@ -1,4 +1,4 @@
-"""Jobs small enough for tests. Nothing here imports torch or Megatron."""
+"""Small jobs for tests. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def tiny_job(
     micro: int = 2,
     **fields: Any,
 ) -> Job:
-    """A job small enough for tests: four layers of width 32, GPT-like (dropout 0.1, tied embeddings) or Llama-like.
+    """Return a small job: four layers of width 32, GPT-like (dropout 0.1, tied embeddings) or Llama-like.
 
-    `fields`: of `config.parallel.Parallel`, and those of `config.model.Model` that are otherwise.
+    `fields`: fields of `config.parallel.Parallel` and `config.model.Model` that differ.
     """
     size = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 4, "vocab": 64, "seq": 16, "attention": "unfused", "dtype": "fp32"}
     gpt = {"kv_groups": 4, "attention_dropout": 0.1, "hidden_dropout": 0.1, "tied_embeddings": True}

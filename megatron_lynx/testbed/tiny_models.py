@@ -1,8 +1,8 @@
-"""Models of megatron-core's layers, local or Transformer Engine's, built from a job; the same weights in every build and layout.
+"""Builds a job's models from megatron-core's local or Transformer Engine layers, with the same weights in every layout.
 
     job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk ──> weights drawn by global name
 
-Weights are drawn by `weights`, so two builds are equal in every bit.
+Two builds are equal in every bit.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ ACTIVATIONS = {
 }
 
 MODULES = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
-"""What is captured, as this release has it: since 0.18 under the first name."""
+"""Field for CUDA-graph modules; renamed in 0.18."""
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables by which Megatron tells Transformer Engine which attention a model has. It refuses a model that wants another one
-than these say, and they still say what this process built last."""
+"""Variables in which Megatron passes the attention kernel to Transformer Engine. It refuses a model that differs from their
+values,
+which an earlier model of this process may have set."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
-    """Megatron's configuration of a job, with its fusions (`fusions`); `overrides` are fields of TransformerConfig.
+    """Return Megatron's configuration of a job with its fusions. `overrides`: fields of TransformerConfig.
 
     Raises:
-        ConfigError: the job wants flash attention, which neither a CPU nor Megatron's local layers have.
+        ConfigError: the job has flash attention, which CPUs and Megatron's local layers do not support.
     """
     model, parallel = job.model, job.parallel
     fused = model.attention == "flash"
@@ -86,7 +87,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "bf16": model.dtype == "bf16",
         "use_cpu_initialization": not torch.cuda.is_available(),
-        # Interleaved schedules free an output while it is being sent, and gloo would send what is in its memory by then.
+        # Interleaved schedules free an output in flight, and gloo would send freed memory.
         "deallocate_pipeline_outputs": job.chunks == 1,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -127,7 +128,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
 
 
 def latent_fields(job: Job) -> dict[str, Any]:
-    """Fields of MLATransformerConfig for a job's latent attention; none without."""
+    """Return fields of MLATransformerConfig for latent attention; empty without."""
     sizes = job.model.latent
     if sizes is None:
         return {}
@@ -139,13 +140,13 @@ def latent_fields(job: Job) -> dict[str, Any]:
         "qk_pos_emb_head_dim": sizes.rope_size,
         "v_head_dim": sizes.value_head_size,
         "kv_channels": sizes.value_head_size,
-        "rope_type": "yarn" if sizes.fused_rotary else "rope",  # Megatron fuses no other
+        "rope_type": "yarn" if sizes.fused_rotary else "rope",  # the only one that Megatron fuses
         "apply_rope_fusion": sizes.fused_rotary,
     }
 
 
 def expert_fields(job: Job) -> dict[str, Any]:
-    """Fields of TransformerConfig for a job's mixture of experts; none without one."""
+    """Return fields of TransformerConfig for experts; empty without."""
     experts = job.model.experts
     if experts is None:
         return {}
@@ -177,13 +178,12 @@ def _dispatcher_fields(dispatcher: Dispatcher) -> dict[str, Any]:
 def build_model(
     job: Job, *, seed: int = 1234, weights_of: Sequence[torch.nn.Module] | None = None, **overrides: Any
 ) -> list[GPTModel | Float16Module]:
-    """This rank's chunks, in training mode, on the GPU if there is one. `parallel_state` must be initialised.
+    """Return this rank's chunks in training mode, on the GPU if there is one: one, or `job.chunks` virtual stages.
 
-    One chunk, or with `job.chunks` virtual stages as many.
-
-    Weights depend on `seed` and names alone; random-number states are consumed, so seed them afterwards
-    (`groups.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
-    With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
+    Needs an initialised `parallel_state`. Weights depend only on `seed` and names. RNG states change, so seed them afterwards
+    (`groups.seed_random_numbers`). `overrides`: fields of TransformerConfig, such as stock recomputation. With `weights_of`
+    nothing is
+    drawn: the chunks share its parameters, and may differ from it in `overrides`.
     """
     config = transformer_config(job, **overrides)
     for variable in ATTENTION:
@@ -223,8 +223,9 @@ def _build_chunk(
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers of this stage, or of one of its chunks, their norms exchanged for ours; and their core attention,
-    where sequences are cut, which Megatron's refuses."""
+    """Return the spec of Megatron's local layers of a stage or chunk, with our norms, and a core attention for context
+    parallelism and
+    for latent attention, which Megatron's own does not support."""
     if config.num_moe_experts:
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         layers, block.layer_norm = block.layer_specs, Norm
@@ -246,7 +247,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 
 
 def context_attention(*, te: bool = False) -> Any:
-    """A core attention that exchanges keys and values without fused kernels, which the module in `TESTBED_STAND_INS` has.
+    """Return a core attention that exchanges keys and values without fused kernels, from the module in `TESTBED_STAND_INS`.
 
     Raises:
         ConfigError: no module is named.
@@ -258,7 +259,7 @@ def context_attention(*, te: bool = False) -> Any:
 
 
 def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None, *, te: bool) -> Any:
-    """Layers of multi-token prediction, like the last one of this block; of Megatron's own, the norms are exchanged for ours."""
+    """Return the spec of multi-token prediction with this block's last layer. Local layers get our norms."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=te, vp_stage=vp_stage)
@@ -269,9 +270,9 @@ def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules
 
 
 def exchange_norms(layer: Any) -> None:
-    """Put ours in the place of one layer's norms. Layers that are alike share their submodules: a second call changes nothing."""
+    """Replace one layer's norms by ours. Equal layers share their submodules: a second call changes nothing."""
     attention = layer.self_attention.submodules
-    inner = (Q_NORM.name, "k_layernorm", KV_NORM.name)  # of queries and keys, or of what was compressed
+    inner = (Q_NORM.name, "k_layernorm", KV_NORM.name)  # of queries and keys, or of compressed latents
     for owner, name in (
         *((layer, section.norm) for section in DENSE.values()),
         *((attention, name) for name in inner if hasattr(attention, name)),
@@ -281,7 +282,7 @@ def exchange_norms(layer: Any) -> None:
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's default layer on GPUs, which is made of Transformer Engine's modules."""
+    """Return the spec of Megatron's default layer on GPUs, of Transformer Engine's modules."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -296,9 +297,9 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
 
 
 class Norm:
-    """Torch's LayerNorm or RMSNorm for a layer spec. Marks its parameters, so that it may be used with sequence parallelism.
+    """Torch's LayerNorm or RMSNorm for a layer spec, with parameters marked for sequence parallelism.
 
-    Under sequence parallelism each rank sees a slice of the tokens; Megatron adds up the gradients of marked parameters.
+    There each rank has a slice of the tokens, and Megatron sums the gradients of marked parameters.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
@@ -310,10 +311,12 @@ class Norm:
 
 
 class LatentCore(DotProductAttention):  # type: ignore[misc]
-    """Megatron's own core attention for latent attention, which no release from 0.15 to 0.19 can build: it is called with the
-    widths of keys and values, and does not take them. Nothing else keeps local layers from having latent attention.
+    """Megatron's local core attention for latent attention. From 0.15 to 0.19 it is called with the widths of keys and values,
+    but does
+    not accept them.
 
-    It reads the width of a value from `config.kv_channels`, of queries and keys from these themselves."""
+    It takes the value width from `config.kv_channels`, and that of queries and keys from the tensors.
+    """
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -326,12 +329,12 @@ SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}.
 """Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 KEPT = "_high_precision_init_val"
-"""Where a weight that is held in FP8 keeps what it was before, until the optimizer has made its main parameter of it."""
+"""Attribute with the original values of an FP8 weight, until the optimizer has made its main parameter."""
 
 
 @torch.no_grad()
 def draw_weights(chunk: GPTModel, seed: int) -> None:
-    """Overwrite every parameter with its slice of a tensor drawn, on the parameter's device, from `seed` and its global name."""
+    """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name, on the parameter's device."""
     for name, parameter in chunk.named_parameters():
         name, shard = global_name(chunk, name), shard_of(name)
         of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -345,14 +348,15 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
 
 
 def _forget_built(weight: torch.nn.Parameter) -> None:
-    """A weight in FP8 remembers the largest magnitude of what it was built with, which is memory that nobody has written."""
+    """Reset an FP8 weight's amax, which was computed from uninitialized memory."""
     amax = getattr(weight._quantizer, "amax", None)  # type: ignore[attr-defined]
     if amax is not None:
         amax.zero_()
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """A parameter's name in the unsplit model of local layers: layers counted over all stages, experts over all ranks, one name
+    """Return a parameter's name in the unsplit model of local layers: layers counted over all stages, experts over all ranks, one
+    name
     for tied embeddings."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
@@ -364,20 +368,20 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def _first_expert(chunk: GPTModel) -> int:
-    """The number of this rank's first expert in a layer."""
+    """Return the index of this rank's first expert in a layer."""
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
 
 
 class Shard(NamedTuple):
-    """Into how many parts a parameter is cut, and which of them this rank holds."""
+    """Number of parts of a parameter, and this rank's index."""
 
     ranks: int
     rank: int
 
 
 def shard_of(name: str) -> Shard:
-    """How a parameter of this name is cut: experts have a group of their own."""
+    """Return how a parameter of this name is split: experts use their own group."""
     if ".mlp.experts." in name:
         return Shard(parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
     return Shard(parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
@@ -386,12 +390,12 @@ def shard_of(name: str) -> Shard:
 def whole_shape(parameter: torch.nn.Parameter, shard: Shard) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[getattr(parameter, "partition_dim", 0)] *= shard.ranks  # a gated delta net's convolution does not say
+        shape[getattr(parameter, "partition_dim", 0)] *= shard.ranks  # a gated delta net's convolution has no partition_dim
     return shape
 
 
 def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """This rank's part. SwiGLU's first GEMM has two strides, gate and up, each cut on its own."""
+    """Return this rank's part. SwiGLU's first GEMM has two strides, gate and up, each split separately."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
@@ -399,7 +403,7 @@ def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor, shard: Sha
 
 
 def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
-    """Give a chunk the parameters of another one of the same make: the same objects, so gradients are shared as well."""
+    """Give a chunk the parameter objects of an equal one, so that gradients are shared as well."""
     for place, module in chunk.named_modules():
         other = like.get_submodule(place)
         for name in list(module._parameters):
@@ -407,7 +411,7 @@ def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
 
 
 def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
-    """Have Transformer Engine make them for one micro-batch of the job, in place of those that there are."""
+    """Make Transformer Engine's userbuffers for one micro-batch of the job, replacing existing ones."""
     base = _base()
     base.destroy_ub()
     quantized = base.UserBufferQuantizationMode.NONE if job.model.fp8 is None else base.UserBufferQuantizationMode.FP8
@@ -421,7 +425,7 @@ def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
 
 
 def exchanges() -> dict[str, int]:
-    """How many exchanges each userbuffer has seen, by its name."""
+    """Return the number of exchanges of each userbuffer, by name."""
     made = _base()._ub_communicators or {}
     return {name if isinstance(name, str) else name[0]: buffer.exchanges for name, buffer in made.items()}
 

@@ -1,11 +1,11 @@
-"""A model being trained: what a launch script does around megatron-core, and no more.
+"""Trains a model with megatron-core as a launch script does, in minimal form.
 
     initialise(job)                      the ranks' groups and seeds (groups)
     chunks = build_model(job)            (tiny_models)
     training = Training(job, chunks)     Megatron DDP or none; plain SGD, or Megatron's optimizer
-    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back
+    training.step(batches)               Megatron's schedule for this layout, reductions, optimizer; returns losses
 
-It knows nothing of plans: stock runs and planned runs go through the same lines.
+Stock and planned runs use the same code: plans are unknown here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Integer tensors of shape (b, s): batch by sequence, or the rank's rows of it."""
+    """Integer tensors of shape (b, s): batch by sequence, or the rank's part of it."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -40,23 +40,23 @@ class MicroBatch:
 
 
 ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Any]]
-"""What Megatron calls its `forward_step_func`."""
+"""Megatron's `forward_step_func`."""
 
 
 class Training:
-    """A model being trained.
+    """A model in training.
 
     Args:
-        job: what is trained; its layout and batch sizes.
-        chunks: this rank's chunks, as `build_model` returns them.
-        optimizer: plain SGD (no reduction over replicas unless `ddp`), Megatron's Adam, or none.
-            Megatron's needs `ddp`; it is the distributed one if the job says so.
+        job: layout and batch sizes.
+        chunks: this rank's chunks from `build_model`.
+        optimizer: plain SGD (without reduction over replicas unless `ddp`), Megatron's Adam, or None.
+            Megatron's needs `ddp`, and is distributed if the job says so.
         ddp: wrap the chunks in Megatron's DistributedDataParallel.
-        buffers_of: one with `ddp` whose parameters these chunks share: its wrappers' buffers and hooks serve both.
+        buffers_of: one with `ddp` and the same parameters, whose wrappers' buffers and hooks serve both.
         overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
         overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
         learning_rate: of either optimizer.
-        settings: of Megatron's optimizer, in place of what `megatron_optimizer` has (`optimizer="sgd"`, say).
+        settings: fields of Megatron's optimizer that replace those of `megatron_optimizer` (`optimizer="sgd"`, for example).
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Training:
             self.optimizer = torch.optim.SGD(self.parameters().values(), lr=learning_rate)
 
     def step(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """One optimizer step. The losses of its micro-batches (on the last stage; elsewhere none)."""
+        """Run one optimizer step; return the losses of its micro-batches (empty except on the last stage)."""
         return train_step(self.chunks, self.optimizer, self.job, batches)
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """Forward only, without gradients and dropout. Losses as in `step`."""
+        """Run forward only, without gradients and dropout; return losses as `step`."""
         for chunk in self.chunks:
             chunk.eval()
         losses = run_schedule(self.chunks, self.job, batches, forward_only=True)
@@ -104,13 +104,12 @@ class Training:
         return losses
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters of all chunks by name, without the names of wrappers."""
         return named_parameters(self.chunks)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Copies of the gradients of the last step, as reduced: DDP's `main_grad`, or `grad`.
+        """Return copies of the last step's reduced gradients.
 
-        With the distributed optimizer and more than one replica a rank's own shard is reduced, the rest is not.
+        With the distributed optimizer and several replicas, only the rank's own shard is reduced.
         """
         return gradients(self.chunks)
 
@@ -118,7 +117,7 @@ class Training:
 def with_ddp(
     job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool, overlap_param_gather: bool
 ) -> list[torch.nn.Module]:
-    """The chunks in Megatron's DistributedDataParallel, gradients as the job has them; several buckets even of a tiny model."""
+    """Wrap chunks in Megatron's DistributedDataParallel, with several buckets even for a tiny model."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=job.optimizer.gradients == "fp32",
         overlap_grad_reduce=overlap_grad_reduce,
@@ -130,22 +129,21 @@ def with_ddp(
         bucket_size=20_000,
     )
     return [
-        DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as pretraining does it
+        DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as Megatron's pretraining
         for index, chunk in enumerate(chunks)
     ]
 
 
 def in_gradients(job: Job) -> bool:
-    """Whether parameters are gathered in the buffer of gradients."""
+    """Return whether parameters are gathered in the gradient buffer."""
     recipe = job.model.fp8_recipe
     return recipe is not None and job.model.fp8_parameters and not STORED[recipe].held_in_buffer
 
 
 def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
-    """What is around one chunk, around another one that shares its parameters.
+    """Return a copy of a chunk's wrapper around another chunk with the same parameters.
 
-    A second DistributedDataParallel of the same parameters would point `main_grad` to buffers of its own, which the first one
-    would not know, and every model of a comparison would need as much memory again.
+    A second DistributedDataParallel would point `main_grad` to its own buffers, unknown to the first, and double the memory.
     """
     other = copy.copy(wrapper)
     other._modules = {"module": chunk}
@@ -160,8 +158,7 @@ def megatron_optimizer(
     overlap_param_gather: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron's mixed-precision AdamW with gradient clipping, or as `settings` have it, distributed over replicas if the job
-    says so."""
+    """Return Megatron's mixed-precision AdamW with gradient clipping, changed by `settings`, distributed if the job says so."""
     config: dict[str, Any] = {
         "optimizer": "adam",
         "lr": learning_rate,
@@ -178,12 +175,13 @@ def megatron_optimizer(
 
 
 def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks without Megatron's DistributedDataParallel around them."""
+    """Return the chunks without DistributedDataParallel."""
     return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of all chunks by name, without the `module.` of wrappers; a chunk's number comes first if there are several."""
+    """Return parameters of all chunks by name, without wrappers' `module.`; with several chunks, prefixed with the chunk's
+    number."""
     prefix = "" if len(chunks) == 1 else "{}."
     return {
         prefix.format(index) + name.replace("module.", ""): parameter
@@ -193,7 +191,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Copies of all gradients by name: DDP's `main_grad` where there is one, else `grad`."""
+    """Return copies of all gradients by name: DDP's `main_grad` if present, else `grad`."""
     found = {}
     for name, parameter in named_parameters(chunks).items():
         gradient = getattr(parameter, "main_grad", parameter.grad)
@@ -203,10 +201,10 @@ def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-    """The reductions of Megatron's `finalize_model_grads`, which refuses chunks without DDP, on plain `.grad`.
+    """Reduce plain `.grad` as Megatron's `finalize_model_grads`, which requires DDP.
 
-    Adds up norms' gradients over tensor-parallel ranks (each saw a slice of the sequence) and tied embeddings' over the
-    first and last stage.
+    Sums norm gradients over tensor-parallel ranks (each had a slice of the sequence) and tied embeddings' over the first and last
+    stage.
     """
     config = get_model_config(chunks[0])
     for name, parameter in named_parameters(chunks).items():
@@ -238,7 +236,7 @@ def run_schedule(
     forward_only: bool = False,
     forward_step_func: ForwardStep | None = None,
 ) -> list[torch.Tensor]:
-    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them.
+    """Run all micro-batches of one step through Megatron's schedule for this layout.
 
     Every chunk of an interleaved schedule reads the same batches.
     """
@@ -256,20 +254,20 @@ def run_schedule(
 
 
 def forward_step(batches: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one chunk, as `pretrain_gpt.py` does it; for the combined schedule the nodes that it will run."""
+    """Run one micro-batch through one chunk, as `pretrain_gpt.py` does; for the combined schedule return its plan of nodes."""
     batch = next(batches)
     run = model.build_schedule_plan if return_schedule_plan else model
     return run(batch.tokens, batch.position_ids, None, labels=batch.labels), mean_loss
 
 
 def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A context-parallel rank's share: Megatron's schedules expect what, added up over the ranks of a sequence, is its loss."""
+    """Return a context-parallel rank's share: Megatron's schedules expect losses that sum over context-parallel ranks."""
     loss = losses_BS.float().mean() / parallel_state.get_context_parallel_world_size()
     return loss, loss.detach().clone()
 
 
 def synthetic_batches(job: Job, step: int = 0) -> list[MicroBatch]:
-    """This replica's micro-batches of one step: random tokens that depend on step and place in the global batch."""
+    """Return this replica's micro-batches of one step: random tokens by step and position in the global batch."""
     shape = (job.batch.micro, job.model.seq + 1)
     replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
     positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
@@ -284,6 +282,6 @@ def synthetic_batches(job: Job, step: int = 0) -> list[MicroBatch]:
 
 
 def _cut(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of the sequences. Since 0.18 Megatron asks whether sizes of parts change with the data."""
+    """Return this rank's part of the sequences. Since 0.18 Megatron has a flag for hybrid context parallelism."""
     asked = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
     return get_batch_on_this_cp_rank(whole, **({"is_hybrid_cp": False} if asked else {}))  # type: ignore[no-any-return]
