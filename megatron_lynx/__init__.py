@@ -1,9 +1,9 @@
-"""megatron-lynx: activation memory made cheap, by recomputation that hides behind communication.
+"""megatron-lynx: activation memory made cheap by recomputation that overlaps with communication.
 
     with megatron_lynx.install(model, megatron_lynx.load_plan("plan.yaml")):
         train()
 
-Importing this package imports nothing else and changes nothing; each name is loaded when it is first used.
+Importing this package imports nothing else; each name is loaded at first use.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     with megatron_lynx.bridge.training_under("plan.yaml", check=2):
         pretrain(config, forward_step)
 
-What is checked, said and written is what `--lynx-host bridge` does (docs/launching.md).
+Checks, messages and files are those of `--lynx-host bridge` (docs/launching.md).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ def training_under(
     outcome: str | PathLike[str] | None = None,
     trace: str | PathLike[str] | None = None,
 ) -> Iterator[None]:
-    """Inside, every training loop of Megatron-Bridge runs under the plan; behind it Bridge has its own functions back.
+    """Run every training loop of Megatron-Bridge in the block under the plan; restore Bridge's functions after it.
 
     Args:
         plan: the plan's file, the same on all ranks.
-        check: as `--lynx-check`: in how many first steps stock runs on the same batch and every bit is compared, or `frames:N`.
-        outcome: where to write what was predicted and measured, as JSON.
-        trace: where to write a timeline of step 3.
+        check: as `--lynx-check`: number of first steps in which stock runs the same batch and all bits are compared, or
+        `frames:N`.
+        outcome: a JSON file for predicted and measured figures.
+        trace: a file for a timeline of step 3.
 
     Raises:
-        ConfigError: a value that does not read, or no Megatron-Bridge that could be imported.
-        HookRefused: a Bridge without the functions that a launch goes through. What is wrong with the plan or the configuration
-            ends all ranks with one message, before the model is built. A rank whose device has no more memory says why, and ends.
+        ConfigError: an invalid value, or Megatron-Bridge cannot be imported.
+        HookRefused: a Bridge without the functions of a launch. An invalid plan or configuration ends all ranks with one message,
+            before the model is built. A rank that is out of device memory explains it, and ends.
     """
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending

@@ -1,10 +1,10 @@
-"""Where Megatron-Bridge's configuration (`ConfigContainer`, called `cfg`) has what Megatron-LM has a flag for.
+"""Maps Megatron-LM's flags to Megatron-Bridge's configuration (`ConfigContainer`, called `cfg`).
 
     seq_length            cfg.model.seq_length          --seq-length
     micro_batch_size      cfg.train.micro_batch_size    --micro-batch-size
     the first part that has a field of that name; other names are in `RENAMED`
 
-Both the planner, which reads a container, and a launch, which speaks of one, go by it.
+Used by the planner to read a container, and by a launch for its messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.limits import LIMITS, limits
 
 PARTS = ("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "checkpoint", "logger", "rng")
-"""In the order in which a name is looked for."""
+"""In the order of search."""
 
 RENAMED = {
     "num_experts": "model.num_moe_experts",
@@ -62,14 +62,14 @@ RENAMED = {
     "overlap_p2p_communication": "model.overlap_p2p_comm",
     "microbatch_group_size_per_virtual_pipeline_stage": "model.microbatch_group_size_per_vp_stage",
 }
-"""Megatron-LM's names whose setting is elsewhere than under that name in the first part that has it."""
+"""Megatron-LM's names whose setting has another name or part."""
 
 _FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(-\*)?")
 _CONFIG = re.compile(r"(?<![\w.])config\.(\w+)")
 
 
 def places_of(name: str) -> Iterator[tuple[str, str]]:
-    """(part, field) of where a setting may be, by Megatron-LM's name, best first."""
+    """(part, field) of possible places of a setting, given Megatron-LM's name, best first."""
     if name in RENAMED:
         part, _, field = RENAMED[name].partition(".")
         yield part, field
@@ -78,12 +78,12 @@ def places_of(name: str) -> Iterator[tuple[str, str]]:
 
 
 def has_setting(cfg: Any, part: str, field: str) -> bool:
-    """Whether a container has a setting; without a field, a part."""
+    """Whether a container has a setting, or a part if no field is given."""
     return hasattr(getattr(cfg, part, None), field) if field else hasattr(cfg, part)
 
 
 def refused_settings(cfg: Any) -> Iterator[Problem]:
-    """Settings of a container that no plan can be held under, when it is made and before the first step."""
+    """Settings of a container that no plan supports, checked when it is made and before the first step."""
     for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
         path = limit.option.split(".")[1:]
         found = reduce(lambda part, field: getattr(part, field, None), path, cfg)
@@ -93,7 +93,7 @@ def refused_settings(cfg: Any) -> Iterator[Problem]:
 
 
 def in_settings(text: str, has: Callable[[str, str], bool]) -> str:
-    """The same text with Bridge's settings in place of Megatron-LM's flags. Flags of ours, and of nobody, stay.
+    """The same text with Bridge's settings in place of Megatron-LM's flags. Our own flags and unknown ones stay.
 
     `has(part, field)`: whether the container has such a setting.
     """
@@ -115,7 +115,7 @@ def in_settings(text: str, has: Callable[[str, str], bool]) -> str:
 
 
 def as_setting(flag: str, has: Callable[[str, str], bool]) -> str:
-    """A flag with its value, as a shell reads them, as an assignment: `cfg.train.micro_batch_size=2`."""
+    """A flag with its value, in shell syntax, as an assignment: `cfg.train.micro_batch_size=2`."""
     name, *values = shlex.split(flag)
     said = in_settings(name, has)
     if said == name or "=" in said:

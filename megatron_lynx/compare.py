@@ -1,10 +1,10 @@
-"""How a comparison is reported: a table on the terminal, in Markdown and in JSON, with a verdict and how it was measured.
+"""Reports a comparison on the terminal, in Markdown and in JSON, with a verdict and notes on the measurement.
 
 setting          step_s  ratio  resident bytes  peak bytes
 stock none        1.00   1.00      100             120          the reference
-stock full        1.40   1.40       10              40          ┐ no more bytes than ours:
-stock block-2     1.20   1.20       50              70          │ opponents, of which the fastest counts
-ours              1.01   1.01       18              45          ┘ (here full: block-2 holds more)
+stock full        1.40   1.40       10              40          ┐ at most our bytes:
+stock block-2     1.20   1.20       50              70          │ opponents; the fastest counts
+ours              1.01   1.01       18              45          ┘ (here full: block-2 has more)
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Bytes = Literal["resident_bytes", "peak_bytes"]
 IN_WORDS: dict[Bytes, str] = {"resident_bytes": "activation bytes", "peak_bytes": "peak bytes"}
 
 SHOWN = ("peak_bytes", "on_demand_s", "offloaded_bytes", "host_bytes", "exposed_copy_s")
-"""Figures of a setting that programs get under their own names."""
+"""Figures of a setting in JSON under their own names."""
 
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
-    """What `megatron-lynx compare --json` prints: a row for each setting, in the measurement's order. Seconds are medians."""
+    """The content of `megatron-lynx compare --json`: a row for each setting, in the measurement's order. Seconds are medians."""
     return {"rows": [_row(measurement, setting) for setting in measurement.settings]}
 
 
@@ -51,7 +51,7 @@ def _row(measurement: Measurement, setting: Setting) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fastest setting of ours against the fastest stock one that needs no more bytes (none: every stock one needs more)."""
+    """Our fastest setting against the fastest stock one with at most its bytes (None: every stock one has more)."""
 
     ours: Setting
     opponent: Setting | None
@@ -78,7 +78,7 @@ class Verdict:
 
 
 def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> Verdict | None:
-    """How our fastest setting compares. None where nothing of ours, or nothing of stock's, was measured."""
+    """The verdict on our fastest setting, or None if none of ours, or none of stock's, was measured."""
     settings = tuple(settings)
     ours = min((each for each in settings if each.ours), key=lambda each: each.step.median_s, default=None)
     stock = [each for each in settings if not each.ours]
@@ -107,7 +107,6 @@ HOW_BYTES = {
 
 
 def print_report(measurement: Measurement, console: Console) -> None:
-    """The table, the verdict and the notes, on a terminal."""
     table = WrappedTable(COLUMNS, words=COLUMNS[:1], title=measurement.subject)
     for setting in measurement.settings:
         table.add(*_cells(measurement, setting), style="bold green" if setting.ours else "")
@@ -130,9 +129,9 @@ def markdown(measurement: Measurement, page: str | None = None) -> str:
 
 
 def write_report(measurement: Measurement, directory: str | os.PathLike[str], page: str | None = None) -> tuple[Path, ...]:
-    """`compare.md`, `compare.json` (the rows) and `measurement.json` (what they follow from). Returns their paths.
+    """Write `compare.md`, `compare.json` (the rows) and `measurement.json` (their source). Returns their paths.
 
-    Raises ConfigError where they cannot be written.
+    Raises ConfigError if they cannot be written.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,13 +143,13 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], pa
 
 
 def verdicts(measurement: Measurement) -> list[str]:
-    """Ours against the fastest stock setting of no more bytes, by resident bytes and by peak bytes."""
+    """Ours against the fastest stock setting with at most its bytes, by resident bytes and by peak bytes."""
     found = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
     return [str(each) for each in found if each is not None]
 
 
 def notes(measurement: Measurement) -> Iterator[str]:
-    """How times and bytes were counted, on what, and what was left out: a sentence each."""
+    """How times and bytes were counted, on which machine, and which settings were left out: a sentence each."""
     yield f"Machine: {measurement.machine}."
     yield (
         f"Times: settings took turns, {measurement.rounds} timed rounds after {measurement.warmups} of warm-up; "

@@ -1,13 +1,13 @@
-"""Everything this package raises on purpose.
+"""The exceptions that this package raises deliberately.
 
     LynxError
      ├── ConfigError      a file, a key or a flag is wrong                      exit status 2
-     ├── PlanMismatch     the plan does not fit the run it was given to         exit status 2
+     ├── PlanMismatch     the plan does not fit the run                         exit status 2
      ├── Infeasible       the question was right and its answer is no           exit status 1
-     ├── PlannerFault     a finished plan breaks what it was asked to keep      exit status 1
-     ├── HookRefused      Megatron is not as this package knows it (rule R6)    exit status 1
-     ├── ReplayError      a training step asked for what replay cannot give     (raised inside the job)
-     └── OffloadError     activations could not be brought to the host or back  (raised inside the job)
+     ├── PlannerFault     a finished plan breaks its own budget                 exit status 1
+     ├── HookRefused      this Megatron is not supported (rule R6)              exit status 1
+     ├── ReplayError      a training step needs what recomputation cannot give  (raised inside the job)
+     └── OffloadError     activations could not be copied to the host or back   (raised inside the job)
 
 Every error carries *all* its problems, and each problem says where, what was found, what is needed and what to do.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is a place a person can go to: `plan.yaml: stages.0.layers`, `--tensor`.
+    """One problem. `where` is a place that a user can find: `plan.yaml: stages.0.layers`, `--tensor`.
 
-    `needed` is empty where `found` is a whole sentence that says both.
+    `needed` is empty if `found` is a whole sentence that says both.
     """
 
     where: str
@@ -36,7 +36,7 @@ class Problem:
 
 
 def in_words(error: OSError) -> str:
-    """What was found where a file was wanted: `a folder`, `no such file`, `permission denied`."""
+    """An OSError in words: `a folder`, `no such file`, `permission denied`."""
     words = {
         FileNotFoundError: "no such file",
         IsADirectoryError: "a folder",
@@ -47,7 +47,7 @@ def in_words(error: OSError) -> str:
 
 
 class LynxError(Exception):
-    """Base of all of them. `problems` is never empty; `exit_status` is what a command ends with."""
+    """Base class. `problems` is never empty; `exit_status` is a command's."""
 
     exit_status = 1
 
@@ -67,26 +67,26 @@ class ConfigError(LynxError):
 
 
 class PlanMismatch(LynxError):
-    """The plan is sound, but it was made for another model, layout or launch than this one."""
+    """The plan is valid, but was made for another model, layout or launch."""
 
     exit_status = 2
 
 
 class Infeasible(LynxError):
-    """No answer exists; the problems name what binds and by how much."""
+    """There is no answer; the problems name the binding limits and by how much they are exceeded."""
 
 
 class PlannerFault(LynxError):
-    """The planner's own mistake: its finished plan does not keep the budget. To be reported; nobody else can mend it."""
+    """A fault of the planner: its finished plan exceeds the budget. To be reported."""
 
 
 class HookRefused(LynxError):
-    """Megatron, or what it was told to do, is not what this package can hold on to (rules R6 and R14)."""
+    """Megatron, or its configuration, is not supported by the hooks (rules R6 and R14)."""
 
 
 class ReplayError(LynxError):
-    """Training asked for something that a replayed activation cannot give (a second backward, for example)."""
+    """Training used a recomputed activation in an unsupported way (a second backward, for example)."""
 
 
 class OffloadError(LynxError):
-    """Activations could not be copied to the host or back, or the host has no room for them."""
+    """Activations could not be copied to the host or back, or the host has too little memory."""

@@ -1,9 +1,9 @@
-"""What a job costs as it is stated: its policy and its offload ratio, nothing searched.
+"""Cost of a job with its given policy and offload ratio, without a search.
 
-job ──smallest_ratio, where auto──> offload ratio ──stage_memory──> every stage's bytes ──> fits, or what is too much
- ├──where policy is planned─> a plan, rehearsed: its bytes and its step
+job ──smallest_ratio, if auto──> offload ratio ──stage_memory──> bytes of every stage ──> fits, or problems
+ ├──if policy is planned─> a rehearsed plan: its bytes and its step
  ├──of a launch─> stock Megatron's setting, simulated: its bytes and its step
- └──a measured profile, or an analytic one where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
+ └──a measured profile, or an analytic one if the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class Estimate:
-    """`shortages` is empty where the job fits; `step` is None where the cluster's description has no rates."""
+    """`shortages` is empty if the job fits; `step` is None if the cluster's description has no rates."""
 
     job: Job
 
@@ -49,34 +49,33 @@ class Estimate:
     shortages: tuple[Problem, ...]
     step: StepSeconds | None
     host: HostReport | None = None
-    """Which stages wait for Python. None where there is no step."""
+    """The host-bound stages; None without a step."""
     step_at_best: StepSeconds | None = None
-    """Where the step is a range (`cost.step_range`) its shortest; `step` is then its longest."""
-    """With userbuffers and policy planned: how that compares with a plan without them."""
+    """Shortest step, if the step is a range (`cost.step_range`); `step` is then its longest."""
 
     on_host: OnHost | None = None
-    """An optimizer that is on the host, wholly or in part."""
+    """Set if the optimizer is on the host, wholly or in part."""
 
     @property
     def between(self) -> BetweenSteps | None:
-        """What stays between two steps, where others have a part of the device."""
+        """Memory that remains between two steps, if others share the device."""
         return between_steps(self.job, self.stages)
 
     @property
     def range(self) -> StepRange | None:
-        """Seconds of a step, the optimizer's update included."""
+        """Seconds of a step with the optimizer's update."""
         if self.step is None:
             return None
         return StepRange((self.step_at_best or self.step).total_s, self.step.total_s)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of all devices together."""
+        """Tokens per second of all devices."""
         return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.total_s
 
     @property
     def mfu(self) -> float | None:
-        """Utilisation of the peak of the model's type, with FP8, too; causal attention is counted half."""
+        """Utilisation of the peak of the model's dtype, also with FP8; causal attention counts half."""
         if self.tokens_per_s is None or self.job.cluster.matmul is None:
             return None
         return mfu(
@@ -89,7 +88,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Before what a device has: its own answer, and whether the host is what is short."""
+        """Whether it fits, and if not, whether the host is short of memory."""
         if max(memory.total for memory in self.stages) > self.budget_bytes:
             return "does not fit"
         return "fits" if self.fits else "host memory is short, the device fits"
@@ -120,7 +119,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LaunchEstimate:
-    """A launch as it is written. `setting`: what it does against activation memory, in words; `flags`: by which."""
+    """Estimate of a launch as written. `setting`: its measures against activation memory, in words; `flags`: their flags."""
 
     setting: str
     flags: tuple[str, ...]
@@ -128,7 +127,7 @@ class LaunchEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """What the fullest device holds."""
+        """Peak of the fullest device."""
         return max(memory.total for memory in self.estimate.stages)
 
     @property
@@ -146,13 +145,14 @@ class LaunchEstimate:
 
 
 def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None) -> Estimate:
-    """What the job costs. With a measured `profile` of its layers, the cluster's description gives the links alone.
+    """Estimate the job. With a measured `profile` of its layers, only the links come from the cluster's description.
 
     `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
-    policy counts.
+    policy
+    counts.
 
-    Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
-    figures. A job that does not fit is an answer, not an error.
+    With policy `planned` this is the estimate of a plan. Raises `ConfigError` for a profile of another shape, and for a plan
+    without figures. A job that does not fit is an answer, not an error.
     """
     if job.policy == "planned":
         return _planned(job, profile)
@@ -177,7 +177,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
 
 
 def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
-    """What a setting of stock Megatron's costs. Without figures its bytes are known, but for those of copies on their way."""
+    """Estimate of stock Megatron's setting. Without figures its bytes are known, except those of copies in flight."""
     if costs is None:
         memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
@@ -201,13 +201,13 @@ def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
 
 
 def _of_price(job: Job, costs: Profile, price: Priced, step_s: float) -> StepSeconds:
-    """The parts of a simulated step; messages between stages are in its bubble, copies that nothing hides in its passes."""
+    """The parts of a simulated step; messages between stages are in its bubble, exposed copies in its passes."""
     busy_s = min(price.busy_s, step_s)
     return StepSeconds(busy_s, step_s - busy_s, 0.0, 0.0, update_s(job, costs))
 
 
 def _check_stays(job: Job) -> None:
-    """Refuses to offload one share of everything, as Yuan et al. do, where a part of it stays on the device."""
+    """Refuse to offload one share of everything, as Yuan et al. do, if a part of it stays on the device."""
     if job.model.experts is not None and job.offload_ratio != 0:
         todo = "policy planned offloads what is not of experts"
         raise ConfigError(
@@ -216,7 +216,7 @@ def _check_stays(job: Job) -> None:
 
 
 def host_report(job: Job, profile: Profile) -> HostReport:
-    """The stages that wait for Python under the job's policy, which is not `planned`."""
+    """The host-bound stages under the job's policy, which is not `planned`."""
     loads = []
     for stage in range(job.parallel.pipeline):
         device = replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes)
@@ -227,7 +227,7 @@ def host_report(job: Job, profile: Profile) -> HostReport:
 
 
 def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
-    """Without flushes no closed form knows how long stages wait for each other before an update: that is simulated."""
+    """Without flushes there is no closed form for the stages' waits before an update, so these are simulated."""
     step = step_seconds(job, costs, ratio)
     if job.schedule == "flush":
         return step
@@ -275,7 +275,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
 
 
 def _at_best(decision: Decision, costs: Profile) -> StepSeconds | None:
-    """The step if userbuffers hide all that their GEMMs can; None without userbuffers."""
+    """The step if userbuffers hide all that their GEMMs can, or None without userbuffers."""
     if not decision.job.userbuffers:
         return None
     return _simulated(replace(decision, simulation=rehearse(decision.plan, hiding_all(costs), job=decision.job)), costs)
@@ -300,7 +300,7 @@ def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
 
 
 def _ratio(job: Job) -> tuple[float, tuple[Problem, ...]]:
-    """The share to be offloaded, and what then is too much."""
+    """The offload ratio, and its shortages."""
     if job.offload_ratio != "auto":
         return job.offload_ratio, tuple(shortages(job, job.offload_ratio))
     try:

@@ -1,6 +1,6 @@
 """The figures of a step: their names, and how those of several steps or ranks become one.
 
-    Figures          what an engine did          runtime/; TensorBoard and W&B
+    Figures          counts of an engine         runtime/; TensorBoard and W&B
     StageMeasured    + a launch's seconds, bytes lynx_outcome.json and the table of a run   (measure.run_outcome)
     RankResult       + a comparison's samples    measurement.json and the table of compare  (measure.measurement)
 

@@ -1,16 +1,14 @@
-"""Recipes for FP8 and FP4: how the scales are found with which Transformer Engine stores a tensor in eight or four bits a number.
+"""Recipes for FP8 and FP4: the scales with which Transformer Engine stores a tensor in eight or four bits per element.
 
-delayed      one scale a tensor, from the largest magnitudes of earlier steps        Hopper, Blackwell
-tensorwise   one scale a tensor, from the tensor itself                              Hopper, Blackwell
-blockwise    one for 128 numbers of an activation, for 128 x 128 of a weight         Hopper
-mxfp8        one for 32 numbers                                                      Blackwell
-nvfp4        one for 16 numbers, and one for all of them; 16 x 16 of a weight        Blackwell
+delayed      one scale per tensor, from the largest magnitudes of earlier steps      Hopper, Blackwell
+tensorwise   one scale per tensor, from the tensor itself                            Hopper, Blackwell
+blockwise    one for 128 elements of an activation, for 128 x 128 of a weight        Hopper
+mxfp8        one for 32 elements                                                     Blackwell
+nvfp4        one for 16 elements, and one per tensor; 16 x 16 of a weight            Blackwell
 
-NVFP4 draws random numbers where it rounds gradients, and nowhere else; inputs and gradients that are read by columns it turns by
-a Hadamard matrix, the same one in every call. So what forward cast is cast again to the same bits (Transformer Engine's
-`NVFP4BlockScaling`, 2.9 to 2.20).
-
-What differs between them is data here, which planning and runs ask.
+NVFP4 uses random numbers only to round gradients. Inputs and gradients that are read by columns are multiplied by a Hadamard
+matrix, the same one in every call. So a recomputed cast has the same bits (Transformer Engine's `NVFP4BlockScaling`, 2.9 to
+2.20).
 """
 
 from __future__ import annotations
@@ -32,24 +30,27 @@ class Storage:
     """How a recipe stores a tensor."""
 
     made_by: str
-    """The class of Transformer Engine's recipes (`transformer_engine.common.recipe`)."""
+    """The class of Transformer Engine's recipe (`transformer_engine.common.recipe`)."""
     block: int | None = None
-    """How many numbers of an activation have one scale: by rows and by columns other ones, so both are cast from the numbers, and
-    one gather cannot serve both. None: all of a tensor, and what is read by columns is a transposed copy."""
+    """Elements of an activation per scale. Scales by rows and by columns differ, so both are cast from the unquantized tensor,
+    and one
+    gather cannot serve both; None: one scale per tensor, and the data by columns is a transposed copy.
+    """
     bits: int = 8
-    """Of one number, scales apart."""
+    """Bits per element, without scales."""
     searched: bool = False
-    """Whether every call looks for the largest number of all, for a scale of them all: where ranks each have a part of a tensor,
-    they reduce it."""
+    """Whether every call searches the largest magnitude of the tensor. Ranks with parts of a tensor reduce it."""
     multiples: tuple[int, int] = (8, 16)
-    """Of how many rows and columns a matrix must be that cuBLAS takes."""
+    """Alignment of rows and columns for cuBLAS."""
     held_in_buffer: bool = True
-    """Whether a weight that is held in FP8 lies in the optimizer's buffer of parameters, by rows, and is gathered so. Otherwise
-    it is gathered in 16 bits, in the buffer of gradients (`--reuse-grad-buf-for-mxfp8-param-ag`), and each rank casts it all."""
+    """Whether a weight in FP8 lies in the optimizer's parameter buffer, by rows, and is gathered so. Otherwise it is gathered in
+    16
+    bits, in the gradient buffer (`--reuse-grad-buf-for-mxfp8-param-ag`), and each rank casts it all.
+    """
     gathered_multiple: int = 1
-    """The same of both, where sequence parallelism gathers it."""
+    """Alignment of rows and columns that sequence parallelism gathers."""
     rows_of_expert: int = 16
-    """Up to which multiple Megatron fills up the rows of each expert (`get_fp8_align_size`, `get_fp4_align_size`)."""
+    """Alignment of each expert's rows in Megatron (`get_fp8_align_size`, `get_fp4_align_size`)."""
 
 
 STORED: Mapping[Recipe, Storage] = {
@@ -64,25 +65,27 @@ PER_TENSOR: tuple[Recipe, ...] = tuple(recipe for recipe, storage in STORED.item
 
 
 def reduces_amaxes(recipe: Recipe | None) -> bool:
-    """Whether casting what sequence parallelism gathers communicates in every call."""
+    """Whether casting an input that sequence parallelism gathers communicates in every call."""
     return recipe is not None and STORED[recipe].searched
 
 
 def gathers_once(recipe: Recipe | None) -> bool:
-    """Whether what forward gathers of a linear's input serves its weight gradient, too: with block scales it does not."""
+    """Whether forward's gathered input also serves the weight gradient; with block scales it does not."""
     return recipe is None or STORED[recipe].block is None
 
 
 def lacking(recipe: Recipe, where: str) -> Problem:
-    """What is said of a Transformer Engine that does not have a recipe."""
+    """The problem of a Transformer Engine without a recipe."""
     option = "--fp4-recipe" if STORED[recipe].bits == 4 else "--fp8-recipe"
     needed = f"one that this Transformer Engine has: it has no {STORED[recipe].made_by}"
     return Problem(where, recipe, needed, f"install a Transformer Engine that has it, or drop {option}")
 
 
 def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
-    """The same of the one that is installed here; None where there is none, or where it has the recipe. It is not imported: that
-    takes a GPU's libraries."""
+    """The problem of the installed Transformer Engine; None if none is installed, or if it has the recipe. It is not imported,
+    which
+    would need a GPU's libraries.
+    """
     if recipe is None or STORED[recipe].made_by in _text_of_recipes():
         return None
     problem = lacking(recipe, where)
@@ -91,7 +94,7 @@ def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
 
 @cache
 def _text_of_recipes() -> str:
-    """Of the installed release; the names of all where there is none."""
+    """Source of the installed release's recipes; if none is installed, all class names."""
     found = find_spec("transformer_engine")
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for folder in folders if (file := Path(folder, "common", "recipe", "__init__.py")).is_file()]

@@ -1,12 +1,11 @@
-"""How much host memory the system can still give: the machine, and every control group around this process.
+"""Available host memory of the machine and of every control group around this process.
 
     the machine      MemAvailable
-    control groups   limit - in use + page cache     of version 2 (`memory.max`) and 1 (`memory.limit_in_bytes`), each group and
-                                                     all around it: the limit of each holds
+    control groups   limit - in use + page cache     of version 2 (`memory.max`) and 1 (`memory.limit_in_bytes`): this group and
+                                                     all above it
 
-Several processes take from each of them, so each has an identity by which they find out who they are: the machine that of its
-kernel's start, a group its place in the kernel's file system. Names of hosts do not tell: containers may give one name to several
-machines, or several names to one.
+Processes that share one of them find out by its identity: for a machine its kernel's boot id, for a group its inode in the
+kernel's file system. Host names are unreliable: containers may share one across machines, or have several on one.
 """
 
 from __future__ import annotations
@@ -20,36 +19,35 @@ from typing import NamedTuple
 
 
 class Pot(NamedTuple):
-    """Memory from which all processes of a machine, or of a control group, take."""
+    """Memory that all processes of a machine, or of a control group, share."""
 
     words: str
     identity: str
-    """Equal for processes that take from the same."""
+    """Equal for processes that share it."""
     free_bytes: int
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What this process may take from."""
+    """The machine and control groups of this process."""
 
     pots: tuple[Pot, ...]
     unread: tuple[str, ...] = ()
-    """What should say a limit and cannot be read."""
+    """Files of limits that cannot be read."""
 
     @property
     def least(self) -> Pot:
-        """The one that has least left."""
         return min(self.pots, key=lambda pot: pot.free_bytes)
 
 
 class _Files(NamedTuple):
-    """Where one version of control groups says what it allows."""
+    """Files of one version of control groups."""
 
     folder: str
     limit: str
     used: str
     cache: tuple[str, ...]
-    """What `memory.stat` calls page cache that goes when memory is asked for; the first that is there."""
+    """Names in `memory.stat` for reclaimable page cache; the first that exists counts."""
 
 
 SECOND = _Files("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file",))
@@ -57,7 +55,7 @@ FIRST = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory:
-    """What the operating system can still give to this process. `root`: where the system's files are."""
+    """Host memory available to this process. `root`: of the file system."""
     unread: list[str] = []
     machine = _machine(root)
     paths = _paths(root, unread)
@@ -91,7 +89,7 @@ def _paths(root: Path, unread: list[str]) -> Iterator[tuple[_Files, str]]:
 
 
 def _groups(root: Path, files: _Files, path: str, machine: str, unread: list[str]) -> Iterator[Pot]:
-    """The group at a path, and all around it. In a container the path may be the host's: then only the top is there."""
+    """The group at a path, and all above it. In a container the path may be the host's; then only the top exists."""
     group = root / files.folder
     for part in ("", *Path(path.strip("/")).parts):
         group /= part
@@ -111,7 +109,7 @@ def _groups(root: Path, files: _Files, path: str, machine: str, unread: list[str
 
 
 def _numbers_in(file: Path) -> Mapping[str, int]:
-    """The second word of each line, by its first one; nothing where there is no such file."""
+    """The second word of each line, by its first one; empty if the file is missing."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
     except FileNotFoundError:

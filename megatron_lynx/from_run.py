@@ -1,23 +1,23 @@
-"""A plan that learns from its run: what was measured under a plan becomes prices of the next one.
+"""Corrects the next plan with the figures that were measured in a run under a plan.
 
     lynx_outcome.json ──lesson──> Learned ──┬─ attention, mlp, experts, collectives, exchanges      x the profile's
                                             ├─ seconds         x all of these (`profiler.scaled`)
-                                            ├─ beside_bytes    + what each stage holds (`cost.stage_memory`)
-                                            └─ device_bytes    the budget is never more than that (`Job.memory_budget_bytes`)
+                                            ├─ beside_bytes    + predicted memory of each stage (`cost.stage_memory`)
+                                            └─ device_bytes    limit of the budget (`Job.memory_budget_bytes`)
 
-    attention ...  computing of such halves in one traced step  /  the profile's for as many
-    collectives    what was left of the communication where forwards waited for it  /  the profile's for as many such waits
-    seconds        measured passes of the slowest stage, less the reduction of gradients  /  the plan's passes at these prices
-    beside_bytes   of each stage: the most that was allocated  -  predicted peak
-    device_bytes   the device  -  used outside PyTorch's allocator  -  reserved and not allocated; of the stages the least
+    attention ...  computation of such halves in one traced step  /  the profile's for equally many
+    collectives    rest of the communication when forwards waited for it  /  the profile's for equally many such waits
+    seconds        measured passes of the slowest stage, without the reduction of gradients  /  the plan's at these prices
+    beside_bytes   for each stage: peak allocated  -  predicted peak
+    device_bytes   the device  -  used outside PyTorch's allocator  -  reserved but not allocated; the least of all stages
 
-Seconds of a run whose micro-batches were fewer, or not full, are learned against what the plan's come to for these
-(`Report.predicted_of`); what one half takes, and bytes, only from full ones.
+If micro-batches were fewer or not full, seconds are compared with the plan's scaled ones (`Report.predicted_of`); halves and
+bytes are learned from full micro-batches only.
 
-The outcome says what its own plan had been taught: factors multiply, and offsets add up, from run to run.
+The outcome has the corrections of the run's plan: from run to run factors multiply, and offsets add up.
 
-A stage's offset is there at all moments. One peak does not say which of them was counted wrongly; it does say what the device
-held then, so a plan that holds x more at all moments than the one that ran holds x more than what was measured.
+A stage's offset applies at all moments. One peak does not tell which part was predicted wrongly, but it is the device's use at
+that moment, so a plan with x more at all moments needs x more than was measured.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_bytes, format_seconds
 
 ENOUGH_STEPS = 5
-"""The first two are not like others; of those behind them the median is told."""
+"""The first two steps differ; the others' median is reported."""
 
 MOST_TIMES = 2.0
-"""Passes that took more than so many times what was predicted, or less than one so-manieth, are another machine's."""
+"""Passes longer or shorter than predicted by more than this factor are another machine's."""
 
 MOST_OFF = 0.5
-"""The same of bytes, as a part of what was predicted."""
+"""The same for bytes, as a share of the prediction."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of one kind of half, or of wait, of one micro-batch on one rank, forward and backward: was, is."""
+    """Seconds of one kind of half, or of wait, for one micro-batch on one rank, forward and backward: was, is."""
 
     part: str
     was_s: float
@@ -71,15 +71,15 @@ class Price:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Seconds of one step's recomputations on one rank of each stage, added up over stages."""
+    """Seconds of one step's recomputations on one rank of each stage, summed over stages."""
 
     predicted_s: float
-    """Hidden, as the plan says."""
+    """Hidden, as predicted."""
     least_s: float
     most_s: float
-    """Hidden, as far as the run tells: of a wait that was over before its tasks, less than their seconds were hidden."""
+    """Bounds of the hidden seconds: in a wait that ended before its tasks, some of these were exposed."""
     all_s: float
-    """What ran in waits."""
+    """All recomputations in waits."""
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -88,26 +88,26 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one run teaches the plans of its job."""
+    """Corrections from one run."""
 
     source: str
     """The outcome file."""
     profile: str
-    """The digest of the profile that was corrected."""
+    """Digest of the corrected profile."""
     steps: int
     learned: Learned
-    """By this run and those before."""
+    """From this run and earlier ones."""
     seconds: tuple[float, float]
     """Passes of a step: was, is."""
     stages: tuple[tuple[int, int] | None, ...]
-    """By stage the peak: was, is; None where it was not measured."""
+    """Peak by stage: was, is; None if it was not measured."""
     budget: tuple[int, int] | None
-    """What PyTorch may allocate on a device: was, is; None where no run can tell."""
+    """Limit of PyTorch's allocations on a device: was, is; None if unknown."""
     not_learned: tuple[str, ...]
     prices: tuple[Price, ...] = ()
-    """What moved by itself, before passes as a whole."""
+    """Prices that changed individually."""
     hidden: Hidden | None = None
-    """None: no step was traced, or nothing ran in waits."""
+    """Is None if no step was traced, or no recomputation ran in waits."""
 
     def job(self, job: Job) -> Job:
         return job.model_copy(update={"learned": self.learned})
@@ -117,7 +117,7 @@ class Lesson:
 
     @property
     def origin(self) -> dict[str, object]:
-        """What a plan states of where it came from."""
+        """The plan's provenance."""
         return {"profile": self.profile, "learned": self.learned}
 
     @property
@@ -161,10 +161,11 @@ class Lesson:
 
 
 def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Plan | None = None) -> Lesson:
-    """What a run teaches. `where`: its file; `plan`: the one that it ran under, where that is still there.
+    """Corrections from a run. `where`: its file; `plan`: the run's plan, if it still exists.
 
-    Raises `ConfigError` with everything for which it can teach nothing: it ran under a plan for another job or profile, has not
-    finished, was too short, was checked, or came out as no run of that plan can.
+    Raises `ConfigError` with every reason why it has none: the run's plan was for another job or profile, it has not finished,
+    was
+    too short or checked, or its figures are impossible for that plan.
     """
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)
@@ -205,11 +206,11 @@ NAMES: dict[str, str] = {
     "collectives": "collectives",
     "exchanges of experts": "exchanges",
 }
-"""Prices by what they are called, and their keys in `Learned`."""
+"""Keys of `Learned`, by their names in words."""
 
 
 def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) -> tuple[tuple[Price, ...], list[str]]:
-    """What moved by itself, and why something did not. `profile`: as the run's plan had learned it."""
+    """Prices that changed individually, and why others were not learned. `profile`: as corrected for the run's plan."""
     last = outcome.reports[-1]
     if last.met is not None and not last.met.usual:
         return (), ["seconds of halves and waits: micro-batches were not as full, or as long, as planned"]
@@ -223,7 +224,7 @@ def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) 
 
 
 def _halves(report: Report, profile: Profile) -> Iterator[Price]:
-    """What halves compute, over all stages."""
+    """Computation of halves, over all stages."""
     for part, name in list(NAMES.items())[:3]:
         found = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
         costs, calls = getattr(profile, name), sum(each.calls for each in found)
@@ -234,8 +235,7 @@ def _halves(report: Report, profile: Profile) -> Iterator[Price]:
 
 
 def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
-    """What is waited for in forwards, where no weight gradient runs beside it. Waits that were over before their tasks say
-    nothing."""
+    """Waits of forwards, in which no weight gradient runs. Waits that ended before their tasks are left out."""
     lengths_s = _forward_waits_s(job, profile)
     for part, of_experts in (("collectives", False), ("exchanges of experts", True)):
         was_s = is_s = 0.0
@@ -249,7 +249,7 @@ def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
 
 
 def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
-    """By place, how long a forward waits there if nothing runs in the wait."""
+    """Length of a forward's waits without tasks, by place."""
     sections: dict[str, Section] = {half: job.model.halves[half] for half in HALVES}
     if profile.experts is not None:
         sections["experts"] = profile.shape.sections_with_experts[-1]
@@ -268,7 +268,7 @@ def _measured_waits(report: Report) -> Iterator[tuple[str, WaitSeconds]]:
 
 
 def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
-    """How much of what ran in waits these hid: all where the wait went on; where not, no more than the wait is long."""
+    """Hidden part of recomputations in waits: all if the wait outlasted them, else at most the wait's length."""
     rows = [row for row in report.stages if row.measured.parts is not None and row.measured.ranks]
     lengths_s = _forward_waits_s(job, profile)
     least_s = most_s = all_s = 0.0
@@ -286,15 +286,14 @@ def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:
-    """Passes of a step, as predicted and as measured, on the stage that took longest."""
+    """Passes of a step, predicted and measured, on the slowest stage."""
     predicted = [own.passes_s for row in report.stages if (own := report.predicted_of(row)) is not None and own.passes_s]
     measured = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
     return max(predicted), max(measured) - reduction_s(job)
 
 
 def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
-    """What a stage was predicted to hold, and held; None where one of them is not known, or is of micro-batches that were not
-    full."""
+    """Predicted and measured peak of a stage, or None if one is unknown, or micro-batches were not full."""
     if report.part_of_tokens is not None:
         return None
     if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
@@ -303,7 +302,7 @@ def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
 
 
 def _left_bytes(job: Job, row: StageRow) -> int | None:
-    """What PyTorch can allocate on a stage's devices; None where the device does not tell what others use."""
+    """Bytes that PyTorch can allocate on a stage's devices, or None if the use outside PyTorch is unknown."""
     outside, slack = row.measured.outside_bytes, row.measured.slack_bytes
     return None if outside is None or slack is None else job.device_reserve.memory_bytes - outside - slack
 
@@ -316,7 +315,7 @@ def _not_learned(report: Report) -> Iterator[str]:
 
 
 def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
-    """The job and the profile that are asked for are not those of the run's plan."""
+    """Differences between the requested job and profile and those of the run's plan."""
     again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {without_options(outcome.asked or 'JOB', '--from-run')}"
     own, last = outcome.profile_digest, outcome.reports[-1]
     if outcome.job_digest is None:
@@ -334,7 +333,7 @@ def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> 
 
 
 def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
-    """Runs of which nobody knows what a usual step takes and holds."""
+    """Runs without typical steps."""
     last = outcome.reports[-1]
     if not outcome.finished:
         yield Problem(f"{where}: finished", "false", "a run that has ended", "--exit-interval 20 ends one behind so many steps")
@@ -345,7 +344,7 @@ def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
 
 
 def _nonsense(outcome: RunOutcome, job: Job, where: str) -> Iterator[Problem]:
-    """Figures that no run of this plan on this machine can have."""
+    """Figures that are impossible for this plan on this machine."""
     last = outcome.reports[-1]
     if silent := [str(row.stage) for row in last.stages if row.predicted is None or not row.predicted.passes_s]:
         yield Problem(f"{where}: {_stages(silent)}", "a plan that predicts no seconds", "one of megatron-lynx plan")

@@ -1,4 +1,4 @@
-"""What a run has taught, as jobs, plans and outcome files state it: the next plan is made with it.
+"""Corrections from a run, as jobs, plans and outcome files state them.
 
 learned: {seconds: 1.04, attention: 1.1, mlp: 0.98, beside_bytes: [92000000, -31000000], device_bytes: 80000000000}
 """
@@ -11,24 +11,25 @@ from megatron_lynx.validation import Part
 
 
 class Learned(Part):
-    """How the figures of a profile, and the bytes that are counted, have to change to be what was measured."""
+    """Factors and offsets from predicted to measured figures."""
 
     seconds: float = Field(default=1.0, gt=0)
-    """How many times longer passes take than the profile says: everything in layers, head and embedding, collectives and
-    messages between stages. What follows comes on top."""
+    """Factor of all passes: layers, head and embedding, collectives and messages between stages. The factors below multiply with
+    it.
+    """
     attention: float = Field(default=1.0, gt=0)
     mlp: float = Field(default=1.0, gt=0)
     experts: float = Field(default=1.0, gt=0)
-    """Computing of halves."""
+    """Factors of the computation of halves."""
     collectives: float = Field(default=1.0, gt=0)
-    """Collectives of the tensor-parallel group."""
+    """Factor of the tensor-parallel group's collectives."""
     exchanges: float = Field(default=1.0, gt=0)
-    """Exchanges of experts."""
+    """Factor of exchanges of experts."""
     beside_bytes: tuple[int, ...] = ()
-    """By stage: what a device holds beside what is counted; below 0 where it holds less."""
+    """By stage: measured minus predicted bytes of a device."""
     device_bytes: int | None = None
-    """What a device has beside what others than PyTorch used of it, and what PyTorch reserved and nobody had. None: not known."""
+    """Memory of a device without its use outside PyTorch and without reserved, unallocated memory; None if unknown."""
 
     def beside(self, stage: int) -> int:
-        """Of one stage; 0 where no run has had such a stage."""
+        """Offset of one stage; 0 for a stage that no run has had."""
         return self.beside_bytes[stage] if stage < len(self.beside_bytes) else 0

@@ -1,6 +1,6 @@
-"""The settings of Megatron that are refused: one table, limits.json, for everything that reads settings.
+"""Megatron's settings that are refused, from one table, limits.json.
 
-    {"setting": "qk_clip", "under": ["te", "two versions"], "reason": "..."}     a row: off is needed in these circumstances
+    {"setting": "qk_clip", "under": ["te", "two versions"], "reason": "..."}     a row: must be off in these circumstances
 
 reader                       settings                          circumstances
 `launch_arguments.reading`   flags, by the names they set      any, and those of the launch and of the plan
@@ -9,9 +9,9 @@ reader                       settings                          circumstances
 `double_buffered.pipeline`   live configurations               two versions, deferred updates
 `bridge_settings`            Megatron-Bridge's container       a plan
 
-A row may have `allowed` (values besides None; otherwise anything false), `of` (the configuration that has the field; "arguments":
-only Megatron's arguments have it; "cfg...": only Bridge's container), `argument` (the name in Megatron's arguments, if it is
-another one; empty: no flag sets it) and `flag` (what to drop, if that is not the argument's name).
+Optional keys of a row: `allowed` (values besides None; by default anything false), `of` (the configuration with the field;
+"arguments": only Megatron's arguments have it; "cfg...": only Bridge's container), `argument` (another name in Megatron's
+arguments; empty: no flag sets it) and `flag` (the flag to drop, if it differs from the argument's name).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OR_ELSE = {
     "head": "or plan without a head in pieces (head)",
     "deferred updates": "or do not defer updates",
 }
-"""What else can be done than to drop the flag."""
+"""Alternatives to dropping the flag."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Limit:
 
     @property
     def option(self) -> str:
-        """The flag that a message is about."""
+        """The flag that a message names."""
         return self.flag.partition(" ")[0]
 
     @property
@@ -75,7 +75,7 @@ class Limit:
         return " or ".join("none" if value is None else str(value) for value in self.allowed) or "off"
 
     def problem(self, where: str, found: object, under: str) -> Problem:
-        """The refusal, in one of these circumstances."""
+        """The refusal in one of these circumstances."""
         drop = f"drop {self.flag or 'that setting'}: {self.reason}"
         todo = "; ".join(filter(None, (drop, OR_ELSE.get(under))))
         return Problem(where, str(found), " ".join(filter(None, (self.needed, CIRCUMSTANCES[under]))), todo)
@@ -102,7 +102,7 @@ ARGUMENTS = ("arguments", "model", "ddp", "optimizer")
 
 
 def limits(circumstances: Collection[str], of: Collection[str]) -> Iterator[tuple[Limit, str]]:
-    """The rows of these configurations that apply, each with the first of its circumstances that is there."""
+    """The applicable rows of these configurations, each with its first matching circumstance."""
     for limit in LIMITS:
         under = next((each for each in limit.under if each in circumstances), None)
         if under is not None and limit.of in of:
@@ -116,8 +116,10 @@ def refused(
     of: Collection[str] = ("model",),
     name: Callable[[Limit], str] = attrgetter("setting"),
 ) -> Iterator[Problem]:
-    """Every field of these settings that is not allowed. One that they do not have is. `where`, `name`: of a field, for messages,
-    and in `settings`."""
+    """Every field of these settings with a value that is not allowed. Missing fields are allowed. `where`, `name`: a field's name
+    in
+    messages, and in `settings`.
+    """
     for limit, under in limits(circumstances, of):
         found = getattr(settings, name(limit), None)
         if not limit.allows(found):

@@ -1,4 +1,4 @@
-"""Finds and replaces objects in nests of tuples, lists and dicts, which is what calls take and return."""
+"""Finds and replaces objects in nested tuples, lists and dicts, such as a call's arguments and results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def all_in(kind: type[T], value: Any) -> list[T]:
 
 
 def first_in(kind: type[T], value: Any) -> T | None:
-    """The first object of a `kind` in a nest, if there is one."""
+    """The first object of a `kind` in a nest, or None."""
     return value if isinstance(value, kind) else next(iter(all_in(kind, value)), None)
 
 
 def _add_from(nest: Any, kind: type[T], found: list[T]) -> None:
     for part in nest.values() if isinstance(nest, dict) else nest:
-        if part is None:  # most of what Megatron's layers are called with, and a quick answer
+        if part is None:  # fast path: most arguments of Megatron's layers are None
             continue
         if isinstance(part, kind):
             found.append(part)
@@ -34,7 +34,7 @@ def _add_from(nest: Any, kind: type[T], found: list[T]) -> None:
 
 
 def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """A copy of the nest in which `function` has replaced every `kind`. Anything else is passed on as it is."""
+    """A copy of the nest in which `function` has replaced every `kind`. Other objects are kept."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (tuple, list)):

@@ -1,17 +1,17 @@
-"""Which norms of Transformer Engine start on all multiprocessors at once, or not at all.
+"""Which norms of Transformer Engine need all their thread blocks to start at once.
 
-    row of up to 8192     one block of threads works on it     blocks start wherever there is room
-    a longer row          several blocks share it              *cooperative*: all blocks, as many as fit the GPU, start together
+    row of up to 8192     one thread block per row             blocks start independently
+    a longer row          several thread blocks per row        *cooperative* launch: all blocks start together
 
-While a kernel of NCCL holds some multiprocessors, a cooperative kernel does not fit. It waits until the collective is over, and
-everything behind it in its stream with it: a replay that begins with such a norm hides nothing. With a *margin* the kernel leaves
-so many multiprocessors free, and fits beside the collective.
+While an NCCL kernel occupies some multiprocessors, a cooperative kernel does not fit. It waits for the end of the collective,
+with everything after it in its stream: a recomputation that begins with such a norm hides nothing. With a *margin* the kernel
+leaves that many multiprocessors free, and overlaps with the collective.
 
-Read in Transformer Engine's sources, whose tables are equal from 2.4 to 2.18: `launch_*_tuned_` and `launch_*_general_` in
-`common/normalization/*/*_cuda_kernel.cu` launch cooperatively where a row has more than one block, and the tables below them say
-for which widths. A width without a kernel of its own has the general one, which starts no more blocks than there are rows: with
-few rows it may fit all the same. The margin is taken off the number of multiprocessors for which a kernel is launched
-(`pytorch/csrc/extensions/normalization.cpp`); modules read it when they are made. No GPU has shown any of this here.
+Source: Transformer Engine 2.4 to 2.18, whose tables are equal: `launch_*_tuned_` and `launch_*_general_` in
+`common/normalization/*/*_cuda_kernel.cu` launch cooperatively if a row has more than one block, and the tables below them list
+the widths. Other widths use the general kernel, which starts at most one block per row: with few rows it may fit all the same.
+The margin is subtracted from the number of multiprocessors of the launch (`pytorch/csrc/extensions/normalization.cpp`); modules
+read it when they are built. Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ BACKWARD_MARGIN = "NVTE_BWD_LAYERNORM_SM_MARGIN"
 """Environment variables: multiprocessors that norms of either kind leave free. Transformer Engine's default is 0."""
 
 USUAL_MARGIN = 16
-"""What Megatron-LM's examples set (`examples/rl/model_configs/common.sh`). It should not be less than what NCCL's kernels hold, a
-multiprocessor for each of their channels."""
+"""Value in Megatron-LM's examples (`examples/rl/model_configs/common.sh`). It should be at least the multiprocessors of NCCL's
+kernels, one per channel.
+"""
 
 CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
-"""Environment variable: norms are cuDNN's. How these start is not known here."""
+"""Environment variable: use cuDNN's norms. How these launch is unknown."""
 
 ONE_BLOCK = 8192
-"""The longest row that one block of a forward works on, whatever the norm."""
+"""The longest row with one thread block in forward, for both norms."""
 OWN_KERNEL = 10240
-"""A longer one for which LayerNorm, in 16 bits, has a kernel with one block."""
+"""A longer one with one thread block, for LayerNorm in 16 bits."""
 
 
 def starts_as_one(norm: Norm, width: int, *, half_precision: bool = True) -> bool:
-    """Whether a norm's forward over rows of `width` elements is launched cooperatively. `half_precision`: of bf16 or fp16."""
+    """Whether a norm's forward over rows of `width` elements is launched cooperatively. `half_precision`: bf16 or fp16."""
     own = norm == "layernorm" and width == OWN_KERNEL and half_precision
     return width > ONE_BLOCK and not own

@@ -1,4 +1,4 @@
-"""A plan without ranks: its schedule, its costs from a profile, and the simulated step.
+"""Simulates a plan without ranks: its schedule, its costs from a profile, and the step.
 
 plan ──one_f_one_b, interleaved──> order of every stage ─┐
   └──rules, profile──> treated halves, host copies ──────┴──simulate──> Simulation
@@ -51,13 +51,13 @@ def rehearse(
     job: Job | None = None,
     loaded: Mapping[int, Profile] = MappingProxyType({}),
 ) -> Simulation:
-    """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
+    """Simulate one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
-    `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
-    `job`: the plan's. It says what each half has in hand as it runs backward (`cost.in_hand`); else that is equal.
-    `loaded`: the profiles of stages whose experts have another load than the plan's.
-    Without flushes a whole run, of which a step is one batch in the steady state.
-    Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
+    `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`) the last backward of a step delays nothing.
+    `job`: the plan's, for the transient memory of each half's backward (`cost.in_hand`); without it all halves count as equal.
+    `loaded`: profiles of stages whose experts have another load than the plan's.
+    Without flushes a whole run is simulated, and a step is one batch of its steady state.
+    Raises `PlanMismatch` with every difference between profile and plan.
     """
     check_shapes(plan, profile)
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
@@ -92,14 +92,14 @@ def rehearse(
 
 
 def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
-    """What one layer of a stage holds at most where it keeps everything."""
+    """Largest memory of one layer of a stage without recomputation."""
     kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
     halves = [[profile.of(section) for section in kind] for kind in kinds]
     return max(sum(half.input_bytes + sum(each.bytes for each in half.tensors) for half in both) for both in halves)
 
 
 def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Prices) -> Iterator[PairedChunk]:
-    """The chunks of a stage, layer by layer, with what the plan runs again in the nodes of their backward."""
+    """The chunks of a stage, layer by layer, with recomputation in the nodes of their backward."""
     profile, timetable = prices.profile, timetable_of(plan, stage)
     for entry, own in zip(plan.chunks_of(stage), passes, strict=True):
         halves = list(treated_halves(entry, timetable.chunks[entry.chunk], prices))
@@ -114,20 +114,22 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
         ends_s = sum(end.forward_s for end in ends if end), sum(end.backward_s for end in ends if end)
         again_s = sum(half.again_s for half in halves)
         copy = own.copy if own.at_once is not None else None
-        copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # nothing of the last half leaves
+        copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # the last half is not copied
         yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
 
 
 def schedule_of(plan: Plan, more: int = 0) -> Schedule:
-    """Megatron's schedule for the plan's layout, every backward after the replays that its receive hides. `more`: forwards beyond
-    the usual before the first backward."""
+    """Megatron's schedule for the plan's layout, with the recomputation in a receive before every backward. `more`: additional
+    warm-up
+    forwards.
+    """
     layout = plan.parallel
     return _schedule(layout.pipeline, plan.batch.microbatches, layout.chunks, layout.group, more)
 
 
 @lru_cache(maxsize=4)
 def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: int) -> Schedule:
-    """Remembered: the planner rehearses a dozen plans of one layout, each of as many as ten thousand passes."""
+    """Cached: the planner rehearses a dozen plans of one layout, with up to ten thousand passes each."""
     if chunks == 1:
         stock = one_f_one_b(pipeline, microbatches, more)
     else:
@@ -138,7 +140,7 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
 def passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
-    """What one micro-batch costs on each chunk of one stage."""
+    """Costs of one micro-batch on each chunk of one stage."""
     timetable = timetable_of(plan, entries[0].stage)
     halves = {half.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)}
     return [_chunk_passes(plan, entry, prices, timetable, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
@@ -174,7 +176,7 @@ def _passes(
     chunk: int | None = None,
     reduced_in_backward: bool = False,
 ) -> ChunkPasses:
-    """`chunk`: which one of the timetable's it is, where it is not the stage's."""
+    """`chunk`: its index in the timetable, if it is not the stage's."""
     profile, message_bytes = prices.profile, prices.message_bytes
     embedding, head = _ends(plan, stage, prices)
     return stage_passes(
@@ -192,7 +194,7 @@ def _passes(
 
 
 def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile | None, BlockProfile | None]:
-    """What runs before the model's first layer and behind its last one, where a stage's entry has them."""
+    """Embedding and head of a stage's entry, if it has them."""
     profile, message_bytes, place = prices.profile, prices.message_bytes, (stage.stage, stage.chunk)
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
     head = last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None
@@ -200,7 +202,9 @@ def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile | None
 
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
-    """What is offloaded of a micro-batch: no more than can be. A profile that knows no link to the host gives copies no time."""
+    """The offload copy of a micro-batch, limited by the movable bytes. Without a link to the host in the profile it takes no
+    time.
+    """
     if stage.offload is None:
         return None
     size_bytes = min(stage.offload.bytes, _movable_bytes(plan, stage, profile, stage.offload.smallest_tensor_bytes))
@@ -209,15 +213,17 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """How much of one micro-batch can go to the host."""
+    """Bytes of one micro-batch that can be offloaded."""
     movable, received_bytes = sum(_movable_of_halves(plan, stage, profile, smallest_bytes)), profile.attention.input_bytes
     kept = (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes
     return movable + received_bytes if kept else movable
 
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
-    """How much of each half can go to the host, in forward order: not what the chunk was given, which Megatron holds until its
-    forward is over, nor what any node of the combined schedule was given; what experts keep only where the plan says so."""
+    """Bytes of each half that can be offloaded, in forward order. Excluded are the chunk's input, which Megatron refers to until
+    its
+    forward is over, the inputs of nodes of the combined schedule, and experts unless the plan includes them.
+    """
     received_bytes, fed = profile.attention.input_bytes, False
     received, in_nodes = received_bytes >= smallest_bytes, plan.model.moe_overlapped
     for number, (layer, section) in enumerate(_sections(plan, stage)):
@@ -234,7 +240,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
-    """The halves of a stage as they are where a micro-batch goes half by half: what leaves of each, and when."""
+    """The halves of a stage that is offloaded half by half, with their copies and turns."""
     assert stage.offload is not None
     assert stage.offload.pace_bytes is not None
     movable = _movable_of_halves(plan, stage, prices.profile, stage.offload.smallest_tensor_bytes)
@@ -260,7 +266,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()
-        if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges that are windows it says nothing
+        if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges in windows `expert` does not matter
     ]
     layers = range(1, plan.model.layers + 1)
     needed = {layer for layer in layers if plan.model.has_experts(layer)}
@@ -276,7 +282,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 
 
 def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
-    """What fills the halves of a stage, with their layers, in forward order."""
+    """The sections of a stage's halves, with their layers, in forward order."""
     return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
@@ -298,13 +304,13 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
 
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
-    """What the host takes to issue a half as it is planned."""
+    """Host seconds to launch a planned half."""
     deferred = len(half.deferred)
     return prices.host(half.section, half.replay, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 
 
 def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:
-    """Halves in forward order, each with what it is as a checkpoint, if it is one."""
+    """Halves in forward order, each with its checkpoint, if it is one."""
     fed = False
     for half in planned:
         goes_on = half.goes_on_behind is not None
@@ -313,7 +319,7 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
 
 
 def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:
-    """What a gather of a half's input costs at the places that the plan has for it, and on demand."""
+    """Costs of gathering a half's input at the plan's places, and on demand."""
     places = {place.gather for place in (half.steady, half.cooldown) if place.gather is not None}
     found: dict[Window, tuple[float, float]] = {}
     for gather in (places | {ON_DEMAND}) if places else ():

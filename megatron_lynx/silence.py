@@ -1,8 +1,8 @@
-"""What C code prints unasked goes nowhere: HiGHS's to standard output, Kineto's to standard error.
+"""Suppresses the output of C libraries: HiGHS writes to standard output, Kineto to standard error, without a switch.
 
-    print("{") ── [ HiGHS: printf(...) ] ── print("}")     what is in brackets
+    print("{") ── [ HiGHS: printf(...) ] ── print("}")     suppressed in brackets
 
-Neither has a switch for it. A line of it in front of an answer makes `--json` something that is not JSON.
+One such line would make the output of `--json` invalid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STANDARD_ERROR: Literal[2] = 2
 
 @contextmanager
 def nothing_printed(to: Literal[1, 2] = STANDARD_OUTPUT) -> Iterator[None]:
-    """What C code writes to this file descriptor inside goes nowhere. Nothing changes where it is closed."""
+    """Suppress what C code writes to this file descriptor in the block. Does nothing if it is closed."""
     try:
         kept = os.dup(to)
     except OSError:
@@ -41,5 +41,5 @@ def nothing_printed(to: Literal[1, 2] = STANDARD_OUTPUT) -> Iterator[None]:
 
 
 def _flush_c() -> None:
-    """What C has written and keeps in its buffers goes where it was meant to go so far."""
+    """Write out C's buffers."""
     ctypes.CDLL(None).fflush(None)

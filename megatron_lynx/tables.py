@@ -23,16 +23,16 @@ from rich.table import Table
 from rich.text import Text
 
 NARROWEST = 16
-"""Columns of the terminal that are enough for a column of text."""
+"""Minimum width of a text column, in characters."""
 
 LONGEST_WORD = 28
-"""Characters of a word that is never broken."""
+"""Words up to this length are never broken."""
 
 WIDEST = 60
-"""Columns of the terminal after which a column of text is folded."""
+"""Maximum width of a text column."""
 
 READABLE = 100
-"""Columns of the terminal after which prose is folded."""
+"""Maximum width of prose."""
 
 GAP = 2
 """Blanks between columns."""
@@ -40,20 +40,19 @@ GAP = 2
 
 @dataclass
 class WrappedTable:
-    """A table whose columns continue below where the terminal is too narrow for all of them."""
+    """A table whose columns continue below if the terminal is too narrow."""
 
     columns: Sequence[str]
     words: Collection[str] = ()
-    """Names of columns of text; the others are figures, on the right."""
+    """Names of text columns; the others are figures, aligned right."""
     keys: int = 1
-    """The first so many columns are repeated in each part."""
+    """Number of first columns that are repeated in each part."""
     title: str = ""
     lines: bool = False
     """Whether there is a line between rows."""
     rows: list[tuple[Sequence[str | Text], str]] = field(default_factory=list)
 
     def add(self, *cells: str | Text, style: str = "") -> None:
-        """A row."""
         self.rows.append((cells, style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -75,7 +74,7 @@ class WrappedTable:
         yield part
 
     def _limits(self, column: int) -> tuple[int, int]:
-        """The least and the most columns of the terminal that a column needs."""
+        """Minimum and maximum width of a column."""
         cells = [str(cells[column]) for cells, _ in self.rows]
         head = self.columns[column]
         least = max(map(len, head.split()), default=0)
@@ -97,7 +96,7 @@ class WrappedTable:
         return table
 
     def _widths(self, chosen: Sequence[int], width: int) -> list[int]:
-        """The least of each column, and a share of the rest of the line; those that need little come first."""
+        """The minimum of each column, and a share of the rest of the line, with the least demanding columns first."""
         limits = [self._limits(column) for column in chosen]
         widths = [least for least, _ in limits]
         left = width - sum(widths) - GAP * (len(widths) - 1)

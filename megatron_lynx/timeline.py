@@ -4,8 +4,8 @@
              window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
              replay                                                        └ mlp(1), inside that window, or on demand
 
-A window spans the wait for its communication, from `wait()` to its return: recomputations inside it, then the rest.
-Spans of one kind may lie inside those of another; nothing here depends on their order.
+A window spans the wait for its communication, from `wait()` to its return: recomputations inside it, then the rest. Spans of one
+kind may lie inside those of another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLUSHED = "flushed"
 
 
 class Span(NamedTuple):
-    """One event of one rank. `window` is where a replay ran, or the window itself. Seconds."""
+    """One event of one rank. `window` is that of a recomputation, or the window itself. Seconds."""
 
     kind: SpanKind
     start_s: float
@@ -89,7 +89,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that are held from each time on, until the next."""
+    """Bytes from each time until the next."""
 
     times_s: tuple[float, ...]
     bytes: tuple[int, ...]
@@ -100,10 +100,11 @@ class MemoryCurve:
 
 
 def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]]) -> MemoryCurve:
-    """The curve of many parts, such as passes: when each begins, and its changes from then on, (time in seconds, bytes taken or
-    given back). Most parts are one of few. It begins with nothing held, at time 0.
+    """The curve of many parts, such as passes: their beginnings, and their changes from then on, (seconds, bytes allocated or
+    freed).
+    Most parts are one of few. It begins with 0 bytes at time 0.
 
-    What is taken and given back at one moment is in the order of the changes, so that a peak of no duration is seen.
+    Changes at the same time are applied in order, so that a peak of no duration is seen.
     """
     apart = {id(changes): changes for _, changes in parts if changes}
     known = {number: tuple(map(np.array, zip(*changes, strict=True))) for number, changes in apart.items()}
@@ -142,7 +143,7 @@ COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable
 def trace_events(
     timeline: Timeline, row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
 ) -> list[dict[str, Any]]:
-    """Names of processes and threads first, then all spans by start, then counters of bytes held. `row_name`: what a row is."""
+    """Names of processes and threads first, then all spans by start, then memory counters. `row_name`: of a process."""
     named = [event for rank in timeline.ranks for event in _names(rank, row_name)]
     counters = [event for rank, curve in (memory or {}).items() for event in _counters(rank, curve)]
     spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
@@ -152,20 +153,22 @@ def trace_events(
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
 ) -> None:
-    """A Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
+    """Write a Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
 
         {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}, ...
                          {"ph": "X", "name": "replay mlp(3)", "pid": 0, "tid": 1, "ts": 12.5, "dur": 3.0, "args": {...}}, ...]}
 
-    Raises ConfigError where the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     events = trace_events(timeline, row_name, memory)
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def thread_of(span: Span) -> str:
-    """Replays, gathers, copies and deferred weight gradients have threads of their own: on one thread a trace viewer wants spans
-    to nest, these may not."""
+    """Recomputations, gathers, copies and delayed weight gradients have separate threads: spans of one thread must nest in a
+    trace
+    viewer, which these may not.
+    """
     if span.kind in ("forward", "backward"):
         return "compute"
     return span.kind if span.kind in THREADS else "communication"

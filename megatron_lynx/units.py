@@ -1,4 +1,4 @@
-"""Inside the package quantities are seconds and bytes; here they are converted to the units that people read."""
+"""Converts seconds and bytes, the package's units, to text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ MIB = 1024**2
 GIB = 1024**3
 
 SECOND_DIGITS = 12
-"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+"""Seconds are compared to a picosecond, because sums of floats depend on their order."""
 
 
 def format_bytes(count: float) -> str:
-    """`1536` -> `1.5 KiB`: binary units, because that is how device memory is sold and reported."""
+    """`1536` -> `1.5 KiB`: binary units, as device memory is sold and reported."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
@@ -19,7 +19,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`. What is less than a picosecond is 0."""
+    """`0.0123` -> `12.3 ms`. Less than a picosecond is 0."""
     seconds = round(seconds, SECOND_DIGITS)
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:

@@ -1,9 +1,9 @@
-"""From data that a person wrote to a frozen object, or to everything that is wrong with it.
+"""Validates user data; reports all errors at once.
 
     data ──pydantic──> instance                                                   done
-          └─ errors ──> faults ──> a misspelt name is put right in a copy ──┐
+          └─ errors ──> faults ──> a misspelt name is corrected in a copy ──┐
                           │                                                 │ again, because pydantic checks a whole only
-                          └─> problems <──── faults of the repaired copy <──┘ when its parts are sound
+                          └─> problems <──── faults of the repaired copy <──┘ if its parts are valid
 
 So a misspelt site does not hide a missing stage. The repaired copy is never returned: problems are raised in any case.
 """
@@ -44,18 +44,18 @@ NEEDED = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
 }
-"""Pydantic's error types, in words for people. An error whose type ends in `_type` may be about another arm of a union."""
+"""Pydantic's error types in words. An error whose type ends in `_type` may be about another arm of a union."""
 
 
 class Part(BaseModel):
-    """What files are made of: it cannot be changed after reading, and has no unknown keys and no numbers that are not finite."""
+    """Base of parts of files: immutable, without unknown keys, without numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """One error at one place. With `instead`, a copy of the data can be repaired: the name that was probably meant."""
+    """One error at one place. With `instead`, the name that was probably meant, a copy of the data can be repaired."""
 
     path: Path
     kind: str
@@ -92,7 +92,7 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
 
 
 def _in_words(model_class: type[BaseModel]) -> str:
-    """What a file is: a job, a plan, a run outcome."""
+    """Kind of file: a job, a plan, a run outcome."""
     return re.sub(r"\B(?=[A-Z])", " ", model_class.__name__).lower()
 
 
@@ -102,7 +102,7 @@ def _problem(fault: _Fault, where: str) -> Problem:
 
 
 def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> list[_Fault]:
-    """The faults, those about the same place joined into one, those of union arms that were not meant left out."""
+    """The faults, joined by place, without those of union arms that were not meant."""
     at: dict[Path, list[_Fault]] = {}
     for detail in error.errors(include_url=False):
         for fault in _faults_of(detail, model_class, data):
@@ -110,7 +110,7 @@ def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> 
     above = {path[:length] for path in at for length in range(len(path))}
     result: list[_Fault] = []
     for path, faults in at.items():
-        sharper = [fault for fault in faults if not fault.wrong_type]  # none of them: a name that none of its arms knows
+        sharper = [fault for fault in faults if not fault.wrong_type]  # otherwise a name that none of its arms has
         if sharper:
             result += dict.fromkeys(sharper)
         elif path not in above:
@@ -133,7 +133,7 @@ def _faults_of(detail: ErrorDetails, model_class: type[BaseModel], data: Any) ->
         needed = _one_of(known) if known else str(context["expected"])
         yield _Fault(path, kind, _shown(value), needed, *_suggestion(value, known))
     elif kind == "value_error":
-        for sentence in str(context["error"]).split("; "):  # validators join what they find with "; "
+        for sentence in str(context["error"]).split("; "):  # validators join problems with "; "
             yield _Fault(path, kind, sentence, "")
     else:
         needed = NEEDED.get(kind, detail["msg"].removeprefix("Input should be ")).format_map(context)
@@ -142,7 +142,7 @@ def _faults_of(detail: ErrorDetails, model_class: type[BaseModel], data: Any) ->
 
 
 def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:
-    """Pydantic's location without the names of union arms, which are in no file."""
+    """Pydantic's location without the names of union arms."""
     path: list[str | int] = []
     for part in location:
         if _has(data, part):
@@ -158,7 +158,7 @@ def _has(data: Any, part: str | int) -> bool:
 
 
 def _keys_at(model_class: type[BaseModel], path: Path) -> list[str]:
-    """The keys that a mapping at `path` may have."""
+    """The valid keys of the mapping at `path`."""
     models = [model_class]
     for part in path:
         inner = [field.annotation for model in models for key, field in _fields_of(model) if key == part]
@@ -187,7 +187,7 @@ def _suggestion(name: Any, known: list[str]) -> tuple[str, str | None]:
 
 
 def _shown(value: Any) -> str:
-    """What was found, as it stands in the file; collections by kind."""
+    """The found value as in the file; collections by kind."""
     if isinstance(value, (dict, list)):
         return ("an empty " if not value else "a ") + ("mapping" if isinstance(value, dict) else "list")
     if value is None:
@@ -199,7 +199,7 @@ def _shown(value: Any) -> str:
 
 
 def _repair(data: Any, faults: list[_Fault]) -> bool:
-    """Put in `data` what was probably meant, and drop unknown keys; whether anything was done."""
+    """Correct names in `data`, and drop unknown keys. Returns whether anything changed."""
     done = False
     for fault in faults:
         if fault.kind not in ("extra_forbidden", "literal_error") or not fault.path:

@@ -1,3 +1,3 @@
-"""The version, stated once: setup.py, `megatron-lynx --version` and every plan's provenance read it here."""
+"""The version, used by setup.py, `megatron-lynx --version` and every plan's provenance."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,8 @@
-"""Files that users name: read up to a bound, written whole, checked before anything takes long.
+"""Reads and writes the files that users name.
 
-text_in, json_in    a file, or standard input for `-` ─> text or JSON, or a `ConfigError` that says what is wrong with it
-write_whole         plan.yaml ─> .plan.yaml.<random>.tmp, beside it ─> on the disk ─> in plan.yaml's place, with its permissions
+text_in, json_in    a file, or standard input for `-` ─> text or JSON, or a `ConfigError`
+write_whole         plan.yaml ─> .plan.yaml.<random>.tmp, in its folder ─> flushed to disk ─> renamed to plan.yaml, with its
+                    permissions
 against_file        why a file cannot be written
 """
 
@@ -63,7 +64,7 @@ def _content_of(name: str, size: int) -> bytes:
 
 
 def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The mapping that a JSON file holds. Raises `ConfigError` as `text_in` does, and for anything but one mapping."""
+    """The mapping in a JSON file. Raises `ConfigError` as `text_in` does, and for anything but one mapping."""
     text, where = text_in(path, needed, todo=todo, most_bytes=most_bytes), os.fspath(path)
     try:
         data = json.loads(text)
@@ -83,7 +84,7 @@ def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_b
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replace a file's content at once. Text is written as UTF-8.
 
-    Raises `ConfigError` where the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
+    Raises `ConfigError` if the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
     """
     written = content.encode() if isinstance(content, str) else content
     try:
@@ -97,8 +98,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """The file that a path leads to. Raises `OSError` where its symbolic links lead in a circle (`Path.resolve` raises
-    `RuntimeError` for them up to Python 3.12)."""
+    """The file at the end of a path's symbolic links. Raises `OSError` if these are circular (`Path.resolve` raises
+    `RuntimeError` for
+    them up to Python 3.12).
+    """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, "symbolic links that lead in a circle", os.fspath(path))
@@ -120,7 +123,7 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def against_file(file: Path) -> str | None:
-    """Why the file cannot be written, in words; None where it can. Its folder is made where it is missing."""
+    """Why the file cannot be written, in words, or None. Creates its folder."""
     try:
         if file.is_dir():
             return in_words(IsADirectoryError())
@@ -130,7 +133,7 @@ def against_file(file: Path) -> str | None:
 
 
 def against_folder(folder: Path) -> str | None:
-    """Why nothing can be written into the folder. It is made where it is missing."""
+    """Why the folder cannot be written to, or None. Creates it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

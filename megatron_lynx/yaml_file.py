@@ -1,9 +1,9 @@
-"""YAML files, read strictly.
+"""Reads YAML files strictly, and writes them.
 
     read_yaml(path)           text ─> a mapping, or every problem with its line
     write_yaml(data)          a mapping ─> text that read_yaml gives back unchanged
 
-YAML 1.1, which PyYAML speaks, surprises people. What is read here is the core of YAML 1.2, and less where that surprises too:
+PyYAML reads YAML 1.1, which surprises people. This reads the core of YAML 1.2, without its surprising parts:
 
     written          PyYAML gives        read here
     yes, on, off     a boolean           text; only true and false are booleans
@@ -11,7 +11,7 @@ YAML 1.1, which PyYAML speaks, surprises people. What is read here is the core o
     010              8                   refused: write 10, or '010' for text
     0.10: (a key)    0.1                 text: keys are never numbers
     a key twice      the last one        refused, with both lines
-    &name, *name     a shared object     refused: a file says what it means where it means it
+    &name, *name     a shared object     refused
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_VALUES = 100_000
 """Most keys and values of a file, which takes some seconds to read. Plans of the largest models have 4,000."""
 
 MOST_EXPLAINED = MIB
-"""Characters up to which PyYAML's own parser, five times slower than libyaml's, explains what is no YAML."""
+"""Largest text, in characters, for which PyYAML's own parser, five times slower than libyaml's, explains syntax errors."""
 
 MOST_DIGITS = 300
 """Most digits of a whole number."""
@@ -51,12 +51,12 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars above; gathers what is wrong but readable in `problems`."""
+    """PyYAML's safe loader with the scalars above; collects readable mistakes in `problems`."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML's own attribute, replaced so that none of 1.1's remain
 
     def __init__(self, text: str, where: str, parser: Any = None) -> None:
-        """`parser`: of the same text, in place of PyYAML's own, which takes five times as long as libyaml's."""
+        """`parser`: libyaml's for the same text, five times faster than PyYAML's own."""
         super().__init__(text)
         self.where = where
         self.problems: dict[int, list[Problem]] = {}
@@ -86,7 +86,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key that is a list or a mapping", key.start_mark)
-            key.tag = "tag:yaml.org,2002:str"  # `0.10` and `yes` are names where they are keys
+            key.tag = "tag:yaml.org,2002:str"  # `0.10` and `yes` are names if they are keys
             line = key.start_mark.line + 1
             if key.value in first_line:
                 found = f"{key.value!r} a second time (first on line {first_line[key.value]})"
@@ -95,7 +95,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_members(self, node: yaml.MappingNode) -> list[Any]:
-        """Of a set, as Bridge writes one."""
+        """Reads a set, as Bridge writes one."""
         return list(self.construct_mapping(node))
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
         value = float(node.value)
-        counts = "." not in node.value and abs(value) < 2**53 and value.is_integer()  # 1e9 counts something, 1e-3 does not
+        counts = "." not in node.value and abs(value) < 2**53 and value.is_integer()  # 1e9 is a count, 1e-3 is not
         return int(value) if counts else value
 
     def refuse_octal(self, node: yaml.ScalarNode) -> str:
@@ -118,7 +118,7 @@ class _Loader(yaml.SafeLoader):
 
 for _tag, _pattern in _SCALARS:
     _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), None)
-_Loader.yaml_constructors = {}  # a plan holds plain data: dates, sets and binary are not among them
+_Loader.yaml_constructors = {}  # a plan has plain data only: no dates, sets or binary
 for _kind in ("null", "bool", "str", "seq", "map"):
     _tag = f"tag:yaml.org,2002:{_kind}"
     _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])
@@ -130,10 +130,10 @@ _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: igno
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping that a YAML file holds, keys as text.
+    """The mapping in a YAML file, keys as text.
 
-    Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or holds something
-    else than one mapping, a key given twice, a number with a leading zero.
+    Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or has something else
+    than one mapping, a key given twice, a number with a leading zero.
     """
     text, where = text_in(path, "a readable YAML file"), os.fspath(path)
     try:
@@ -149,7 +149,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _data_of(text: str, where: str) -> tuple[Any, list[Problem]]:
-    """What a text holds, and what is wrong with it. What is no YAML is PyYAML's own parser to say, in its sentences."""
+    """The data of a text, and its problems. For syntax errors PyYAML's own parser has the messages."""
     if yaml.__with_libyaml__:
         try:
             loader = _Loader(text, where, yaml.CSafeLoader(text))
@@ -181,7 +181,7 @@ class FlowSequence(list[Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either YAML 1.1 or this module's reader would take for something else. Shares nothing (no `&id001`)."""
+    """Quotes text that YAML 1.1 or this module's reader would read as another type. Shares nothing (no `&id001`)."""
 
     yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()}  # noqa: RUF012
 
@@ -189,12 +189,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """PyYAML would fold text at Unicode's own line breaks, and read back another text."""
+        """Quotes Unicode's own line breaks, at which PyYAML would fold text and read it back changed."""
         style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # items of a list stand under its key, indented
+        super().increase_indent(flow, False)  # items of a list are indented under its key
 
 
 for _tag, _pattern in _SCALARS:

@@ -1,4 +1,4 @@
-"""What a transformer layer consists of and where its windows are, as data: sections, items, collectives, addresses."""
+"""A transformer layer as data: sections, items, collectives, and addresses of windows."""
 
 from megatron_lynx.kinds.dense.section import (
     ATTENTION,

@@ -1,24 +1,24 @@
-"""Where a replay runs: addresses of windows, and the names by which plan files know them.
+"""Addresses of windows, and their names in plan files.
 
 A window is a stretch in which the compute stream would wait for communication.
 
     layer l+1   ...                 forward runs down, backward runs up, attention before MLP in each layer
     layer l     attention | mlp
-                     │        └ fwd.mlp.0       the collectives of a half, numbered in the order in which it issues them
+                     │        └ fwd.mlp.0       the collectives of a half, numbered in the order of issue
                      └ fwd.attention.0
 
     text                   names
     bwd.mlp.0              the first collective that the backward of the *same* layer's MLP half waits for
     bwd.attention.0+1      the first one of the attention half of the layer above (layer l+1)
     fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward; with
-                           several chunks on a stage that may be another chunk's: then of the layer at the same place in it
+                           several chunks on a stage that may be another chunk's: then of the layer with the same index in it
     pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
-    on_demand              none: the replay runs when backward asks for its first tensor, and is exposed
-    bwd.mlp.0-1            of weight gradients only: the layer below, whose backward comes later
+    on_demand              no window: recomputed, exposed, when backward needs the first tensor
+    bwd.mlp.0-1            for weight gradients only: the layer below, whose backward is later
 
-The section that fills a half says how many collectives it has in each pass (`anatomy.dense`). A half whose input is gathered once
-for its replay does not gather it again: it has no backward window 1. A name is relative to the layer whose half is replayed, so
-that identical layers have identical entries in a plan.
+The section of a half says how many collectives it has in each pass (`kinds.dense`). A half whose input is gathered once for
+recomputation has no backward window 1. A name is relative to the layer of the recomputed half, so that equal layers have equal
+entries in a plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass
 
 BackwardPhase = Literal["steady", "cooldown"]
 BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
-"""A backward is steady where it follows a forward, whose collectives can hide its replays; in cool-down it follows a backward."""
+"""A backward is steady if it follows a forward, whose collectives can hide its recomputation; in cool-down it follows a backward.
+"""
 
 FrameKey = tuple[int, Half]
 """(layer, half): one frame of a micro-batch."""
@@ -42,16 +43,16 @@ RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 
 _HALF = f"({'|'.join(HALVES)})"
 PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
-"""What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
+"""Regular expression of a window's name (also used by the plan's JSON schema)."""
 WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?([+-]\d+)?)"
-"""What a wait is called in which a weight gradient may run that was deferred: of any layer of the stage."""
+"""The same for waits of delayed weight gradients: of any layer of the stage."""
 GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
-"""What the place is called behind which an input is gathered."""
+"""The same for the collective after which an input is gathered."""
 _COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d\d?)([+-]\d+)?")
 
 
 class WindowAddress(NamedTuple):
-    """One collective of one half: which pass, which layer (its number from 1), which half, and the how-manieth it is there."""
+    """One collective of one half: its pass, layer (from 1), half, and index there (from 0)."""
 
     passing: Pass
     layer: int
@@ -71,13 +72,13 @@ Window = WindowAddress | Literal["pipe.recv_backward", "on_demand"]
 
 
 def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
-    """What a plan calls a collective of a half that is `above` layers above the one that the plan speaks of, or below it."""
+    """A plan's name for a collective of a half `above` layers above its own (or below, if negative)."""
     return f"{passing}.{half}.{ordinal}{f'{above:+}' if above else ''}"
 
 
 @lru_cache(maxsize=8192)
 def window_at(text: str, layer: int) -> Window:
-    """The window that `text` names, seen from `layer` (its number from 1). ValueError where `text` names none."""
+    """The window named `text`, seen from `layer` (its number from 1). ValueError if there is none of that name."""
     if text == ON_DEMAND:
         return ON_DEMAND
     if text == RECV_BACKWARD:
@@ -90,12 +91,11 @@ def window_at(text: str, layer: int) -> Window:
 
 
 def is_forward(window: str) -> bool:
-    """Whether a window's name is that of a forward's collective."""
     return window.startswith("fwd.")
 
 
 def examples(passing: Pass) -> tuple[str, ...]:
-    """Names of windows, for whoever wrote one that is none."""
+    """Examples of window names for error messages."""
     counts = {half: len(DENSE[half].collectives(passing, sequence_parallel=True)) for half in HALVES}
     above = (0, 1) if passing == "bwd" else (0,)
     places = ((ordinal, half) for ordinal in range(max(counts.values())) for half in HALVES if ordinal < counts[half])

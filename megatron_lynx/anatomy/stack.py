@@ -1,14 +1,14 @@
 """Patterns of hybrid stacks, in which Megatron's HybridModel has an attention, an MLP, experts or a Mamba layer as a layer each,
-and what a plan calls a layer there.
+and their layers in a plan.
 
     M-M*-|M*E        a symbol is a layer of Megatron's, a bar ends a stage, or a chunk of one
 
-    *-   *E          an attention, and what stands behind it: one layer of a plan, as in a GPT
-    M-   GE          the same with a Mamba layer, or a gated delta net, in the attention's place
-    M    *           without anything behind it: the other half is not there
-    -    E           without anything before it, likewise
+    *-   *E          an attention and the MLP or experts after it: one layer of a plan, as in a GPT
+    M-   GE          the same with a Mamba layer, or a gated delta net, in place of the attention
+    M    *           one layer without a second half
+    -    E           one layer without a first half
 
-So a stack that is pairs of an attention and an MLP has the layers of the GPT that it translates.
+So a stack of pairs of an attention and an MLP has the layers of the equivalent GPT.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPAQUE: dict[str, OpaqueName] = {MAMBA: "mamba", DELTA_NET: "gated_delta_net"}
 
 
 class StackLayer(NamedTuple):
-    """One layer of a plan, by the symbols of its halves; empty for a half that is not there."""
+    """One layer of a plan, by the symbols of its halves; empty for a missing half."""
 
     first: str
     second: str
@@ -39,18 +39,18 @@ class StackLayer(NamedTuple):
 
     @property
     def opaque(self) -> tuple[OpaqueName, ...]:
-        """What of it nobody looks into."""
+        """Names of its opaque and missing halves."""
         first = OPAQUE.get(self.first) if self.first else NOTHING[0]
         return tuple(name for name in (first, None if self.second else NOTHING[1]) if name is not None)
 
 
 def unknown_in(pattern: str) -> str:
-    """The symbols of a pattern that are not known here, each once."""
+    """The unknown symbols of a pattern, each once."""
     return "".join(dict.fromkeys(symbol for symbol in pattern if symbol not in KNOWN + BAR))
 
 
 def segments_of(pattern: str, stages: int) -> list[str]:
-    """What each stage, or chunk of one, has: between bars, or without any as much for each stage. Empty: it does not divide."""
+    """The segments of stages, or chunks: between bars, or without bars of equal size. Empty if the pattern does not divide."""
     if BAR in pattern or stages == 1:
         return pattern.split(BAR)
     size, rest = divmod(len(pattern), stages)
@@ -63,6 +63,6 @@ def layers_of(segment: str) -> list[StackLayer]:
 
 
 def pattern_of(layers: Sequence[StackLayer], counts: Iterable[int]) -> str:
-    """The pattern of these layers with so many of them in each segment."""
+    """The pattern of these layers, with `counts` of them in the segments."""
     symbols = (layer.symbols for layer in layers)
     return BAR.join("".join(islice(symbols, count)) for count in counts)

@@ -1,7 +1,7 @@
 """Activation bytes of a step, counted the same way for every setting.
 
     with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
-        forward();  meter.mark("after forward")   what is live now, above the level at entry
+        forward();  meter.mark("after forward")   live bytes now, above the level at entry
         backward()
     meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
 
@@ -13,7 +13,7 @@ CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
 a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
          the allocator's total at any moment, without a profiler (`CpuTotal`)
 
-On a CPU c10's flag "report CPU memory usage" goes on before the first count, and stays on. Without it the allocator knows only
+On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set. Without it the allocator knows only
 blocks allocated by a profiled thread, keeps a wrong total when another thread frees one, and takes a later block at the same
 address for the old one. It costs each later allocation about a microsecond, the same for every setting.
 

@@ -140,7 +140,7 @@ class StepInput(Part):
     """Mean over the measured steps."""
     planned_microbatches: int
     tokens: float
-    """Of a micro-batch, padding included, over a full one's."""
+    """Tokens of a micro-batch, padding included, over a full one's."""
     squares: float
     """The sum of the squares of a micro-batch's lengths, over the planned sum."""
     by_squares: bool

@@ -1,4 +1,4 @@
-"""The plan file, in which planning and training meet: what each layer keeps and recomputes, and behind which wait."""
+"""The plan file, the interface of planning and training: which activations each layer keeps, and when it recomputes others."""
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan, plan_schema, save_plan

@@ -1,7 +1,7 @@
-"""Checks of plans beside captured graphs (`model.captured`): rules leave alone what is in a graph, and the rest goes together.
+"""Checks of plans with captured graphs (`model.captured`): rules must not change the modules in a graph.
 
-attention, mlp    the half is kept whole, none of its weight gradients is deferred, and the layer is no checkpoint
-moe_router        of a layer of experts what runs between dispatch and combine may be replayed, and nothing else
+attention, mlp    the half is kept whole, none of its weight gradients is delayed, and the layer is no checkpoint
+moe_router        of a layer of experts only items between dispatch and combine may be recomputed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IN_GRAPH = "runs as a captured graph (model.captured)"
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """What a plan cannot have beside graphs, with what is needed."""
+    """Facts of the launch that do not go with captured graphs."""
     model = plan.model
     if not model.captured:
         return
@@ -36,7 +36,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule asks for and cannot have beside them, in words."""
+    """Requests of a rule that do not go with captured graphs."""
     if not plan.model.captured:
         return
     sections = dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer))

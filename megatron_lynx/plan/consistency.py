@@ -1,10 +1,9 @@
-"""Whether the parts of a plan go together: its stages, its layers, its layout, and what each rule asks of the runtime.
+"""Checks whether the parts of a plan are consistent.
 
-together     chunks take turns, pieces of a head are equal, no flush where none may be, every stage is there, every layer is owned
-             once
+launch       chunks, head, schedule, stages and layers fit the layout
 each rule    its gathers and windows exist in this layout
-each stage   once all of that holds: every replay finds its window in time (`plan.order`), every deferred weight gradient a wait
-             behind its own backward (`plan.weight_gradients`)
+each stage   if all of that holds: every recomputation finds its window in time (`plan.order`), every delayed weight gradient a
+             wait after its own backward (`plan.weight_gradients`)
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_lynx.timetable import Layout
 
 
 def problems(plan: PlanContents) -> list[str]:
-    """Everything in a plan that does not go together, in words and with both numbers."""
+    """Every inconsistency of a plan, in words, with both numbers."""
     found = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
@@ -58,7 +57,7 @@ def problems(plan: PlanContents) -> list[str]:
 
 
 def of_launch(plan: PlanContents) -> list[str]:
-    """Facts of its launch that do not go together, also where a plan has no stages yet."""
+    """Inconsistent facts of its launch, also before a plan has stages."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *experts.misplaced(plan), *userbuffers.misplaced(plan)]
     found += [*latent.misplaced(plan), *_uneven_pieces(plan), *overlapped.misplaced(plan), *opaque.misplaced(plan)]
     return [*found, *captured.misplaced(plan)]
@@ -78,7 +77,6 @@ def _impossible_chunks(plan: PlanContents) -> list[str]:
 
 
 def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
-    """A head in pieces that cannot be."""
     if plan.head is None:
         return
     rows, pieces = plan.model.seq // plan.parallel.context, plan.head.pieces
@@ -111,7 +109,7 @@ def _broken_layers(plan: PlanContents) -> list[str]:
 
 
 def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
-    """What a rule asks for and the runtime cannot give in this layout."""
+    """Requests of a rule that the runtime cannot meet in this layout."""
     yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
         yield from _nothing_goes_on(plan, rule, half)
@@ -130,7 +128,7 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
 
 
 def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """The layers of a checkpoint that is to go on in its first wait, and has none, or communicates nothing before."""
+    """Layers of a checkpoint whose rest should run in its first wait, and that have no such wait."""
     window, layout = rule.goes_on_in(half), layout_of(plan)
     if window is None:
         return
@@ -148,13 +146,13 @@ def _may_go_on(plan: PlanContents, layout: Layout, layer: int, section: Section)
 
 
 def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
-    """What fills a half of the rule's layers, each kind once."""
+    """The sections of a half in the rule's layers, each once."""
     found = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     return list(dict.fromkeys(found))
 
 
 def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
-    """Whether what a rule has begin ahead is nothing in all of its layers."""
+    """Problems of a rule's `ahead`: nothing in its layers can begin ahead."""
     if not rule.ahead:
         return
     layout, halves = layout_of(plan), tuple(planned_halves(stage, plan.model.sections_of))
@@ -171,7 +169,7 @@ def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str
 
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """What must be kept because context-parallel ranks exchange keys and values in it (rule R2)."""
+    """Recomputed items in which context-parallel ranks exchange keys and values (rule R2)."""
     again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.replay]
     if plan.parallel.context > 1 and again:
         found = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
@@ -179,7 +177,7 @@ def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[st
 
 
 def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
+    """Recomputed GEMMs without their input: the norm before them, and with sequence parallelism a gather."""
     gather, sequence_parallel = getattr(rule.gather, half), plan.parallel.sequence_parallel
     for section in _sections(plan, rule, half):
         norm, linear, te = section.norm, section.gathered, plan.model.implementation == "transformer_engine"
@@ -195,7 +193,7 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """A replay in a window that would reduce an amax there."""
+    """Recomputations in a window that would reduce an amax there."""
     facts = rule.replay, plan.model.fp8
     sliced = plan.parallel.sequence_parallel
     reducing = [item for each in _sections(plan, rule, half) for item in amax_reducing(each, *facts, sequence_parallel=sliced)]
@@ -210,7 +208,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
 
 
 def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """Why a window of this name never opens for the layers of a rule."""
+    """Why a window of this name never opens for a rule's layers."""
     layout = plan.parallel
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     if name == RECV_BACKWARD and last:
@@ -226,7 +224,7 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
 
 
 def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """The forward before a backward may be another chunk's, which has windows only for as many layers as it has itself."""
+    """The forward before a backward may be another chunk's, and that chunk may have fewer layers."""
     window = window_at(name, rule.layers.last)
     assert isinstance(window, WindowAddress)
     place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))

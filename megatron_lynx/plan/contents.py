@@ -1,4 +1,4 @@
-"""The contents of a plan file. Each part is checked by itself here; `consistency` checks whether the parts go together."""
+"""The contents of a plan file. Each part checks itself here; `consistency` checks them together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from megatron_lynx.validation import Part
 
 
 class Head(Part):
-    """A head in pieces."""
+    """Output projection and loss in pieces."""
 
     pieces: int = Field(ge=2, le=1_000_000)
-    """Parts of a sequence, one after the other: logits, loss and gradients of one are there at a time. The weight's gradient is
-    then summed in another order than stock's, and is not equal to it in every bit."""
+    """Parts of a sequence, one after the other, with one part's logits, loss and gradients in memory at a time. The weight's
+    gradient
+    is summed in another order than stock's, and is not bitwise equal to it.
+    """
 
 
 class PlanContents(Part):
@@ -31,23 +33,25 @@ class PlanContents(Part):
     parallel: ParallelFacts
     batch: BatchFacts
     schedule: Literal["flush", "double_buffered"] = "flush"
-    """Whether the pipeline is emptied before each update (1F1B, interleaved), or never (gradients are then one update old)."""
+    """flush: the pipeline is drained before each update (1F1B, interleaved). double_buffered: never (gradients are one update
+    old).
+    """
     defer_updates: bool = True
-    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
+    """Without flushes: whether stages continue with the next batch until all can update together, with a second gradient buffer.
+    """
     head: Head | None = None
-    """How output projection and loss run. None: as stock has them, all tokens of a micro-batch at once."""
+    """How output projection and loss run; None: as in stock, all tokens of a micro-batch at once."""
     stages: tuple[Stage, ...]
     device: PlannedDevice | None = None
-    """The devices that it was made for. None: CPU ranks, or not known."""
+    """The devices of the launch; None: CPU ranks, or unknown."""
     provenance: Provenance
 
     def chunks_of(self, stage: int) -> tuple[Stage, ...]:
-        """The entries of a pipeline stage: one, or one for each of its chunks."""
+        """The entries of a pipeline stage, by chunk."""
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
     def passes(self, microbatches: float) -> float:
-        """How many micro-batches of its slowest stage, one behind the other, a step of so many takes: the pipeline fills, and is
-        emptied."""
+        """Length of a step in micro-batches of its slowest stage, with the pipeline's fill and drain."""
         filling = 0 if self.schedule == "double_buffered" else (self.parallel.pipeline - 1) / self.parallel.chunks
         return microbatches + filling
 
@@ -59,7 +63,7 @@ class PlanContents(Part):
 
     @property
     def checkpointed(self) -> str:
-        """The layers that are checkpointed, in words; empty where none is."""
+        """The checkpointed layers, in words, or ""."""
         rules = joined(rule for stage in self.stages for rule in stage.rules)
         named = (
             (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ") + rule.ahead_in_words)
@@ -69,20 +73,20 @@ class PlanContents(Part):
         return ", ".join(f"{layers} ({said})" for layers, said in named)
 
     def kept_input(self, entry: Stage, rule: Rule, half: Half) -> str:
-        """What a checkpointed half of an entry keeps, and whether that goes to the host, in words."""
+        """Activations that a checkpointed half keeps, and whether they are offloaded, in words."""
         kept = rule.kept_input(half)
         if entry.offload is None or (half != HALVES[0] and rule.feeds(rule.layers.last, HALVES[0])):
             return kept
         of_experts = self.model.sections_of(rule.layers.last)[HALVES.index(half)].in_some_layers
-        of_chunk = half == HALVES[0] and rule.layers.last == entry.layers.first  # Megatron holds it
+        of_chunk = half == HALVES[0] and rule.layers.last == entry.layers.first  # Megatron refers to it
         return kept if of_chunk or (of_experts and not entry.offload.experts) else f"{kept}, to the host"
 
     def place_of(self, entry: Stage) -> str:
-        """Where an entry stands in the plan, for messages: `stages.3`."""
+        """Key of an entry in messages: `stages.3`."""
         return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"
 
 
 @lru_cache
 def _layers_in(spans: tuple[LayerRange, ...]) -> frozenset[int]:
-    """Asked for each half of each layer of each plan that is weighed."""
+    """Cached: called for each half of each layer of each candidate plan."""
     return frozenset(layer for span in spans for layer in span)

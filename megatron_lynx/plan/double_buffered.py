@@ -1,9 +1,9 @@
-"""Checks of plans for a pipeline that is never flushed, with two versions of the weights and one chunk on each stage.
+"""Checks of plans for a pipeline without flushes, with two versions of the weights and one chunk on each stage.
 
-batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, and with another version of the weights:
-batch j + 1       F   F   F ...    its collectives hide no replay, those of backwards and receives do
+batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, with another version of the weights: its
+batch j + 1       F   F   F ...    collectives hide no recomputation; those of backwards, and receives, do
 
-Micro-batches that keep everything are told by their number in a step; here a step has those of two batches in flight.
+`whole` counts micro-batches in a step; here micro-batches of two batches are in flight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_FORWARD_WINDOW = (
 
 
 def problems(plan: PlanContents) -> Iterator[str]:
-    """Where its schedule and its layout do not go together, with both numbers."""
+    """Contradictions between schedule and layout, with both numbers."""
     layout, found = plan.parallel, plan.batch.microbatches
     if plan.schedule == "flush":
         if not plan.defer_updates:

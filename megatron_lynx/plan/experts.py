@@ -1,10 +1,11 @@
-"""Checks of layers of experts: a rule names items that its layers have, and none of its windows lies in experts.
+"""Checks of layers of experts: rules name items that their layers have, and windows that exist.
 
-    layer of experts     attention half   as the rule says            replays, windows, gathers
-                         MLP half         as the rule says; what it   replays; exchanges of tokens are windows where experts are
-                                          does not name is kept       shared out over ranks (parallel.expert)
+    layer of experts     attention half   as in the rule              recomputation, windows, gathers
+                         MLP half         as in the rule; unnamed     recomputation; exchanges of tokens are windows if experts
+                         are
+                                          items are kept              distributed over ranks (parallel.expert)
 
-A rule may be for layers with and without experts as long as it replays nothing that only some of them have.
+A rule may have layers with and without experts if it recomputes no item that only some of them have.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
-    """What a stage lacks that no halves of experts can fall back without; empty if it lacks nothing."""
+    """Why a stage's halves of experts cannot fall back, or ""."""
     if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
         # other plans name one rank, however many there are
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
@@ -42,8 +43,9 @@ def needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
 
 
 def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
-    """Whether any half of experts of a stage has something to free when more rows come. Older plans state `experts_hold` for
-    stages without one, whose halves became checkpoints then; it has no effect."""
+    """Whether any half of experts of a stage can free activations when more rows arrive. Older plans have `experts_hold` in other
+    stages, too (these halves became checkpoints); there it has no effect.
+    """
     return not needed_to_fall_back(plan, stage) and any(_frees_more(plan, stage, layer) for layer in stage.layers)
 
 
@@ -53,8 +55,7 @@ def _frees_more(plan: PlanContents, stage: Stage, layer: int) -> bool:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule wrongly asks of the MLP half of layers of experts, or of others as if they had experts, in words, with the
-    layers and what to do."""
+    """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     others = [layer for layer in rule.layers if layer not in affected]
     dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
@@ -87,7 +88,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
 
 
 def exchange_in(plan: PlanContents, rule: Rule, name: str) -> bool:
-    """Whether a window of this name is an exchange of tokens, for every layer of a rule."""
+    """Whether a window of this name is an exchange of tokens, in every layer of a rule."""
     windows = [window_at(name, layer) for layer in rule.layers]
     return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
 
@@ -101,7 +102,7 @@ def _places(rule: Rule) -> Iterator[str]:
 
 
 def spans(layers: list[int]) -> str:
-    """`layers 2-4`, or as many ranges as there are."""
+    """`layers 2-4`, or several ranges."""
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]
     spans = [str(LayerRange(first=first, last=last)) for first, last in zip(starts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Explains a plan on the terminal: a table for each stage, how to launch it, and what is expected of it."""
+"""Explains a plan on the terminal: a table for each stage, how to launch it, and its predicted figures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ CHECKPOINTED = "all, what communicates too"
 
 
 def explanation(plan: Plan) -> RenderableType:
-    """What the plan is for and how to launch it, then for each stage a table and what is expected. Chunks that are treated alike
-    share a table."""
+    """The launch, then a table and the prediction of each stage. Chunks with equal treatment share a table."""
     parts = (
         part for alike in _treated_alike(plan) for part in (_table(plan, alike), _beside(alike[0]), _expected(alike[0].predicted))
     )
@@ -32,14 +31,14 @@ def explanation(plan: Plan) -> RenderableType:
 
 
 def _treated_alike(plan: Plan) -> Iterator[list[Stage]]:
-    """The chunks of every stage, in order; neighbours together that do the same to their layers."""
+    """The chunks of every stage, in order; neighbours with equal treatment together."""
     for stage in range(plan.parallel.pipeline):
         for _, alike in groupby(plan.chunks_of(stage), key=_treatment):
             yield list(alike)
 
 
 def _treatment(stage: Stage) -> object:
-    """What a stage does to its layers, without their numbers and without seconds that depend on the stage's place in a step."""
+    """Treatment of a stage's layers, without their numbers and without seconds that depend on the stage's place in a step."""
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
@@ -91,7 +90,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
 
 
 def _head(plan: Plan) -> Iterator[Text]:
-    """That not every bit is stock's must be read before anything else."""
+    """First, because a head in pieces is not bitwise equal to stock's."""
     if plan.head is not None:
         tokens = plan.model.seq // plan.parallel.context // plan.head.pieces
         yield Text(f"head    in {plan.head.pieces} pieces: logits of {tokens} tokens of each sequence at a time, computed twice")
@@ -99,7 +98,7 @@ def _head(plan: Plan) -> Iterator[Text]:
 
 
 def _load(plan: Plan) -> Iterator[Text]:
-    """The load for which bytes hold, and what happens beyond: where twice of it does not fit, which one does."""
+    """The load of experts that fits, and the consequence of a larger one."""
     fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load]
     if fitting:
         load, stage = min(fitting)
@@ -152,7 +151,7 @@ def _window(rule: Rule, half: Half) -> Text:
 
 
 def _deferred(rule: Rule, half: Half) -> Text:
-    """The linears that defer their weight gradients, and where these run."""
+    """The linears that delay their weight gradients, and their waits."""
     waits = rule.weight_gradients
     return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in rule.filling(half).linears if linear in waits])
 
@@ -161,7 +160,7 @@ WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"
 
 
 def _beside(stage: Stage) -> Text | None:
-    """Offloading, and micro-batches that keep everything: what applies to micro-batches and not to layers."""
+    """Offloading, delayed weight gradients, and micro-batches that keep everything."""
     lines = []
     if (offload := stage.offload) is not None:
         coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"

@@ -1,7 +1,6 @@
-"""What a plan was made for: model, layout and batch, as far as they decide whether it fits a run; and where it came from.
+"""Facts of the launch in a plan: model, layout and batch, as far as plans depend on them; and the plan's origin.
 
-what PyTorch reports of a device = reserve: outside PyTorch (context, libraries, nccl)  +  its allocator's slack  +  what was
-planned with
+memory of a device, as PyTorch reports it = reserve: outside PyTorch (context, libraries, nccl) + its allocator's slack + budget
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
 
 IN_BF16 = ("first_in_bf16", "last_in_bf16")
-"""The keys that say how many layers at the ends of a model in FP8 compute in bf16."""
+"""Keys for the number of bf16 layers at each end of a model in FP8."""
 
 
 class ModelFacts(Part):
-    """The model that the plan was made for, as far as it decides what fits."""
+    """The model, as far as plans depend on it."""
 
     layers: int = Field(ge=1, le=MOST_LAYERS)
     hidden: int = Field(ge=1)
@@ -37,62 +36,67 @@ class ModelFacts(Part):
     kv_groups: int = Field(ge=1)
     seq: int = Field(ge=1)
     implementation: Literal["local", "transformer_engine"] = "local"
-    """Whether layers are Megatron's own or Transformer Engine's, which computes a norm inside the linear behind it."""
+    """Whether layers are Megatron's own or Transformer Engine's, which computes a norm inside the next linear."""
     fp8: Recipe | None = None
-    """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
+    """Scaling of linears that compute in FP8; None: they do not."""
     fp8_parameters: bool = False
-    """Whether the linears' weights are held in FP8 (`--fp8-param-gather`)."""
+    """Whether the linears' weights are stored in FP8 (`--fp8-param-gather`)."""
     first_in_bf16: int = Field(default=0, ge=0)
-    """How many layers from the first on compute in bf16 where the others do in FP8 (`--first-last-layers-bf16`)."""
+    """Number of bf16 layers at the start of a model in FP8 (`--first-last-layers-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
-    """How many up to the last one do."""
+    """Number of bf16 layers at its end."""
     fp8_copies_kept: bool = True
-    """Whether a checkpointed half keeps the copy that its last linear has of what it reads. False: that linear runs again, too,
-    as under stock's recomputation, and nothing but the input is kept."""
+    """Whether a checkpointed half keeps its last linear's FP8 copy of the input. False: that linear is recomputed as well, as in
+    stock's recomputation, and only the half's input is kept.
+    """
 
     moe_layers: tuple[Layers, ...] = ()
-    """Layers whose MLP half is a mixture of experts. Empty: there are none."""
+    """Layers whose MLP half is a mixture of experts."""
     shared_experts: bool = False
-    """Whether these have shared experts, of which a rule may speak."""
+    """Whether these layers have shared experts."""
     moe_dispatcher: Dispatcher = "alltoall"
-    """Who brings tokens to them, where they are shared out over ranks; deepep, hybridep: Megatron's flex dispatcher with this
-    backend; allgather: its gathers of all tokens."""
+    """Token dispatcher of experts that are distributed over ranks. deepep, hybridep: Megatron's flex dispatcher with this
+    backend;
+    allgather: its gathers of all tokens.
+    """
     moe_overlapped: bool = False
-    """Whether tokens travel beside the computing of another micro-batch (`--overlap-moe-expert-parallel-comm`): then forwards and
-    backwards run in turn, node by node, and everything is replayed on demand."""
+    """Whether exchanges of tokens overlap with another micro-batch's computation (`--overlap-moe-expert-parallel-comm`): then
+    forward
+    and backward nodes are interleaved, and all recomputation is on demand.
+    """
     moe_delayed: bool = False
-    """Whether gradients of weights are nodes of their own there (`--delay-wgrad-compute`). It decides seconds alone, so a run is
-    not held to it."""
+    """Whether weight gradients are separate nodes there (`--delay-wgrad-compute`). It changes seconds only, so a run may differ.
+    """
     moe_load: float = Field(default=1.0, gt=0)
-    """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
-    were asked as often."""
+    """Load that the plan is made for: the largest rank's share of tokens over a balanced share."""
 
     latent_attention: LatentSizes | None = None
-    """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+    """Sizes of multi-latent attention, in all layers; None: the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)
-    """Layers of multi-token prediction behind the last layer. No rule speaks of them: they keep everything."""
+    """Layers of multi-token prediction after the last layer. They keep everything; no rule has them."""
     opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
-    """Layers one half of which nobody looks into, by what it is: it is kept whole, and no hook is on it."""
+    """Layers with an opaque half, by its kind: it is kept whole, and has no hook."""
     captured: tuple[CapturedModule, ...] = ()
-    """The modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, and
-    no hook is in them."""
+    """Modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, without
+    hooks.
+    """
     kinds: tuple[KindName, ...] = ()
-    """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
+    """Further kinds of halves, in every layer (`megatron_lynx.kinds`)."""
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """What fills the halves of a layer without experts."""
+        """The sections of a layer without experts."""
         return halves_of(self.facts)
 
     @property
     def facts(self) -> Facts:
-        """What decides which kinds fill the halves of layers without experts."""
+        """Facts that select the sections of layers without experts."""
         te, copies_go = self.implementation == "transformer_engine", not self.fp8_copies_kept
         return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def in_bf16(self) -> dict[str, int]:
-        """How many layers compute in bf16 at each end of a model in FP8, by key."""
+        """Number of bf16 layers at each end of a model in FP8, by key."""
         return {name: getattr(self, name) for name in IN_BF16}
 
     @model_validator(mode="after")
@@ -116,15 +120,14 @@ class ModelFacts(Part):
 
     @property
     def exchanges_in_windows(self) -> bool:
-        """Whether experts that are shared out over ranks have windows in which tokens travel."""
+        """Whether exchanges of experts' tokens are windows."""
         return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)
 
     def sections_of(self, layer: int) -> LayerKind:
-        """What fills the halves of a layer."""
+        """The sections of a layer."""
         named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
         facts = self.facts._replace(
             experts=self.has_experts(layer),
@@ -137,58 +140,60 @@ class ModelFacts(Part):
 
 
 class ParallelFacts(Part):
-    """The layout that the plan was made for."""
+    """The layout of the launch."""
 
     tensor: int = Field(ge=1)
     pipeline: int = Field(ge=1, le=MOST_LAYERS)
     chunks: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Model chunks on each stage (Megatron's virtual pipeline size); 1: plain 1F1B."""
     microbatch_group: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Micro-batches that pass one chunk before the next one has its turn; none: as many as stages."""
+    """Consecutive micro-batches of one chunk; None: the number of stages."""
     sequence_parallel: bool = False
     expert: int = Field(default=1, ge=1, le=1_000_000)
-    """Ranks over which experts are shared out, where their tokens travel by all-to-all: with several these are windows, which
-    rules may name in layers of experts."""
+    """Ranks among which experts are distributed, with their tokens exchanged by all-to-all. With several, the exchanges are
+    windows.
+    """
     context: int = Field(default=1, ge=1, le=1_000_000)
-    """Ranks among which a sequence is cut; among several the core attention exchanges keys and values, and must be kept."""
+    """Ranks among which a sequence is cut. With several, the core attention exchanges keys and values, and must be kept."""
     userbuffers: bool = False
-    """Whether the launch has --tp-comm-overlap: linears exchange inside their GEMMs, so there are no tensor-parallel windows, and
-    no linear runs again (`plan.userbuffers`)."""
+    """Whether the launch has --tp-comm-overlap: linears communicate inside their GEMMs, so there are no tensor-parallel windows,
+    and
+    no linear is recomputed (`plan.userbuffers`).
+    """
 
     @property
     def group(self) -> int:
-        """The size of those groups."""
         return self.microbatch_group or self.pipeline
 
 
 class PackedFacts(Part):
-    """Packed sequences, as far as seconds go by them: attention goes with the sum of the squares of their lengths."""
+    """Packed sequences: attention's seconds are proportional to the sum of the squared lengths."""
 
     squares_per_token: float = Field(ge=1)
-    """The sum of the squares of the lengths that were planned with, over the sum of these lengths."""
+    """Sum of the squared lengths, over the sum of the lengths, as planned."""
     core_share: float = Field(ge=0, le=1)
-    """What the core attention takes of the predicted passes."""
+    """Share of the core attention in the predicted passes."""
 
 
 class BatchFacts(Part):
-    """Micro-batch size, and how many micro-batches a pipeline runs per step."""
+    """Micro-batch size, and micro-batches per pipeline and step."""
 
     micro: int = Field(ge=1)
     microbatches: int = Field(ge=1, le=1_000_000)
     packed: PackedFacts | None = None
-    """None: sequences are not packed, or the plan does not say what attention takes."""
+    """Is None if sequences are not packed, or attention's share is unknown."""
 
 
 class Provenance(Part):
-    """Where the plan came from. Digests are SHA-256 of the canonical JSON of the job and of the profile."""
+    """Origin of the plan. Digests are SHA-256 of the canonical JSON of the job and of the profile."""
 
     made_by: str
     job: str | None = None
     profile: str | None = None
     asked: str | None = None
-    """The words with which `megatron-lynx plan` was asked for it: a job, or a cluster and a launch."""
+    """The arguments of `megatron-lynx plan`: a job, or a cluster and a launch."""
     learned: Learned | None = None
-    """What a run before had taught. None: nothing."""
+    """Corrections by an earlier run."""
     note: str | None = None
 
 
@@ -203,30 +208,30 @@ def without_options(asked: str, *options: str) -> str:
 
 
 SLACK = "allocator"
-"""The part of a reserve that is PyTorch's own: reserved, and not allocated."""
+"""The part of a reserve that PyTorch's allocator reserves without allocating it."""
 STATED = "stated"
-"""A reserve in one piece, of which nobody knows the parts."""
+"""A reserve without known parts."""
 
 
 class PlannedDevice(Part):
-    """Bytes of one device. What a plan expects to be used of it is each stage's prediction."""
+    """Memory of one device in bytes."""
 
     memory_bytes: int = Field(ge=1)
     """As PyTorch reports it."""
     budget_bytes: int
-    """What the plan might use, by what PyTorch allocates: a job's own figure, or what the reserve leaves."""
+    """Limit of PyTorch's allocations: the job's own, or without the reserve."""
     reserve_bytes: Mapping[str, Annotated[int, Field(ge=0)]] = {}
-    """What the cluster's description leaves alone, by part; and what the job leaves to others, by whom."""
+    """Memory left free, by part (from the cluster) and by user (from the job)."""
     optimizer_offload: float = Field(default=0.0, ge=0, le=1)
     """Share of a rank's optimizer that is stepped on the host (`--optimizer-offload-fraction`)."""
 
     @property
     def outside_bytes(self) -> int | None:
-        """What is expected to be used by others than PyTorch's allocator; None where that is not known."""
+        """Expected use outside PyTorch's allocator, or None if unknown."""
         known = {part: size for part, size in self.reserve_bytes.items() if part not in (SLACK, STATED)}
         return sum(known.values()) if known else None
 
     @property
     def slack_bytes(self) -> int | None:
-        """What the allocator is expected to have reserved and not allocated; None where that is not known."""
+        """Expected memory that the allocator reserves without allocating it, or None if unknown."""
         return self.reserve_bytes.get(SLACK)

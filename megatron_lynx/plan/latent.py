@@ -1,9 +1,9 @@
-"""Checks of plans for latent attention: whether rules speak of the attention that the model has, and of what may run again.
+"""Checks of plans for latent attention: rules name its items, and recompute only those that may be.
 
-up-projections       replayed anywhere: what they gather (sequence parallelism) is small, and kept for their replay
-fused rotary kernel  turns queries in place: replayed together with the linear that made them, or not at all
+up-projections       recomputed anywhere: their gathered inputs (sequence parallelism) are small, and kept
+fused rotary kernel  works in place: recomputed together with the linear that made its input, or not at all
 linears that gather  the residual stream, with sequence parallelism: kept. Those are Megatron's own down-projections, and
-                     `linear_q_proj` where queries are not compressed
+                     `linear_q_proj` if queries are not compressed
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lynx.plan.rule import Rule
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """What a model with latent attention cannot have beside it."""
+    """Facts of the launch that do not go with latent attention."""
     model = plan.model
     if model.latent_attention is None:
         return
@@ -27,9 +27,9 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule wrongly asks of an attention half, in words, with what to do."""
+    """Items of an attention half that a rule names wrongly, with what to do."""
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
-    if rule.checkpoints(half) or rule.filling(half).opaque:  # `plan.opaque` looks at that
+    if rule.checkpoints(half) or rule.filling(half).opaque:  # checked by `plan.opaque`
         return
     found = rule.filling(half).names
     if found != section.names:

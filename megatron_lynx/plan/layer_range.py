@@ -1,4 +1,4 @@
-"""A range of layers, as a plan writes it: `3` or `3-8`, or `none`."""
+"""A range of layers, written in plans as `3`, `3-8` or `none`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from megatron_lynx.validation import Part
 
 MOST_LAYERS = 1_000
-"""The most layers of a model: with a mistyped number, checks would take too long."""
+"""Limit of a model's layers: with a mistyped number, checks would take too long."""
 
 
 NO_LAYERS = (1, 0)
-"""The first and the last of none."""
+"""First and last of an empty range."""
 
 NONE = "none"
-"""How that is written."""
 
 
 class LayerRange(Part):
-    """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`; without layers
-    `none`, which is 1 to 0."""
+    """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`; an empty range
+    is
+    `none`, which is 1 to 0.
+    """
 
     first: int = Field(ge=1, le=MOST_LAYERS)
     last: int = Field(ge=0, le=MOST_LAYERS)
@@ -36,7 +37,7 @@ class LayerRange(Part):
 
     @classmethod
     def of(cls, layers: range) -> LayerRange:
-        """Neighbouring layers, or none."""
+        """The range of consecutive layers."""
         first, last = (layers[0], layers[-1]) if layers else NO_LAYERS
         return cls(first=first, last=last)
 

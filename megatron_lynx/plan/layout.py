@@ -1,4 +1,4 @@
-"""The arguments that a launch of Megatron needs so that every rank owns the layers that a plan gives it.
+"""Megatron's arguments for a plan's assignment of layers to ranks.
 
     all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
     no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b
@@ -6,7 +6,7 @@
     without flushes                                 --lynx-schedule double-buffered --rerun-mode disabled
 
 The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, m one of multi-token prediction, L
-loss, | the next one.
+loss, | a boundary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lynx.plan.plan import Plan
 
 
 def launch_flags(plan: Plan) -> tuple[str, ...]:
-    """The arguments that decide the layout and the micro-batch, one or two words each; the model's own are the launch's."""
+    """The arguments for layout and micro-batch, one or two words each; the model's own are the launch's."""
     layout = plan.parallel
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
@@ -34,8 +34,9 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
 
 
 def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
-    """The arguments that say which stage owns which layers. None where that is Megatron's default. `chunks_counted`: chunks of
-    equal size are said by their number, not by their layers."""
+    """The arguments for the layers of each stage; empty for Megatron's default. `chunks_counted`: give the number of equal chunks
+    instead of their layers.
+    """
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
         return () if plan.parallel.chunks == 1 else (_chunks(plan, counts[0], counted=chunks_counted),)
@@ -45,12 +46,12 @@ def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
 
 
 def schedule_flags(plan: Plan) -> tuple[str, ...]:
-    """The arguments for training without flushes: batches overlap, so none can be rerun. None where the pipeline flushes."""
+    """The arguments for training without flushes (overlapping batches cannot be rerun); empty with flushes."""
     return () if plan.schedule == "flush" else ("--lynx-schedule double-buffered", "--rerun-mode disabled")
 
 
 def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
-    """Megatron's text for these layers of virtual stages, in layer order. `mtp`: layers of multi-token prediction behind them."""
+    """Megatron's text for these layers of virtual stages, in layer order. `mtp`: layers of multi-token prediction after them."""
     decoders = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     decoders[0] = f"E{decoders[0]}"
     *before, last = decoders
@@ -59,7 +60,7 @@ def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """The flags, ready to paste, a line each; and the one that a plan cannot know."""
+    """The flags, one a line, and a note on the global batch size, which a plan does not know."""
     size = plan.batch.micro * plan.batch.microbatches
     return " \\\n".join(launch_flags(plan)) + f"\n(--global-batch-size is {size} x the data-parallel size)"
 

@@ -1,4 +1,4 @@
-"""Checks of halves that nobody looks into (`model.opaque_layers`): their layers exist, and rules keep them whole."""
+"""Checks of opaque halves (`model.opaque_layers`): their layers exist, and rules keep them whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_lynx.plan.rule import Rule
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """Layers of `model.opaque` that the model does not have, or has something else in."""
+    """Layers of `model.opaque_layers` that the model does not have, or that have another kind of half."""
     for name, spans in plan.model.opaque_layers.items():
         for span in spans:
             if span.last > plan.model.layers:
@@ -23,7 +23,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule wrongly asks of such halves, in words, with what to do."""
+    """Opaque halves that a rule recomputes or names wrongly, with what to do."""
     for half in HALVES:
         found = {layer: section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
         affected = {section.name for section in found.values() if section.opaque}

@@ -1,12 +1,12 @@
-"""Does every replay of a stage find its window, in time and within the ahead depth? Rules over the events of its timetable.
+"""Checks whether every recomputation of a stage has its window in time and within the ahead depth.
 
     before   [forward of a later micro-batch: fwd.* windows]  [pipe.recv_backward]        (steady: both; cool-down: the receive)
-             (with chunks it may pass another one: then its layers count by their place in the chunk)
+             (with chunks it may be another chunk's: then layers count by their index in the chunk)
     then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
 
-A frame is *ahead* from the first stretch of its replay until backward enters its half. Each stretch has a window of its own,
-behind that of the stretch before it. With sequence parallelism the first window of a half's own backward gathers its gradient,
-before most saved tensors are needed: it may hide the half's own replay, where `anatomy.in_time` says so.
+A frame is *ahead* from the first stretch of its recomputation until backward enters its half. Each stretch needs a window after
+that of the previous stretch. With sequence parallelism the first window of a half's own backward gathers its gradient, before
+most saved tensors are needed: it may hide the half's own recomputation (`anatomy.in_time`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
 def problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False) -> Iterator[str]:
-    """Everything that keeps the runtime from following this entry's windows, in words.
+    """Every window of an entry that the runtime cannot follow.
 
-    `chunk`: which one of the timetable's the entry is. `te`: the layers are Transformer Engine's.
+    `chunk`: the entry's index in the timetable. `te`: the layers are Transformer Engine's.
     """
     for phase in BACKWARD_PHASES:
         places, entered = _places(timetable, chunk, phase)
@@ -36,16 +36,16 @@ def problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False
 
 
 def depth(timetable: Timetable, chunk: int = 0) -> int:
-    """How many frames a chunk's windows regenerate ahead at once."""
+    """The most frames that a chunk's windows recompute ahead at once."""
     return max(_deepest(timetable, chunk, phase)[0] for phase in BACKWARD_PHASES)
 
 
 Places = Mapping[Window, int]
-"""The windows that may serve a backward, each with its place in their order."""
+"""Windows that can serve a backward, with their index in time."""
 
 
 def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Places, Mapping[FrameKey, int]]:
-    """The windows that may serve a backward, and how many of them have come when backward enters each half."""
+    """The windows that can serve a backward, and for each half the number of windows before backward enters it."""
     places: dict[Window, int] = {}
     entered: dict[FrameKey, int] = {}
     for _, half, waits in timetable.serving(chunk, phase):
@@ -57,9 +57,9 @@ def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Pla
 
 
 def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
-    """How many windows of its own backward come before that needs anything of what a half's replay makes."""
+    """Number of windows of the half's backward before backward needs a recomputed tensor of the half."""
     if half.goes_on_behind is not None:
-        return 1  # a dropout mask that backward reads first is made by then, and all else with it
+        return 1  # this includes the dropout mask that backward reads first
     if half.section.exchanges and half.layer in timetable.layout.exchanging:
         return own_exchanges_in_time(half.section, half.replay)
     if not half.section.has_windows:
@@ -68,10 +68,10 @@ def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
 
 
 def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: Places, in_time: int) -> Iterator[str]:
-    """`in_time`: the place of the last window that can hide this frame's replay."""
+    """`in_time`: index of the last window that can hide this frame's recomputation."""
     (layer, name), place, before = half.key, half.place(phase), -1
     gather = place.gather
-    inside = None if gather is None else WindowAddress("fwd", layer, name, 0)  # the gather of the replayed linear's own forward
+    inside = None if gather is None else WindowAddress("fwd", layer, name, 0)  # the gather of the recomputed linear's own forward
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{name} of layer {layer} ({gather}) is no collective of this stage"
         return
@@ -102,7 +102,7 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
 
 
 def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[int, str]:
-    """The most frames that are ahead at once, and the window where it happens."""
+    """The most frames that are ahead at once, and the window at which they are."""
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
     for through, entered, waits in timetable.serving(chunk, phase):

@@ -1,11 +1,11 @@
-"""Checks of plans beside overlapped exchanges of experts (`model.moe_overlapped`).
+"""Checks of plans with overlapped exchanges of experts (`model.moe_overlapped`).
 
-Megatron's combined schedule runs a forward and a backward in turns, node by node, and waits for no exchange: there are no
-windows, those of tensor-parallel collectives included, and what a plan recomputes runs on demand, where backward enters its node.
-A layer of experts runs in four nodes:
+Megatron's combined schedule interleaves nodes of a forward and a backward, and waits for no exchange: there are no windows, not
+even of tensor-parallel collectives, and recomputation is on demand, where backward enters the node. A layer of experts has four
+nodes:
 
     attention, norm, router, shared experts │ dispatch │ rows sorted, experts, rows sorted back │ combine, residual
-    └ replayed, or a checkpoint                          └ replayed
+    └ recomputed, or a checkpoint                        └ recomputed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """What a plan cannot have beside them, with what is needed."""
+    """Facts of the launch that do not go with overlapped exchanges."""
     if not plan.model.moe_overlapped:
         return
     layout, model = plan.parallel, plan.model
@@ -52,7 +52,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule asks for and cannot have beside them, in words."""
+    """Requests of a rule that do not go with overlapped exchanges."""
     if not plan.model.moe_overlapped:
         return
     places = [place.of(half, phase) for place in (rule.windows, rule.gather) for half in HALVES for phase in BACKWARD_PHASES]

@@ -1,15 +1,14 @@
-"""The plan: for every pipeline stage, which layers it owns and what becomes of each layer's activations.
+"""The plan: for every pipeline stage, its layers and the treatment of their activations.
 
     plan.yaml ──load_plan──> Plan ──apply──> a training job
                               │
-              stages[k].rules[i]: a range of layers that are treated alike. Entry k is chunk k // p of stage k % p
+              stages[k].rules[i]: a range of layers with equal treatment. Entry k is chunk k // p of stage k % p
                               ├── keep / replay      every item of the layer is in exactly one of them
-                              ├── windows            where each half is replayed, by phase where phases differ
-                              ├── gather             (sequence parallelism) where a replayed GEMM's input is gathered
-                              └── weight_gradients   which linears defer theirs, and in which waits they run
+                              ├── windows            where each half is recomputed, by phase if phases differ
+                              ├── gather             (sequence parallelism) where a recomputed GEMM's input is gathered
+                              └── weight_gradients   which linears delay theirs, and in which waits they run
 
-A plan is checked when it is read, as far as it can be without a model: each part by itself where it is declared, all of them
-together in `consistency`. Whether it fits a live run is `apply.match`'s question.
+Reading a plan checks each part by itself, and all of them together in `consistency`. `apply.match` compares it with a live run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
     "Whole",
     "Windows",
 ]
-"""The parts that a plan is made of are offered here as well: code that builds a plan needs no other module."""
+"""Includes the parts of a plan, so that code that builds one needs only this module."""
 
 PLAN_VERSION = 1
 
@@ -56,8 +55,7 @@ class Plan(PlanContents):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it says, whatever its file looks like. A key with its default says nothing, so that a plan keeps its
-        digest when plans learn to say more."""
+        """SHA-256 of its content. Keys with their defaults are left out, so that the digest stays when plans get new keys."""
         return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     def with_stages(self, stages: Iterable[Stage]) -> Plan:

@@ -2,8 +2,8 @@
 
     plan.yaml ──load_plan──> Plan ──dump_plan──> text ──save_plan──> plan.yaml
 
-Written for people: keys in reading order, one line per thing that is decided, nothing that is empty or merely the default.
-Exact both ways: `load_plan` of a dumped plan equals it, and dumping that gives the same text.
+Keys are in reading order, one line per decision, without empty values and defaults. Exact both ways: `load_plan` of a dumped
+plan equals it, and dumping that gives the same text.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ DEFERRED = f"""\
 #   weight_gradients  of a rule: linears that defer theirs, and the waits in which these may run: {RECV_BACKWARD},
 #                 {_WAITS}; of a stage: the most bytes that they may hold meanwhile
 """
-"""What is explained of a plan that defers weight gradients."""
+"""Added to the header of plans that delay weight gradients."""
 PACED = """\
 #   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward;
 #                 with half_by_half: all every micro-batch goes so, and comes back within its own backward
 """
-"""What is explained of a plan that offloads within a micro-batch."""
+"""Added for offloading within a micro-batch."""
 PIECES = """\
 #   head          output projection and loss run in so many pieces of a sequence: inexact, docs/plan_file.md
 """
-"""What is explained of a plan whose head is in pieces."""
+"""Added for a head in pieces."""
 CHECKPOINTED = """\
 #   checkpoint    of a rule: a layer, both halves, one of them, or {layers: n} at a time keep their input alone; all inside runs
 #                 again where backward enters it, collectives and exchanges too. Items of such a half are in neither list
 """
-"""What is explained of a plan with checkpoints."""
+"""Added for checkpoints."""
 AHEAD = """\
 #   ahead         of a rule: what its checkpoints communicate again begins where backward enters the attention half of the layer
 #                 above, and travels behind that: the dispatch of tokens, else the reduction behind an attention; with
 #                 gather the input of that attention is gathered there before it
 """
-"""What is explained where that begins ahead."""
+"""Added for communication that begins ahead."""
 GOING_ON = """\
 #                 windows of a checkpoint's half: what comes behind all that it communicates runs again in that wait, for the
 #                 gradient of what the half returned
 """
-"""What is explained where the rest of a checkpoint runs in a wait."""
+"""Added if the rest of a checkpoint runs in a wait."""
 _END = "# `predicted`"
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file.
 
-    Raises `ConfigError` with every problem and its place: YAML that does not read, unknown keys, misspelt items, stages or layers
-    that are missing or out of range, a version that this release does not know.
+    Raises `ConfigError` with every problem and its place: invalid YAML, unknown keys, misspelt items, stages or layers that are
+    missing or out of range, an unknown version.
     """
     data, where = read_yaml(path), os.fspath(path)
     version = data.get("version")
@@ -94,7 +94,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The text of a plan file, with a header for whoever opens it."""
+    """The text of a plan file, with an explanatory header."""
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
     if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
         header = header.replace(_END, PACED + _END)
@@ -112,18 +112,18 @@ def dump_plan(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file; an interrupted write leaves the old one. Raises `ConfigError` where the path cannot be written."""
+    """Write a plan file whole or not at all. Raises `ConfigError` if the path cannot be written."""
     write_whole(path, dump_plan(plan))
 
 
 def plan_schema() -> dict[str, Any]:
-    """The JSON schema of plan files, by which editors complete and check. Kept in `configs/plan.schema.json`."""
+    """The JSON schema of plan files, for editors. Stored in `configs/plan.schema.json`."""
     schema = Plan.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-lynx plan", **schema}
 
 
 def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
-    """The same data; collections that read better on one line are marked as such."""
+    """The same data, with short collections marked to be written on one line."""
     stages = [
         _flow(stage, "offload", "weight_gradients", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]

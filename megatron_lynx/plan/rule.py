@@ -1,6 +1,6 @@
-"""A rule of a plan: which items of its layers are kept and which replayed, behind which wait, and where inputs come from.
+"""A rule of a plan: kept and recomputed items of its layers, the windows of recomputation, and the gathers of inputs.
 
-Neighbouring layers that are treated alike share one rule (`joined`):
+Consecutive layers with equal treatment share one rule (`joined`):
 
     layer 1: A   layer 2: A   layer 3: B      ─>      layers 1-2: A    layers 3: B
 """
@@ -36,7 +36,7 @@ __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
-    """Text must match `pattern`; what does not is answered with names of that kind, not with the pattern."""
+    """Validate text by `pattern`. The error lists examples instead of the pattern."""
     expected = ", ".join(repr(name) for name in examples)
 
     def check(text: str) -> str:
@@ -65,10 +65,10 @@ WaitName = Annotated[
 
 
 class ByPhase(Part):
-    """Windows of one half where they differ by phase (docs/architecture.md, "Words").
+    """Windows of one half that differ by phase (docs/architecture.md, "Words").
 
-    steady:   the backward follows a forward, whose collectives can hide this half's replay.
-    cooldown: the backward follows another backward; of what comes before it, only receiving its gradient can.
+    steady:   the backward follows a forward, whose collectives can hide this half's recomputation.
+    cooldown: the backward follows another backward; only receiving its gradient can hide it.
     """
 
     steady: PlaceName
@@ -76,15 +76,16 @@ class ByPhase(Part):
 
 
 class Windows(Part):
-    """Where the two halves of a layer are replayed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
-    that replays nothing has none. Of a checkpointed one, in the first wait of its own backward: what comes behind all that
-    communicates again."""
+    """Where the two halves of a layer are recomputed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
+    without recomputation has none. A checkpointed half may have the first wait of its backward, in which the part after all
+    its communication is recomputed.
+    """
 
     attention: PlaceName | ByPhase | None = None
     mlp: PlaceName | ByPhase | None = None
 
     def of(self, half: Half, phase: BackwardPhase) -> str:
-        """As the plan file says it."""
+        """In the plan file's words."""
         place: PlaceName | ByPhase | None = getattr(self, half)
         if place is None:
             return ON_DEMAND
@@ -95,17 +96,17 @@ class Windows(Part):
 
 
 class GatherByPhase(Part):
-    """Where an input is gathered, if that differs by phase: only in the steady phase a forward comes before the backward."""
+    """Gathers of an input that differ by phase: only in the steady phase a forward precedes the backward."""
 
     steady: GatherName
     cooldown: GatherName
 
 
 class Gather(Part):
-    """Behind which collective the input of a replayed `linear_qkv` / `linear_fc1` is gathered, once.
+    """The collective after which the input of a recomputed `linear_qkv` / `linear_fc1` is gathered, once.
 
-    Only with sequence parallelism, where replaying these GEMMs needs an all-gather. The gathered input serves the replay
-    and then the weight gradient, for which stock Megatron would have gathered it anyway.
+    Only with sequence parallelism, where recomputing these GEMMs needs an all-gather. The gathered input serves the recomputation
+    and then the weight gradient, for which stock Megatron would gather it anyway.
     """
 
     attention: GatherName | GatherByPhase | None = None
@@ -117,11 +118,11 @@ class Gather(Part):
 
 
 CheckpointName = Literal["layer", "halves", Half]
-"""A layer, both of its halves each by itself, or one of them."""
+"""layer: both halves together. halves: each half by itself. Else one half."""
 
 
 AHEAD: tuple[CheckpointName, ...] = ("layer", "halves", "mlp")
-"""What may have its communication begin ahead: a layer, or its MLP half."""
+"""Checkpoints whose communication may begin ahead."""
 
 
 Ahead = bool | Literal["gather"]
@@ -131,46 +132,49 @@ class CheckpointGroups(Part):
     """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
     layers: int = Field(ge=2)
-    """How many layers keep one input, that of the first of them."""
+    """Layers per kept input, which is that of the first of them."""
 
 
 class Rule(Part):
-    """What becomes of the activations of a range of layers.
+    """Treatment of the activations of a range of layers.
 
-    Every item of a dense layer is kept or replayed. A rule that names an item of another section, such as experts have, need not
-    name those of the half in its place: what it does not name there is kept. Of a half that is checkpointed no item is named.
+    Every item of a dense layer is kept or recomputed. A rule with items of another section, such as experts, may leave out others
+    of that half: these are kept. Items of a checkpointed half are not listed.
     """
 
     layers: Layers
     checkpoint: CheckpointName | CheckpointGroups | None = None
-    """What keeps its input alone, so that all inside runs again in backward, what communicates included: the layer; both halves,
-    each by itself; one of them; or several layers at a time. A router of experts decides once."""
+    """The unit that keeps only its input and is recomputed in backward, including its communication: a layer, both halves each by
+    itself, one of them, or several layers together. Routers of experts decide once.
+    """
     ahead: Ahead = False
-    """Whether what a checkpointed layer communicates again begins where backward enters the attention half of the layer above,
-    and travels behind that: the dispatch of its tokens; in a layer without experts the reduction behind its attention. `gather`:
-    with sequence parallelism the input of its attention is gathered there before that."""
+    """Whether the communication of a checkpointed layer's recomputation begins when backward enters the attention half of the
+    layer
+    above, and overlaps with it: the dispatch of its tokens; in a layer without experts the reduction after its attention.
+    `gather`:
+    with sequence parallelism the input of its attention is gathered there first.
+    """
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
     gather: Gather = Gather()
     weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)
-    """Which linears defer their weight gradients, and in which waits these may run; the first that comes takes the oldest one."""
+    """Linears that delay their weight gradients, and the waits in which these may run; the first wait runs the oldest one."""
 
     @property
     def treatment(self) -> object:
-        """What the rule says of each layer. As names of windows are relative, it is equal for layers that are treated alike."""
+        """The rule without its layers. Window names are relative, so it is equal for layers with equal treatment."""
         return self.checkpoint, self.ahead, self.keep, self.replay, self.windows, self.gather, self.weight_gradients
 
     def checkpoints(self, half: Half) -> bool:
-        """Whether a half keeps at most its input."""
         return self.checkpoint is not None and self.checkpoint != HALVES[half == HALVES[0]]
 
     def feeds(self, layer: int, half: Half) -> bool:
-        """Whether the half behind this one of a layer keeps no input, and gets it when this one runs again whole."""
+        """Whether the next half of a layer keeps no input, and gets it when this one is recomputed whole."""
         return self.fed_behind(layer, half) > 0
 
     def fed_behind(self, layer: int, half: Half) -> int:
-        """How many halves behind this one of a layer keep no input: it runs again when the last of them does."""
+        """Number of the next halves that keep no input: this half is recomputed when the last of them is."""
         if self.checkpoint != "layer" and not isinstance(self.checkpoint, CheckpointGroups):
             return 0
         group = next(part for part in self.parts if layer in part)
@@ -178,25 +182,25 @@ class Rule(Part):
 
     @property
     def parts(self) -> Iterator[LayerRange]:
-        """The layers that only a rule of their own could treat otherwise than their neighbours: each, or each group."""
+        """The layers, or groups of layers, that a rule of their own could treat differently."""
         size = self.checkpoint.layers if isinstance(self.checkpoint, CheckpointGroups) else 1
         for first in range(self.layers.first, self.layers.last + 1, size):
             yield LayerRange(first=first, last=min(first + size - 1, self.layers.last))
 
     def recomputed(self, section: Section) -> tuple[str, ...]:
-        """The items of what fills a half that run again: those that are listed, or what a checkpoint makes of it."""
+        """The items of a section that are recomputed: listed ones, or those of a checkpoint."""
         return section.run_again() if self.checkpoints(section.half) else self.replays(section.half)
 
     def replays(self, half: Half) -> tuple[str, ...]:
-        """The replayed items of one half, in the order in which the layer runs them."""
+        """The recomputed items of one half, in the order of the layer's forward."""
         return _replayed(half, self.keep, self.replay)
 
     def filling(self, half: Half) -> Section:
-        """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
+        """The section that the rule's items of a half belong to: a dense layer's, unless an item is another section's."""
         of_experts = (linear for section in filling(half) if section.in_some_layers for linear in section.linears)
         deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
         if self.checkpoints(half):
-            deferred = tuple(self.weight_gradients)  # nothing else is named
+            deferred = tuple(self.weight_gradients)  # no other item is named
         return _filling(half, self.keep + deferred, self.replay)
 
     @model_validator(mode="after")
@@ -229,39 +233,38 @@ class Rule(Part):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether inputs of its layers' attention halves are gathered ahead."""
         return self.ahead == "gather"
 
     @property
     def goes_on(self) -> bool:
-        """Whether the rest of a half that it checkpoints runs again in a wait."""
+        """Whether the rest of a checkpointed half is recomputed in a wait."""
         return any(map(self.goes_on_in, HALVES))
 
     def goes_on_in(self, half: Half) -> str | None:
-        """The wait in which the rest of a half that it checkpoints runs again; None where none does."""
+        """The wait in which the rest of a checkpointed half is recomputed, or None."""
         window = self.windows.of(half, "steady")
         return window if self.checkpoints(half) and window != ON_DEMAND else None
 
     @property
     def ahead_said(self) -> str:
-        """As the file says it."""
+        """In the file's words."""
         return f"ahead is {str(self.ahead).lower()}"
 
     @property
     def ahead_in_words(self) -> str:
-        """Behind the words for a checkpoint; empty where nothing begins ahead."""
+        """Suffix of the words for a checkpoint; empty if nothing begins ahead."""
         gathered = " from its gather on" if self.gathers_ahead else ""
         return f", ahead{gathered}" if self.ahead else ""
 
     @property
     def checkpoint_said(self) -> str:
-        """As the file says it."""
+        """In the file's words."""
         if isinstance(self.checkpoint, CheckpointGroups):
             return f"checkpoint is {{layers: {self.checkpoint.layers}}}"
         return f"checkpoint is {self.checkpoint}"
 
     def kept_input(self, half: Half) -> str:
-        """Of a checkpointed half: what it keeps, in words."""
+        """Tensors that a checkpointed half keeps, in words."""
         first = HALVES[0]
         if isinstance(self.checkpoint, CheckpointGroups):
             return f"the input of every {self.checkpoint.layers} layers" if half == first else f"nothing: {first} makes its input"
@@ -270,7 +273,7 @@ class Rule(Part):
         return "its input"
 
     def _goes_on(self, half: Half) -> Iterator[str]:
-        """What is wrong with the wait in which the rest of a checkpointed half is to run again."""
+        """Problems of the wait in which the rest of a checkpointed half should be recomputed."""
         window, own = getattr(self.windows, half), own_window(half)
         found = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
         if window is not None and self.feeds(self.layers.last, half):
@@ -279,7 +282,7 @@ class Rule(Part):
             yield f"windows.{half} {found}, but {self.checkpoint_said}: it runs again where backward enters it, at most to {own}"
 
     def _unlisted(self) -> Iterator[str]:
-        """Items that the rule lists twice, or should list and does not."""
+        """Items that are listed twice, or missing."""
         listed = self.keep + self.replay
         for half in filter(self.checkpoints, HALVES):
             named = [item for item in names_in(half) if item in listed]
@@ -302,7 +305,7 @@ class Rule(Part):
                 yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:
-        """What is wrong with the names of linears whose weight gradients are deferred, and with their lists of waits."""
+        """Problems of delayed weight gradients: unknown linears, invalid lists of waits."""
         sections = (section for half in HALVES for section in _filled_by(self.filling(half)))
         linears = [linear for section in sections for linear in section.linears]
         for linear, waits in self.weight_gradients.items():
@@ -314,7 +317,7 @@ class Rule(Part):
                 yield f"weight_gradients.{linear} names {wait} twice"
 
     def _stops(self, half: Half) -> Iterator[str]:
-        """What is wrong with the items before which a replay is to stop."""
+        """Problems of the items before which a recomputation should stop."""
         section = self.filling(half)
         for text in dict.fromkeys(self.windows.of(half, phase) for phase in BACKWARD_PHASES):
             begin = 0
@@ -336,12 +339,12 @@ class Rule(Part):
 
 
 def _filled_by(section: Section) -> tuple[Section, ...]:
-    """What fills the half of a rule's layers: beside layers with experts there may be others."""
+    """The sections that may fill the half in the rule's layers: layers of experts may have others among them."""
     return (DENSE[section.half], section) if section.in_some_layers else (section,)
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules in layer order, those of neighbours that are treated alike made one."""
+    """The same rules in layer order, with consecutive equal ones joined."""
     result: list[Rule] = []
     for rule in sorted(rules, key=lambda rule: rule.layers.first):
         last = result[-1] if result else None
@@ -353,13 +356,13 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _may_join(rule: Rule, behind: Rule) -> bool:
-    """Whether a rule for the layers right behind says the same. Groups of layers are counted from a rule's first."""
+    """Whether a rule for the following layers is equal. Groups of layers are counted from a rule's first."""
     whole = not isinstance(rule.checkpoint, CheckpointGroups) or len(rule.layers) % rule.checkpoint.layers == 0
     return rule.layers.last + 1 == behind.layers.first and rule.treatment == behind.treatment and whole
 
 
 @lru_cache(maxsize=1024)
-def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # asked for thousands of times for a plan
+def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # called thousands of times per plan
     named, (dense, *others) = {*keep, *replay}, filling(half)
     found = [section for section in others if named & set(section.names) - set(dense.names)]
     return max(found, key=lambda section: len(named & set(section.names)), default=dense)

@@ -1,4 +1,4 @@
-"""One stage of a plan: its layers, the rules they follow, what goes to host memory, and what the planner expects of it."""
+"""One stage of a plan: its layers, their rules, offloading, and predicted figures."""
 
 from __future__ import annotations
 
@@ -15,77 +15,85 @@ from megatron_lynx.units import MIB
 from megatron_lynx.validation import Part
 
 ALWAYS = "always"
-"""Beside the moments of a step: what a device holds at all of them."""
+"""Key of the memory that a device uses at all moments."""
 
 
 class Predicted(Part):
-    """What the planner expects of one stage. Seconds and bytes are of one step on one rank."""
+    """Predicted figures of one stage. Seconds and bytes are of one step on one rank."""
 
     step_s: float | None = None
-    """Seconds of the step's forwards and backwards over all stages; `update_s` comes on top."""
+    """Seconds of the step's forwards and backwards over all stages, without `update_s`."""
     update_s: float | None = None
-    """Seconds that reducing gradients and the optimizer's update add to the step."""
+    """Seconds of the gradients' reduction and the optimizer's update."""
     hidden_replay_s: float = 0.0
-    """Seconds of replay that run inside windows."""
+    """Seconds of recomputation inside windows."""
     exposed_replay_s: float = 0.0
-    """Seconds of replay (or the part of them) that no window hides."""
+    """Seconds of recomputation outside windows, or longer than these."""
     resident_activation_bytes: int = 0
-    """What the stage's layers hold for one micro-batch between its forward and its backward."""
+    """Activations of the stage's layers between forward and backward of one micro-batch."""
     ahead_bytes: int = 0
-    """What regenerated frames hold at most, at the ahead depth."""
+    """Largest memory of frames that are recomputed ahead, at the ahead depth."""
     weight_gradient_hidden_s: float = 0.0
-    """Seconds of deferred weight gradients that run inside windows."""
+    """Seconds of delayed weight gradients inside windows."""
     weight_gradient_exposed_s: float = 0.0
-    """Seconds of deferred weight gradients (or the part of them) that no window hides."""
+    """Seconds of delayed weight gradients outside windows, or longer than these."""
     replayed_flops: int = 0
-    """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
+    """Floating-point operations of recomputed GEMMs and batched GEMMs, one micro-batch."""
     exposed_copy_s: float = 0.0
     """Seconds that the whole stage waits for copies from the host."""
     host_bytes: int = 0
     """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
-    """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
+    """Peak memory of a device, parameters and optimizer included."""
     memory: Mapping[str, Mapping[str, int]] = {}
-    """What that consists of, by moment and kind: under `always` what is there all the time, under each moment that the stage has
-    what is held beside it then. Stated once, with a stage's first chunk. Of all kinds only `learned` may be below 0."""
+    """Its parts, by moment and kind: `always` has those of all moments, each moment has the additional ones. Only a stage's first
+    chunk has it. Only the kind `learned` may be negative.
+    """
     host_s: float = 0.0
-    """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
+    """Seconds of the host to launch the passes of a host-bound stage. 0 for others, and if unknown."""
     device_s: float = 0.0
-    """Of such a stage: seconds of the device to run what the host issues, if it never waited for the host."""
+    """Seconds of the device for the passes of a host-bound stage, without waits for the host."""
     moe_load: float = 0.0
-    """The largest load of experts (`model.moe_load`) with which the stage fits its device, where twice the one that the plan was
-    made for would not. 0 where it would, and where there are none."""
+    """Largest load of experts (`model.moe_load`) that fits the device. 0 if twice the planned load fits, and without experts."""
     moe_load_fallen_back: float = 0.0
-    """The load with which it still fits once halves of experts have fallen back (`experts_hold`). 0 where none fall back, and in
-    plans that were made when halves became checkpoints instead."""
+    """Largest load that fits once halves of experts have fallen back (`experts_hold`). 0 if none fall back, and in older plans,
+    whose
+    halves became checkpoints instead.
+    """
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
-        """Bytes by kind at one moment, as planned; None where the plan does not say."""
+        """Predicted bytes by kind at one moment, or None if the plan has none."""
         return {**self.memory.get(ALWAYS, {}), **self.memory[moment]} if moment in self.memory else None
 
 
 class Offload(Part):
-    """What goes to host memory, of every micro-batch of a chunk that is offloaded at all."""
+    """Activations that are offloaded to the host, in every micro-batch of an offloaded chunk."""
 
     bytes: int = Field(ge=1)
-    """How much of what its layers keep. A tensor at the edge is split."""
+    """Bytes of its layers' activations. A tensor at the limit is split."""
     smallest_tensor_bytes: int = Field(default=MIB, ge=0)
-    """Smaller tensors stay."""
+    """Smaller tensors stay on the device."""
     prefetch: int = Field(default=1, ge=1)
-    """How many backwards before its own a micro-batch's copy comes back."""
+    """Number of backwards before its own in which a micro-batch is copied back."""
     beside_messages: Literal["allow", "avoid"] = "allow"
-    """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
-    each other, and an exchange that ends in a synchronisation (Megatron's without chunks) waits for every copy before it. Stages
-    that overlap messages with passes cannot avoid them."""
+    """Whether copies overlap with messages between stages, or take turns: on a shared link they slow each other, and an exchange
+    with
+    a synchronisation (Megatron's without chunks) waits for every earlier copy. Stages that overlap messages with passes cannot
+    avoid them.
+    """
     experts: bool = False
-    """Whether what mixtures of experts keep goes as well; otherwise it stays."""
+    """Whether the activations of mixtures of experts are offloaded, too."""
     pace_bytes: int | None = Field(default=None, ge=1)
-    """Given: a micro-batch whose own backward follows its forward at once goes, too, half by half; so many bytes are expected to
-    be copied beside one half's forward. Compute waits for a half's copy when that should be over, and its copy back begins when
-    backward comes to the same place. Not given: such a micro-batch stays on the device."""
+    """Bytes copied during one half's forward. If given, micro-batches whose own backward directly follows are offloaded, too,
+    half by
+    half: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward. If not,
+    such micro-batches stay on the device.
+    """
     half_by_half: Literal["at_once", "all"] = "at_once"
-    """Which micro-batches go half by half where a pace is given: those whose own backward follows at once, or all of them. The
-    copies of each then lie within its own forward and its own backward, however many passes lie between these."""
+    """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies then lie
+    within
+    their own forward and their own backward.
+    """
 
     @model_validator(mode="after")
     def _paced(self) -> Offload:
@@ -94,20 +102,22 @@ class Offload(Part):
         return self
 
     def stays(self, half: PlannedHalf) -> bool:
-        """Whether a half keeps on the device what it keeps at all: of a micro-batch that comes back within its own backward, what
-        is replayed before that begins."""
+        """Whether a half's kept activations stay on the device: with `half_by_half` all, those of halves whose recomputation
+        begins
+        before their own backward.
+        """
         return self.half_by_half == "all" and half.begins_early
 
 
 class WeightGradients(Part):
-    """Weight gradients that are deferred, of one chunk: how much they may hold until they are computed."""
+    """Limit of one chunk's delayed weight gradients."""
 
     bytes: int = Field(ge=1)
-    """The most that their operands hold at once. Where a new one does not fit, the oldest are computed at once."""
+    """The most bytes of their operands at a time. If a new one does not fit, the oldest are computed."""
 
 
 class Whole(Part):
-    """Recomputation for a part of the micro-batches (Korthikanti et al., appendix C): `first` of every `of_every` keep all."""
+    """Micro-batches without recomputation (Korthikanti et al., appendix C): `first` of every `of_every` keep all activations."""
 
     of_every: int = Field(ge=1)
     first: int = Field(ge=1)
@@ -123,35 +133,36 @@ class Whole(Part):
 
 
 class Stage(Part):
-    """One pipeline stage; with several chunks on each stage, one chunk of it."""
+    """One pipeline stage, or one chunk of it."""
 
     stage: int = Field(ge=0)
     chunk: int = Field(default=0, ge=0)
     layers: Layers
     ahead_depth: int = Field(ge=0)
-    """How many frames may be regenerated before backward reaches them (rule R4)."""
+    """Limit of frames that are recomputed before backward reaches them (rule R4)."""
     rules: tuple[Rule, ...]
     offload: Offload | None = None
     weight_gradients: WeightGradients | None = None
-    """Given where a rule defers weight gradients."""
+    """Given if a rule delays weight gradients."""
     experts_hold: float | None = Field(default=None, gt=0, le=1_000)
-    """The load of experts (`model.moe_load`) that the stage's bytes hold for, on average over what it holds at once. A half with
-    which a rank holds more falls back on this rank, for this micro-batch: its rows stay, and the experts' first linears and
-    activation run again. So bytes hold up to `predicted.moe_load_fallen_back`. None: halves do what their rules say, whatever
-    comes."""
+    """Load of experts (`model.moe_load`) that fits the stage's memory, averaged over its live halves. A half with which a rank
+    exceeds
+    it falls back for this micro-batch: its rows are kept, and the experts' first linears and activation are recomputed, which
+    fits
+    up to `predicted.moe_load_fallen_back`; None: halves never fall back.
+    """
     whole: Whole | None = None
-    """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
+    """Micro-batches, counted from 0 in each step, that keep everything regardless of the rules."""
     predicted: Predicted = Predicted()
 
     def rule_for(self, layer: int) -> Rule:
-        for rule in self.rules:  # asked for thousands of times while a plan is made
+        for rule in self.rules:  # called thousands of times per plan
             if rule.layers.first <= layer <= rule.layers.last:
                 return rule
         raise LookupError(f"layer {layer} is none of {self.layers}")
 
     @property
     def defers(self) -> bool:
-        """Whether any rule defers weight gradients."""
         return any(rule.weight_gradients for rule in self.rules)
 
     @model_validator(mode="after")

@@ -1,12 +1,12 @@
-"""From a plan to the timetable of each of its stages (`timetable`), which says what runs when.
+"""Makes the timetable of each stage of a plan.
 
 stages[k].rules ──layer by layer──> PlannedHalf, PlannedHalf, ... ──all chunks of a stage──> Timetable
 
-And what of a plan runs while something is communicated: which norms, and in which of Megatron's groups.
+Also lists the norms that run during communication, and Megatron's groups of that communication:
 
-    windows of replays, waits of weight gradients     tp    a collective of tensor-parallel ranks
-                                                      ep    an exchange of tokens
-                                                      pp    the receive of a gradient
+    windows of recomputation, waits of weight gradients     tp    a collective of tensor-parallel ranks
+                                                            ep    an exchange of tokens
+                                                            pp    the receive of a gradient
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_lynx.plan.stage import Stage
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
-"""What fills the halves of a layer, in the order of a forward."""
+"""The sections of a layer, in the order of a forward."""
 
 
 def timetable_of(plan: PlanContents, stage: int) -> Timetable:
@@ -37,7 +37,7 @@ def layout_of(plan: PlanContents) -> Layout:
 
 
 def planned_halves(stage: Stage, sections_of: SectionsOf) -> Iterator[PlannedHalf]:
-    """The halves of a stage's entry in the order of a forward, each as its rule has it."""
+    """The halves of a stage's entry in the order of a forward, as their rules treat them."""
     for layer in stage.layers:
         rule, sections = stage.rule_for(layer), tuple(sections_of(layer))
         experts = any(section.exchanges for section in sections)
@@ -73,17 +73,17 @@ def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
 
 
 Group = Literal["tp", "ep", "pp"]
-"""A process group, by the name that Megatron's `--high-priority-stream-groups` has for it."""
+"""A process group, by its name in Megatron's `--high-priority-stream-groups`."""
 
 
 def groups_waited_for(plan: PlanContents) -> tuple[Group, ...]:
-    """The groups for whose communication a plan's work is waited in."""
+    """The groups whose communication overlaps with a plan's work."""
     found = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
     return tuple(group for group in get_args(Group) if group in found)
 
 
 def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
-    """The norms over whole rows that run again in windows. One before a gathered input runs where that is gathered: in none."""
+    """The norms over whole rows that are recomputed in windows. The norm of a gathered input runs at the gather instead."""
     found = {
         half.section.norm
         for half in _halves(plan)
@@ -99,7 +99,7 @@ def _halves(plan: PlanContents) -> Iterator[PlannedHalf]:
 
 
 def _windows(half: PlannedHalf) -> Iterator[Window]:
-    """Every window in which something of a half may run."""
+    """Every window in which work of a half may run."""
     for place in map(half.place, BACKWARD_PHASES):
         yield from (window for window, _ in place.stretches)
     for waits in half.deferred.values():

@@ -1,16 +1,16 @@
-"""Checks of plans for launches with userbuffers (--tp-comm-overlap), under which linears exchange inside their GEMMs.
+"""Checks of plans for launches with userbuffers (--tp-comm-overlap), under which linears communicate inside their GEMMs.
 
-    linear_qkv, linear_fc1       gather their input piece by piece beside their GEMM      a replay would exchange out of turn
-    linear_proj, linear_fc2      scatter their output so; always kept, as without
-    weight gradients             exchange beside their GEMM, or read what was          computed where stock computes them
-                                 gathered in a buffer
-    norms, activation, rotary,   own no userbuffer                                        replayed, on demand or behind messages
-    core attention, residuals                                                             between stages, or offloaded
-    checkpoints                  run again where backward enters their half               as stock's full recomputation does
+    linear_qkv, linear_fc1       gather their input piece by piece during the GEMM   recomputing would communicate out of turn
+    linear_proj, linear_fc2      scatter their output piece by piece; always kept
+    weight gradients             communicate during their GEMM, or read a gathered   computed as in stock
+                                 input from a buffer
+    norms, activation, rotary,   own no userbuffer                                   recomputed, on demand or during messages
+    core attention, residuals                                                        between stages, or offloaded
+    checkpoints                  recomputed where backward enters their half         as in stock's full recomputation
 
-One buffer serves all layers and all micro-batches, so what runs out of turn would overwrite what another layer is about to read.
-A checkpoint runs between two linears, each of which leaves nothing in a buffer. And where the exchange lies inside a GEMM,
-nothing is waited for: there is no tensor-parallel window, and no gather to share.
+One buffer serves all layers and all micro-batches, so a linear that runs out of turn would overwrite the input of another. A
+checkpoint runs between two linears, which leave nothing in a buffer. With the exchange inside a GEMM there is no
+tensor-parallel window, and no gather to share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITHOUT = "with parallel.userbuffers (--tp-comm-overlap)"
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """What a layout must have for userbuffers, and has not."""
+    """Facts of the launch that userbuffers need."""
     layout = plan.parallel
     if not layout.userbuffers:
         return
@@ -38,7 +38,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule asks for and no launch with userbuffers can give, in words, with what to do."""
+    """Requests of a rule that do not go with userbuffers, with what to do."""
     if not plan.parallel.userbuffers:
         return
     if rule.ahead:
@@ -57,12 +57,12 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
 
 
 def _windows(rule: Rule) -> dict[str, list[str]]:
-    """Every window in which a half is replayed."""
+    """Every window in which a half is recomputed."""
     return {
         half: [stretch.window for phase in BACKWARD_PHASES for stretch in rule.windows.stretches(half, phase)] for half in HALVES
     }
 
 
 def _gathers(rule: Rule) -> dict[str, list[str]]:
-    """Every collective behind which a half's input is gathered."""
+    """Every window after which a half's input is gathered."""
     return {half: [name for phase in BACKWARD_PHASES if (name := rule.gather.of(half, phase))] for half in HALVES}

@@ -1,11 +1,11 @@
-"""Checks of weight gradients that a plan defers: every wait in which one may run must exist, and come after its own backward.
+"""Checks of delayed weight gradients: each of their waits must exist, and come after their own backward.
 
     one backward    ... mlp(l)  row-parallel [1]   column-parallel [2]   attention(l) ...   mlp(l-1) ...
                                              │                     └ bwd.mlp.0, the wait for the input's gradient, is in time
-                                             └ with sequence parallelism behind the wait for the gathered gradient
+                                             └ with sequence parallelism after the wait for the gathered gradient
 
-[1] [2] where stock computes a weight gradient is where it is deferred. A wait of the same backward comes in time from there on;
-any wait of a backward does where another micro-batch follows, and one of a forward where a forward follows.
+At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of
+a backward is if another micro-batch follows, and any of a forward if a forward follows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from megatron_lynx.timetable import Timetable
 
 
 def problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable) -> Iterator[str]:
-    """What keeps the weight gradients that a rule defers from running in the waits that it names, in words. `timetable`: of the
-    stage."""
+    """Waits of a rule in which its delayed weight gradients cannot run. `timetable`: the stage's."""
     for linear, waits in rule.weight_gradients.items():
         having = {layer: [each for each in plan.model.sections_of(layer) if linear in each.linears] for layer in rule.layers}
         sections = {layer: next(iter(found), None) for layer, found in having.items()}
@@ -63,7 +62,7 @@ def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[
 
 
 def _no_wait(plan: PlanContents, timetable: Timetable, passing: Pass, layers: list[int], half: Half, ordinal: int) -> str | None:
-    """Why a half of none of these layers has a wait of this number; None where one has."""
+    """Why none of these layers' halves has a wait of this number, or None if one has."""
     sections = {layer: next(one for one in plan.model.sections_of(layer) if one.half == half) for layer in layers}
     numbers = {layer: timetable.layout.waits(passing, layer, section) for layer, section in sections.items()}
     if any(ordinal < number for number in numbers.values()):
@@ -77,7 +76,7 @@ def _no_wait(plan: PlanContents, timetable: Timetable, passing: Pass, layers: li
 
 
 def _never_in_forward(plan: PlanContents, stage: Stage, timetable: Timetable, window: WindowAddress) -> Iterator[str]:
-    """A forward's windows are known by where their layer stands in its chunk: the forward may be any chunk's of the stage."""
+    """A forward's windows are named by their layer's index in its chunk: the forward may be any chunk's of the stage."""
     place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)
     there = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
     if why := _no_wait(plan, timetable, "fwd", there, window.half, window.ordinal):
@@ -87,7 +86,7 @@ def _never_in_forward(plan: PlanContents, stage: Stage, timetable: Timetable, wi
 
 
 def _forward_follows(plan: PlanContents, stage: Stage) -> bool:
-    """Whether this stage runs a forward, of any of its chunks, behind the first backward of this one."""
+    """Whether this stage runs a forward of any chunk after the first backward of this one."""
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "double_buffered":
         return True
@@ -119,9 +118,11 @@ def _never_in_backward(
 
 
 def _first_behind(backward: Backward, layer: int, section: Section, linear: str, sequence_parallel: bool) -> int:
-    """The place among a backward's windows of the first one behind that where a linear's weight gradient is deferred: of the
-    column-parallel one the wait for its input's gradient, of the row-parallel one whatever comes behind the wait for the gathered
-    gradient; of a linear that waits for nothing itself whatever comes behind it."""
+    """Index, among a backward's windows, of the first one after a linear's weight gradient is delayed: for a column-parallel
+    linear
+    the wait for its input's gradient, for a row-parallel one the first after the wait for the gathered gradient, for others the
+    next.
+    """
     first, place = section.behind_wgrad(linear, sequence_parallel), 0
     for half in backward.halves:
         ordinals = [wait.window.ordinal for wait in half.waits if not wait.over and not isinstance(wait.window, str)]
