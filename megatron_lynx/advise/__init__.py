@@ -1,10 +1,12 @@
-"""Says on one screen what a launch takes today, and what stock's best setting and a plan would, in its layout and one step away.
+"""Compares a launch with stock's best setting and the best plan, in its layout and in layouts one step away.
 
-today.py        the launch as it is written, priced; a row: one way to run it, in seconds and bytes
-answer.py       all of it: today, stock's best, plans at the device's budget and at today's bytes; where no plan fits: what would
+today.py        the launch as written, priced; rows of seconds and bytes
+answer.py       today, stock's best, plans within the device's budget and today's bytes; if none fits, changes after which one
+does
 neighbours.py   layouts one step away: micro-batch, tensor, context, pipeline, chunks, experts' groups
-flags.py        which flags of the launch a layout, a setting or a plan changes
-verdict.py      what to run;  screen.py: the screen, and the same for programs
+flags.py        launch flags that a layout, a setting or a plan changes
+verdict.py      the recommendation
+screen.py       the screen, and the same as JSON
 """
 
 from megatron_lynx.advise.answer import Answer, answered

@@ -1,16 +1,14 @@
-"""Four answers about a launch: stock Megatron's best setting and the plan, in the launch's layout and in layouts one step away.
+"""The answer about a launch: stock Megatron's best setting and the best plan, in its layout and in layouts one step away.
 
 today ─────────────────────────────────────────────────────────┐
 stock's best within the device's budget ───────────────────────┤
-the plan: the fastest of `planner.variants`, copies to the host ┼──> verdict
-    of its own where they gain `WORTH_COPIES`                   │
+the plan: the fastest of `planner.variants`; a plan with copies ┼──> verdict
+    to the host is shown as well if it gains `WORTH_COPIES`     │
 layouts one step away: stock's best, and the plan ─────────────┤
-no plan fits: what would, nearest first ───────────────────────┘
+no plan fits: changes after which one does, nearest first ─────┘
 
-Where no plan fits the budget: what would make one fit, nearest first.
-
-[1] activations on the host          [2] a part of the optimizer on the host, with what its update then takes
-[3] another layout of as many GPUs   [4] more GPUs, in the same layout or else in another: twice, four, eight times as many
+Changes: activations on the host; a part of the optimizer on the host, with its update's seconds; another layout of as many GPUs;
+2, 4 or 8 times as many GPUs, in the same layout or else in another.
 """
 
 from __future__ import annotations
@@ -42,49 +40,51 @@ from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
 CHUNK_MIB = 256
-"""Of the optimizer's moments in one copy, as Megatron's own example has it."""
+"""MiB of optimizer moments in one copy, as in Megatron's example."""
 
 WORTH = 0.01
-"""The part of a step that more change, or more memory, must save: simulated ratios of settings were within 3 % on one H100."""
+"""Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
+H100.
+"""
 
 WORTH_COPIES = 0.02
-"""The part of a step that copies to the host must save to be a choice of their own."""
+"""Relative gain from which copies to the host are recommended."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`job`: with the policy `planned`, or where no plan can be made of the launch, as it is."""
+    """`job`: with the policy `planned`, or unchanged if the launch cannot be planned."""
 
     job: Job
     reading: Reading | None
     launch: Launch
     stock: Stock | None = None
-    """Stock Megatron's best setting in the launch's layout, within the device's budget; None where none fits."""
+    """Stock Megatron's best setting in the launch's layout within the device's budget, if one fits."""
     without_copies: Planned | None = None
-    """The fastest plan within the device's budget that sends no activations to the host, unless the launch or job does."""
+    """The fastest plan within the device's budget that offloads no activations, unless the launch or job does."""
     in_todays_bytes: Planned | None = None
-    """The plan within what the launch holds today, where that is another one."""
+    """The plan within today's bytes, if it is another one."""
     copies: Planned | None = None
-    """The plan with copies to the host, where these gain `WORTH_COPIES`, or stock is faster than plans without, or nothing
-    else fits."""
+    """The plan that offloads activations, if it gains `WORTH_COPIES`, or stock beats plans without, or nothing else fits."""
     near: tuple[Neighbour, ...] = ()
     asked_near: bool = False
-    """Whether neighbours were looked for."""
+    """Whether neighbours were searched."""
     error: LynxError | None = None
-    """What the planner raised, where it made no plan."""
+    """The planner's error if there is no plan."""
     asked_copies: bool = True
-    """Whether copies to the host were looked for, or the launch or job has stated them."""
+    """Whether offloading was tried, or the launch or job states it."""
     would_fit: tuple[str, ...] = ()
-    """What would make one fit, nearest first."""
+    """Changes after which a plan fits, nearest first."""
     refused: tuple[Problem, ...] = ()
-    """What no plan goes with, whatever the budget."""
+    """Problems that exclude any plan, whatever the budget."""
     on_host: OnHost | None = field(default=None, repr=False)
-    """What of the optimizer is on the host under the plan; None where nothing is."""
+    """Part of the optimizer on the host under the plan, if any."""
 
     @property
     def planned(self) -> Planned | None:
-        """The plan that is recommended, and written: the fastest; within `WORTH` of it, that of fewer bytes which is still no
-        slower than stock's best."""
+        """The recommended plan: the fastest; within `WORTH` of it, the one with fewer bytes, unless stock's best is faster than
+        that one.
+        """
         if self.copies is not None or self.without_copies is None:
             return self.copies
         best, less = self.without_copies, self.in_todays_bytes
@@ -104,24 +104,24 @@ class Answer:
 
     @property
     def none_in_todays_bytes(self) -> bool:
-        """Whether there is a plan, and none that holds as little as the launch."""
+        """Whether there is a plan, but none within today's bytes."""
         plan, launch = self.plan, self.launch.row
         more = plan is not None and launch is not None and plan.memory_bytes > launch.memory_bytes
         return more and self.launch.written and self.in_todays_bytes is None
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Why there is no plan; none where there is one."""
+        """Why there is no plan."""
         return self.refused or (self.error.problems if self.error is not None else ())
 
     @property
     def stock_edit(self) -> Edit:
-        """What turns the launch into stock's best."""
+        """Change from the launch to stock's best."""
         return Edit() if self.stock is None else flags.of_setting(self.stock.setting, self.reading)
 
     @property
     def plan_edit(self) -> Edit:
-        """What the launch loses and gets under the plan, beside the plan itself."""
+        """Flags that the launch loses and gets under the plan, besides the plan itself."""
         if self.planned is None:
             return Edit()
         switched = flags.of_variant(self.job, self.planned.job, self.reading)
@@ -130,20 +130,20 @@ class Answer:
 
     @property
     def switched(self) -> tuple[list[str], list[str]]:
-        """Flags that the plan needs beside the launch's own, and names of Megatron's whose flags it cannot have."""
+        """Flags that the plan needs besides the launch's, and Megatron's names of those that it cannot have."""
         if self.planned is None:
             return [], []
         edit = flags.of_variant(self.job, self.planned.job, self.reading)
         return edit.flags, flags.names_lost(self.job, self.planned.job)
 
     def changed(self, neighbour: Neighbour) -> str:
-        """The flags of the launch that a neighbour's layout changes."""
+        """Launch flags that a neighbour's layout changes."""
         placed = neighbour.places
         layout = Edit(added=flags.changes(self.job, neighbour.job, placed, self.reading))
         return " ".join(layout.flags) if self.reading is None else self.reading.said(layout.flags)
 
     def neighbours_edit(self, neighbour: Neighbour, *, stock: bool) -> Edit:
-        """What changes beside the layout."""
+        """Changes besides the layout."""
         if stock:
             return Edit() if neighbour.stock is None else flags.of_setting(neighbour.stock.setting, self.reading)
         return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.job, self.reading)
@@ -167,9 +167,14 @@ def answered(
     copies: bool = False,
     release: str | None = None,
 ) -> Answer:
-    """`refused`: why no plan can be made of the launch. `near`: whether neighbours are looked for; for that the cluster has to be
-    described. `copies`: whether the plan may send activations to the host although `job.offload_ratio` is 0.
-    `release`: of megatron-core, whose flags the plan may change; the launch's own where there is a launch."""
+    """Return the answer.
+
+    Args:
+        refused: problems that exclude any plan of the launch.
+        near: whether neighbours are searched; needs a described cluster.
+        copies: whether the plan may offload activations although `job.offload_ratio` is 0.
+        release: of megatron-core, whose flags the plan may change; ignored if there is a launch.
+    """
     launch, release = launch_today(job, costs, reading), release if reading is None else reading.given.release
     stock = stocks_best(job, costs, release, launch, reading)
     if refused:
@@ -197,12 +202,12 @@ def answered(
 
 
 def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:
-    """The fastest variant's plan; None where no variant has one."""
+    """The fastest variant's plan, if any variant has one."""
     return fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
 
 
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
-    """What binds, and the nearest changes that fit."""
+    """The binding limits, and the nearest changes that fit."""
     try:
         decide(job, costs)
     except Infeasible as error:
@@ -211,7 +216,7 @@ def _why_none(job: Job, costs: Profile) -> Infeasible | None:
 
 
 def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Planned | None) -> Planned | None:
-    """The plan that holds no more than the launch does today; None where the plan already does, or none does."""
+    """The plan within today's bytes; None if the given plan is, or none fits."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
@@ -219,7 +224,7 @@ def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch,
 
 
 def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned | None:
-    """The plan that sends activations to the host, where it is worth a row. What recomputes nothing has nothing to gain."""
+    """The plan that offloads activations, if it is worth a row. A plan that recomputes nothing cannot gain."""
     without = answer.without_copies
     if without is not None and not without.recomputes:
         return None
@@ -237,7 +242,7 @@ OF_THE_HOST = ("offload_ratio",)
 
 
 def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Iterator[str]:
-    """A sentence for each. `reading`: in the words of its launch."""
+    """Yield a sentence for each change. `reading`: the launch, in whose flags they are stated."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
         yield "activations on the host: --offload-ratio auto"
     yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
@@ -249,8 +254,9 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
 
 
 def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
-    """Seconds of its update, and the least quarter of the optimizer's state with which a plan fits when that is on the host.
-    Megatron steps a part of the parameters there only with a precision-aware optimizer, which has to be distributed."""
+    """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits.
+    Megatron steps parameters on the host only with a precision-aware, distributed optimizer.
+    """
     if job.optimizer.offload != 0:
         return
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
@@ -266,7 +272,7 @@ def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tu
 
 
 def _states(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
-    """The same with states on the host between updates, which run on the device."""
+    """Yield the same for optimizer states that are on the host between updates, which run on the device."""
     if job.optimizer.on_host or job.optimizer.offload != 0:
         return
     asked = with_changes(job, [("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB)])

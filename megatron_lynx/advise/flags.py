@@ -1,11 +1,11 @@
-"""Which flags of a launch another layout changes, another setting of stock Megatron's, or a plan beside other flags.
+"""Launch flags that another layout, a stock setting, or a plan with other flags changes.
 
 micro-batch 4             --micro-batch-size 4
-    packed by slime       --max-tokens-per-gpu n, with another context, too
+    packed by slime       --max-tokens-per-gpu n, which also depends on context
 tensor 2, was 1           --tensor-model-parallel-size 2 --sequence-parallel
-pipeline, or chunks       also what places layers: the old flags go, the new ones come
-    the embedding and the loss count as layers, and did before     --num-layers-per-virtual-pipeline-stage n
-    anything else                                                  as the plan places them
+pipeline, or chunks       also the flags that place layers are replaced
+    embedding and loss count as layers, before and after           --num-layers-per-virtual-pipeline-stage n
+    otherwise                                                      as the plan places them
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SIZES = {
 }
 COUNTED = (EMBEDDING, LOSS)
 PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP)
-"""Names of Megatron's arguments that say which stage owns which layers; `COUNTED`, too."""
+"""Megatron's arguments for the layers of stages; `COUNTED`, too."""
 
 Changes = tuple[tuple[str, tuple[str, ...]], ...]
-"""Flags with their words."""
+"""Flags with their values."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """What changes in a launch: flags that it loses, and flags with their words that it gets."""
+    """Flags that a launch loses, and flags with values that it gets."""
 
     deleted: tuple[str, ...] = ()
     added: Changes = ()
@@ -51,11 +51,11 @@ class Edit:
 
     @property
     def flags(self) -> list[str]:
-        """Those that are added, each as a shell reads it."""
+        """Added flags, quoted for a shell."""
         return [shlex.join([flag, *values]) for flag, values in self.added]
 
     def in_words(self, reading: Reading | None = None) -> str:
-        """`delete ...`, then `add ...`; of a container of Megatron-Bridge its settings."""
+        """`delete ...`, `add ...`; for a Megatron-Bridge container, its settings."""
         said = " ".join if reading is None else reading.said
         deleted = f"delete {' '.join(self.deleted)}" if self.deleted else ""
         added = f"add {said(self.flags)}" if self.added else ""
@@ -63,7 +63,7 @@ class Edit:
 
 
 def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
-    """What turns a launch into stock Megatron's with this setting; without a launch all that the setting says."""
+    """Change from a launch to a stock setting; without a launch, all flags of the setting."""
     if reading is None:
         return Edit(added=_said_by(setting.fields))
     given, today = reading.given, reading.today.setting.fields
@@ -73,7 +73,7 @@ def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
 
 
 def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
-    """What switches exchanges of experts and userbuffers from those of one job to those of another."""
+    """Change that switches overlapped exchanges, delayed weight gradients and userbuffers from one job's to another's."""
     names = _switches(before, after)
     added = {name: True for name, (was, now) in names.items() if now and not was}
     deleted = names_lost(before, after)
@@ -104,7 +104,7 @@ def _option(name: str) -> str:
 
 
 def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Changes:
-    """Flags that turn the launch of a job into that of another layout. `made`: the other's plan, which places its layers."""
+    """Flags that change a launch to another layout. `made`: the plan that places its layers."""
     found: list[tuple[str, tuple[str, ...]]] = []
     for name, flag in SIZES.items():
         if (size := getattr(after.parallel, name)) != getattr(before.parallel, name):
@@ -120,7 +120,7 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
 
 
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
-    """The launch with another layout, or other flags, under its plan."""
+    """The launch line with another layout, or other flags, under its plan."""
     switched = of_variant(before, after, reading)
     setting = dict(changes(before, after, made, reading)) | dict(switched.added)
     if "global_batch_size" not in reading.given.values and "step_batch_size_schedule" not in reading.given.values:
@@ -135,7 +135,7 @@ def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) ->
 
 
 def _places(before: Job, after: Job) -> bool:
-    """Whether layers are placed anew: another pipeline, other chunks, or where the launch leaves it open."""
+    """Whether layers are placed again: the pipeline or chunks differ, or the launch leaves them open."""
     auto = after.parallel.partition == "auto"
     return auto or before.partition != after.partition or before.parallel.pipeline != after.parallel.pipeline
 
@@ -158,7 +158,7 @@ def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[s
 
 
 def _counts_ends(made: Plan, reading: Reading | None) -> bool:
-    """Whether the launch counts the embedding and the loss as layers of its ends, and the plan's layers are placed so."""
+    """Whether the launch counts embedding and loss as layers, and the plan's layers are placed that way."""
     if reading is None or not all(reading.given[name] for name in COUNTED):
         return False
     counts = [len(stage.layers) for stage in made.stages]

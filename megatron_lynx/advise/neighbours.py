@@ -1,10 +1,10 @@
-"""Layouts one step away from a launch's, each with stock's best setting and under a plan.
+"""Layouts one step away from a launch's, each with stock's best setting and a plan.
 
     one of:   tensor x 2 or / 2     context     pipeline     chunks     ranks that share experts
     with:     the micro-batch as it is, half, twice, four times as large
-    as many GPUs, the same batch; what Megatron or the model does not allow is left out
+    the same GPUs and batch; without layouts that Megatron or the model does not allow
 
-The search looks at them best first, by what they take at least. The fastest are then planned as `plan` does.
+The search visits them best first, by a lower bound of their step. The fastest are planned as `plan` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.space import Layout, Space
 
 MOST = 2
-"""Neighbours that are planned and shown."""
+"""Number of neighbours planned and shown."""
 
 STEPS = (2.0, 0.5)
 MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
@@ -34,7 +34,7 @@ MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout with stock's best setting in it and its plan; at least one of the two fits."""
+    """A layout with stock's best setting and its plan; at least one of them fits."""
 
     job: Job
     stock: Stock | None
@@ -52,13 +52,13 @@ class Neighbour:
 
     @property
     def places(self) -> Plan:
-        """A plan that says where layers are."""
+        """A plan that places the layers."""
         return uniform_plan(as_stock(self.job)) if self.planned is None else self.planned.draft.plan
 
 
 @dataclass(frozen=True)
 class Near(Space):
-    """The layouts around `job`'s, as a search takes them. `gpus` is the job's own."""
+    """The layouts around `job`'s, for a search. `gpus` is the job's."""
 
     @cached_property
     def _jobs(self) -> Mapping[Layout, tuple[Job, ...]]:
@@ -85,15 +85,16 @@ class Near(Space):
 
 
 def neighbours(job: Job, release: str | None) -> list[Neighbour]:
-    """The fastest few, best first; fewer where fewer fit. `job`: with the policy `planned`, on a described cluster.
-    `release`: as in `planned_variants`."""
+    """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
+    `planned_variants`.
+    """
     found = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
     near = [_answered(job, candidate.job, release) for candidate in found]
     return sorted((each for each in near if each.rows), key=lambda each: each.fastest.expected_s)
 
 
 def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
-    """A layout's plan, as `plan` makes it, and stock's best; the search leaves weight gradients where they are."""
+    """Plan a layout as `plan` does; find stock's best in it."""
     job = found.model_copy(update={"policy": "planned", "offload_ratio": own.offload_ratio, "budget": own.budget})
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
@@ -102,7 +103,7 @@ def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:
-    """Data of the layout itself and of those one step away."""
+    """Yield data of the layout and of those one step away."""
     own = job.parallel.model_dump(by_alias=True)
     yield own
     for step in STEPS:
@@ -118,7 +119,7 @@ def _layouts(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _placed(job: Job, own: dict[str, Any], pipeline: int, chunks: int) -> Iterator[dict[str, Any]]:
-    """A layout with so many stages of so many chunks: all alike, or with the embedding and the loss counted as layers."""
+    """Yield a layout with these stages and chunks: equal chunks, or with embedding and loss counted as layers."""
     layers, virtual = job.model.layers, pipeline * chunks
     placed = own | {"pipeline": pipeline, "layers_per_chunk": None, "partition": None, "microbatch_group": None}
     if virtual == 1 or (chunks > 1 and pipeline == 1):
@@ -135,7 +136,7 @@ def _placed(job: Job, own: dict[str, Any], pipeline: int, chunks: int) -> Iterat
 
 
 def _valid(job: Job, parallel: dict[str, Any], micro: int) -> Job | None:
-    """The job in another layout, with policy `none` as a search wants it; None where it is no job."""
+    """Return the job in another layout, with policy `none` as a search needs it; None if it is invalid."""
     data = job.model_dump(by_alias=True)
     data |= {"parallel": parallel, "policy": "none", "batch": {"micro": micro, "global": job.batch.global_}}
     try:

@@ -1,5 +1,5 @@
-"""The screen: the verdict, then a row for each way to run the launch; 80 columns are enough, and a file or a pipe gets 80, too.
-And the same answer for programs, as `advise --json` and `plan --json` print it.
+"""The answer as a screen of 80 columns (verdict, then a row for each way to run the launch), and as the JSON of `advise` and
+`plan`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_lynx.units import GIB, format_bytes
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
 MOST_REASONS = 8
-"""Reasons for which there is no plan that are printed; of more, only their number."""
+"""Reasons printed if there is no plan; of more, only their number."""
 
 
 def screen(answer: Answer, *, reasons: bool = True) -> RenderableType:
-    """All of it. `reasons`: whether why there is no plan is told, too."""
+    """Return the screen. `reasons`: whether to print why there is no plan."""
     parts: list[RenderableType] = [Text(verdict(answer).text, style="bold"), Text(""), _rows(answer)]
     if answer.asked_near:
         parts += [Text(""), *_near(answer)]
@@ -63,7 +63,7 @@ def _rows(answer: Answer) -> Table:
 
 
 def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
-    """The plans to show; one is recommended, and one may be within what the launch holds today."""
+    """Yield plans to show: the recommended one, and those within other bounds."""
     within = "within what the launch holds today"
     if answer.without_copies is not None and answer.planned is not answer.in_todays_bytes:
         yield _budget(answer) + _beside(answer, answer.without_copies), answer.without_copies
@@ -74,7 +74,7 @@ def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
 
 
 def _beside(answer: Answer, planned: Planned) -> str:
-    """Which flags a plan goes with that the launch has not, or has."""
+    """Flags of a plan that differ from the launch's."""
     was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
     names = ("exchanges overlapped", "userbuffers")
     said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]
@@ -82,7 +82,7 @@ def _beside(answer: Answer, planned: Planned) -> str:
 
 
 def _budget(answer: Answer) -> str:
-    """What the plan had to keep to."""
+    """The budget of the plan."""
     budget = answer.job.budget
     if budget.activation_mib is not None:
         return f"with at most {budget.activation_mib:g} MiB of activations"
@@ -159,8 +159,9 @@ def _shown(answer: Answer) -> Iterator[Row]:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Seconds are of a whole step, the optimizer's update included: `step_s`, and `step_at_best_s` where it is a range; bytes are
-    of the fullest device."""
+    """Seconds are of a whole step, including the optimizer's update: `step_s`, and `step_at_best_s` for a range; bytes are of the
+    fullest device.
+    """
     copies = answer.without_copies if answer.copies is not None else None
     within = answer.in_todays_bytes
     return {
@@ -178,7 +179,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
-    """`flags`: all that the setting says; `change`: what the launch loses and gets."""
+    """`flags`: of the setting; `change`: flags that the launch loses and gets."""
     most = {"step_most_s": stock.row.step.most_s}
     return {"setting": stock.setting.name, "flags": list(stock.setting.flags), **_change(edit), **stock.row.as_json, **most}
 
@@ -192,7 +193,7 @@ def _change(edit: Edit) -> dict[str, Any]:
 
 
 def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
-    """`flags`: of the layout. Seconds and bytes beside `stock` and `plan` are those of the faster of the two."""
+    """`flags`: of the layout. Seconds and bytes outside `stock` and `plan` are of the faster of the two."""
     stock, planned = near.stock, near.planned
     edits = {whose: answer.neighbours_edit(near, stock=whose == "stock") for whose in ("stock", "plan")}
     return {
@@ -205,7 +206,7 @@ def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
 
 
 def _rotary(answer: Answer) -> Iterator[str]:
-    """What became of the code that turns queries and keys of packed sequences, where it asks the host."""
+    """Treatment of RoPE of packed sequences, whose recomputation syncs the host."""
     if answer.decision is None or not answer.job.rotary_asks_host:
         return
     fuse = "--no-rope-fusion" if answer.reading is None else answer.reading.said(["--no-rope-fusion"])

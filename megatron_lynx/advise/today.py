@@ -1,6 +1,4 @@
-"""The launch as it is written, priced: what everything else on the screen is held against. Also one that no plan goes with, if
-what it does today can be priced.
-"""
+"""The launch as written, priced: the baseline of the screen. Includes launches that no plan goes with, if they can be priced."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch, or a job without one, takes today.
+    """Seconds and bytes of a launch, or of a job without one.
 
-    `setting`: in words. `flags`: those that the launch under a plan is printed without. `row`: None where no figures are known;
-    `unknown` then says why.
+    `setting`: in words. `flags`: those left out of the launch under a plan. `row`: None if it cannot be priced; `unknown` then
+    has the reason.
     """
 
     setting: str
@@ -37,24 +35,24 @@ class Launch:
     row: Row | None
     unknown: str = ""
     graphs: bool = False
-    """Whether anything is captured: then the host's time is not counted."""
+    """Whether it captures graphs; host time is then not counted."""
     graph_bytes: int = 0
-    """What the graphs hold besides, in `row`: of those that a plan may be beside. Of others it is not counted."""
+    """Bytes of graphs that a plan may keep, counted in `row`. Those of other graphs are not counted."""
     written: bool = True
-    """Whether there is a launch; a job has none, and is held against stock without recomputation."""
+    """Whether there is a launch; a job without one is compared with stock without recomputation."""
 
     alone: str = ""
-    """Why no plan is beside its graphs; empty where one may be."""
+    """Why no plan goes with its graphs; empty if one may."""
     keeps_graphs: bool = False
-    """Whether the plan is beside its graphs."""
+    """Whether the plan keeps its graphs."""
 
     def kept_beside(self, today: Today) -> Launch:
-        """The same with what the plan leaves out of it."""
+        """The launch with the flags and graphs that the plan leaves."""
         return replace(self, flags=today.flags, keeps_graphs=today.keeps_graphs)
 
     @property
     def graphs_in_words(self) -> str:
-        """What becomes of its graphs under a plan; empty where it has none."""
+        """Its graphs under a plan; empty without graphs."""
         if not self.graphs:
             return ""
         if self.keeps_graphs:
@@ -65,7 +63,7 @@ class Launch:
 
     @property
     def graphs_priced_in_words(self) -> str:
-        """What is counted of them."""
+        """How its graphs are priced."""
         held = "what they hold in memory themselves is not counted"
         if self.graph_bytes:
             held = f"they hold {format_bytes(self.graph_bytes)} besides"
@@ -73,7 +71,7 @@ class Launch:
 
     @property
     def range_why(self) -> str:
-        """Why the step is a range; empty where it is not."""
+        """Why the step is a range; empty if it is not."""
         return "" if self.row is None else self.row.range_why
 
     @property
@@ -84,7 +82,7 @@ class Launch:
 
 
 def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
-    """What the launch takes. `reading`: None for a job without a launch."""
+    """Price the launch. `reading`: None for a job without a launch."""
     if reading is None:
         return Launch("stock none", (), _row(job, costs, Today()), written=False)
     today = reading.today
@@ -97,7 +95,7 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
 
 
 def _unknown(job: Job, reading: Reading) -> str:
-    """Why nobody can say what the launch takes; empty where it is priced."""
+    """Why the launch cannot be priced; empty if it can."""
     if reading.today.not_priced:
         return "; ".join(reading.today.not_priced)
     if (why := cannot_train(reading.given, reading.today, job)) is not None:
@@ -106,7 +104,7 @@ def _unknown(job: Job, reading: Reading) -> str:
 
 
 def _undivided(job: Job) -> str:
-    """Why stock Megatron cannot place the layers; empty where it can."""
+    """Why stock Megatron cannot place the layers; empty if it can."""
     stages = job.parallel.pipeline
     if job.parallel.partition == "auto" and job.model.layers % stages:
         return f"{job.model.layers} layers do not divide among {stages} stages: Megatron stops, a plan may place them"
@@ -114,7 +112,7 @@ def _undivided(job: Job) -> str:
 
 
 def graph_bytes(job: Job) -> int:
-    """By how much captured graphs raise the fullest stage of stock without recomputation (`cost.graphs`)."""
+    """Bytes that captured graphs add to the fullest stage of stock without recomputation (`cost.graphs`)."""
     plain = as_stock(job)
     beside = plain.model_copy(update={"model": job.model})
     return _fullest(beside) - _fullest(plain) if job.model.captured else 0
@@ -133,7 +131,7 @@ def _row(job: Job, costs: Profile, today: Today, more_bytes: int = 0) -> Row:
 
 @dataclass(frozen=True)
 class Row:
-    """`step`: a whole step, the optimizer's update included. `memory_bytes`: what the fullest device holds."""
+    """`step`: a whole step, including the optimizer's update. `memory_bytes`: of the fullest device."""
 
     what: str
     step: StepRange
@@ -155,7 +153,7 @@ BY_DEFERRED_HEAD = "range: the step's end hides the head's deferred weight gradi
 
 
 def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
-    """A setting of stock Megatron's."""
+    """Row of a stock setting."""
     with_userbuffers = job.userbuffers or price.setting.userbuffers
     why = "" if price.step.is_known else BY_USERBUFFERS if with_userbuffers else BY_DEFERRED_HEAD
     return Row(f"stock {price.setting.name}", price.step.plus(update_s(job, costs)), price.most_bytes, why)
@@ -163,7 +161,7 @@ def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
 
 @dataclass(frozen=True)
 class Stock:
-    """Stock Megatron under one setting. `launch`: whether that is the launch as it is written."""
+    """Stock Megatron under one setting. `launch`: whether it is the launch as written."""
 
     setting: StockSetting
     row: Row
@@ -173,8 +171,9 @@ class Stock:
 def stocks_best(
     job: Job, costs: Profile, release: str | None, launch: Launch | None = None, reading: Reading | None = None
 ) -> Stock | None:
-    """The fastest setting that fits, of equals that with fewer bytes; the launch's own where nothing is faster. None where no
-    setting fits, or stock cannot place the layers. `release`: of megatron-core; None: the newest."""
+    """Return the fastest setting that fits, of equals the one with fewer bytes; the launch's own if nothing is faster. Returns
+    None if none fits, or stock cannot place the layers. `release`: of megatron-core; None: the newest.
+    """
     own, budget_bytes = as_stock(job), job.memory_budget_bytes
     best = None if _undivided(job) else best_rival(own, costs, budget_bytes, release or NEWEST)
     found = None if best is None else Stock(best.setting, stock_row(own, costs, best))
@@ -186,22 +185,21 @@ def stocks_best(
 
 
 EQUAL = 1e-6
-"""Rounding of seconds that are sums in another order."""
+"""Rounding of sums in another order."""
 
 
 def row_of(planned: Planned, what: str = "plan") -> Row:
-    """A plan's."""
     why = "" if planned.step.is_known else BY_USERBUFFERS
     return Row(what, planned.step, planned.memory_bytes, why)
 
 
 def gain(row: Row, before: Row) -> float:
-    """The part of another step that a row saves, by the middles of ranges."""
+    """Relative saving over another step, by the middles of ranges."""
     return 1 - row.expected_s / before.expected_s
 
 
 def gains(row: Row, before: Row) -> tuple[float, float]:
-    """The least and the most that a row saves of another step: of two ranges both ends are held against each other."""
+    """Least and largest relative saving over another step: both ends of two ranges are compared."""
     found = (1 - row.step.most_s / before.step.most_s, 1 - row.step.least_s / before.step.least_s)
     return min(found), max(found)
 
@@ -210,7 +208,7 @@ STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}
 
 
 def as_stock(job: Job) -> Job:
-    """The job as stock Megatron runs it: where its launch leaves the layers' places open, stages are alike."""
+    """The job as stock Megatron runs it; open partitions become even."""
     parallel = job.parallel
     if parallel.partition == "auto":
         parallel = parallel.model_copy(update={"partition": None})
@@ -220,7 +218,7 @@ def as_stock(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class Asked:
-    """A launch, and its job. `refused`: what no plan goes with; the job is then that of an estimate."""
+    """A launch and its job. `refused`: problems that exclude any plan; the job is then for an estimate."""
 
     job: Job
     reading: Reading
@@ -235,7 +233,7 @@ def asked_launch(
     *,
     strict: bool = False,
 ) -> Asked:
-    """Raises `ConfigError` with all problems where the launch cannot even be priced."""
+    """Read a launch. Raises `ConfigError` with all problems if it cannot even be priced."""
     reading = read_launch(words, gpus=gpus, strict=strict)
     if not reading.problems:
         return Asked(job_of(reading, cluster, changes), reading)

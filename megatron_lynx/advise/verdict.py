@@ -1,7 +1,7 @@
-"""What to run: the launch as it is, stock Megatron with other flags, the plan, or another layout.
+"""The recommendation: the launch as it is, stock Megatron with other flags, the plan, or another layout.
 
-The fastest that fits; of those within `WORTH` of it the one that changes least, in this order, then the one of fewest bytes.
-Each sentence has one baseline, which it names.
+The fastest that fits; of those within `WORTH` of it the one with the smallest change, in this order, then the fewest bytes. Each
+sentence names its baseline.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from megatron_lynx.units import format_bytes
 
 Run = Literal["launch", "stock", "plan", "neighbour"]
 CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
-"""By how much they change."""
+"""Smallest change first."""
 
 EVEN = 0.0005
-"""Parts of a step that are not worth a figure."""
+"""Relative difference below which no figure is printed."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Something to run that fits."""
+    """A way to run that fits."""
 
     run: Run
     row: Row
     neighbour: Neighbour | None = None
     stock: bool = False
-    """Whether a neighbour is stock's."""
+    """Whether a neighbour runs stock."""
 
     @property
     def change(self) -> tuple[int, bool]:
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`run` and `row` are None where nothing fits."""
+    """`run` and `row` are None if nothing fits."""
 
     text: str
     run: Run | None = None
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def choices(answer: Answer) -> Iterator[Choice]:
-    """Everything that fits and that is priced."""
+    """Everything that fits and is priced."""
     launch = answer.launch
     if launch.written and launch.row is not None and launch.row.memory_bytes <= answer.job.memory_budget_bytes:
         yield Choice("launch", launch.row)
@@ -69,7 +69,7 @@ def choices(answer: Answer) -> Iterator[Choice]:
 
 
 def chosen(answer: Answer) -> Choice | None:
-    """What to run; None where nothing fits."""
+    """The recommendation; None if nothing fits."""
     found = list(choices(answer))
     if not found:
         return None
@@ -79,7 +79,6 @@ def chosen(answer: Answer) -> Choice | None:
 
 
 def verdict(answer: Answer) -> Verdict:
-    """Of everything that was found."""
     choice = chosen(answer)
     said = " ".join(_sentences(answer, choice))
     return Verdict(said) if choice is None else Verdict(said, choice.run, choice.row)
@@ -127,7 +126,7 @@ def _keep(answer: Answer) -> str:
 
 
 def _run(answer: Answer, what: str, row: Row) -> str:
-    """What to do, and what that gains over today."""
+    """Return the change to make, and its gain over today."""
     before = answer.launch.row
     if before is None:
         unknown = f"What your launch takes is not known ({answer.launch.unknown})"
@@ -136,7 +135,7 @@ def _run(answer: Answer, what: str, row: Row) -> str:
 
 
 def _parts(answer: Answer) -> Iterator[str]:
-    """What stock's flags alone would gain, and the plan beyond them."""
+    """Yield the gain of stock's flags alone, and of the plan over them."""
     stock, before, plan = answer.stock, answer.launch.row, answer.plan
     if stock is None or plan is None:
         yield "No setting of stock Megatron's fits."
@@ -173,7 +172,7 @@ def _stock_words(answer: Answer) -> str:
 
 
 def _written(answer: Answer) -> str:
-    """What the plan has beyond the launch's layout."""
+    """Differences between the plan and the launch's layout."""
     return ", with copies to the host" if answer.copies is not None else ""
 
 

@@ -1,4 +1,4 @@
-"""Finds the layouts, micro-batch sizes and recomputation policies with which a job runs fastest on a number of devices."""
+"""Finds the layouts, micro-batch sizes and policies with which a job is fastest on a number of devices."""
 
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.losers import Lost

@@ -1,20 +1,18 @@
-"""Searches for the fastest ways to run a job: prices little beside those that could win, and leaves none of those out.
+"""Best-first search for the fastest ways to run a job: exact, but prices only candidates that may win.
 
     every layout, micro-batch size and policy
-       │ parameters, gradients and optimizer alone do not fit ──> lost, all policies at once
+       │ parameters, gradients and optimizer alone do not fit ──> lost, for all policies
        v
-    [1] by its floor          seconds if nothing is copied, and of a plan, nothing exposed: a few additions
-    [2] looked at closer      does it fit, and with how much on the host? closed form of the step       `entry`
-    [3] simulated             the best micro-batch size and policy of each layout
-    [4] won
+    floor         seconds without copies and, for a plan, without exposed recomputation: a few additions
+    looked at     whether it fits, and its share on the host; closed form of the step                 `entry`
+    simulated     the best micro-batch size and policy of each layout
+    won
 
-One queue, least seconds first: each is taken out at the least time that it can have, looked at, and put back at the time it
-then has. What comes out at [4] beats whatever is still in the queue; so after `top` of them the rest is slower.
-Equals: the layout that `space` has first, then the policy that was asked for first.
+One queue, ordered by lower bounds: an entry is popped, looked at, and pushed again with its new, larger bound. A simulated one
+that is popped beats the rest of the queue, so the search ends after `top` of them. Of equals, the first layout of `space` and the
+first policy wins.
 
-Python's collector of cycles rests meanwhile. A search makes millions of small objects, keeps many to its end, makes hardly any
-cycles: looking for them again and again took a fifth of its time, and found nothing (355 MiB with the collector, 363 MiB without,
-over 256 devices).
+Python's garbage collector is disabled meanwhile: a search makes millions of small objects and hardly any cycles.
 """
 
 from __future__ import annotations
@@ -40,12 +38,12 @@ from megatron_lynx.search.space import Layout, Space
 from megatron_lynx.units import SECOND_DIGITS
 
 Watch = Callable[[int, int], None]
-"""Called at every look with how many of the best are known, and how many are wanted."""
+"""Called at every look with the number of winners known and wanted."""
 
 
 @dataclass
 class BestFirst:
-    """One search. `run` once."""
+    """One search; call `run` once."""
 
     space: Space
     policies: Sequence[Policy]
@@ -55,7 +53,7 @@ class BestFirst:
     considered: int = 0
     losers: Losers = field(default_factory=Losers)
     excesses: list[Excess] = field(default_factory=list)
-    """What is too much for those that do not fit, although their parameters, gradients and optimizer do."""
+    """Excesses of candidates whose state fits."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
@@ -64,7 +62,7 @@ class BestFirst:
     _beaten: list[Entry] = field(default_factory=list)
 
     def run(self) -> tuple[Candidate, ...]:
-        """The `top` fastest, or as many as fit."""
+        """Return the `top` fastest, or as many as fit."""
         for layout in self.space.layouts():
             self._open(list(self.space.on(layout)))
         for job in self.space.short_of_microbatches():
@@ -77,9 +75,9 @@ class BestFirst:
             if self.watch is not None:
                 self.watch(len(won), self.top)
             _, order, entry = heappop(self._queue)
-            if isinstance(entry, Candidate):  # [4]
+            if isinstance(entry, Candidate):
                 won.append(entry)
-            elif _layout_of(entry.job) in self._taken:  # by one that takes no longer than this one at least
+            elif _layout_of(entry.job) in self._taken:  # by one whose step is at most this one's bound
                 self._beaten.append(entry)
             else:
                 self._look(order, entry)
@@ -89,7 +87,7 @@ class BestFirst:
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
-        """Queues one layout's micro-batch sizes under every policy. [1]"""
+        """Queue one layout's micro-batch sizes under each policy."""
         count, budget = len(jobs) * len(self.policies), jobs[0].memory_budget_bytes
         self.considered += count
         if (state := always_bytes(jobs[0])) > budget:
@@ -112,7 +110,7 @@ class BestFirst:
         return StockFloored(job, cost, spent, self.offload)
 
     def _look(self, order: int, entry: Entry) -> None:
-        """Takes one more look at an entry. [2] [3]"""
+        """Look closer at an entry."""
         found = entry.closer()
         if found is None:
             self.losers.add("no plan", entry.job, 0.0, 0.0)
@@ -129,7 +127,7 @@ class BestFirst:
         return round(seconds, SECOND_DIGITS), order, entry
 
     def _cost(self, job: Job) -> LayerCost:
-        """What one layer and its links cost, which is the same for many pipelines."""
+        """Costs of one layer and its links, shared by many pipelines."""
         layout = job.parallel
         key = (layout.tensor, layout.context, layout.sequence_parallel, layout.pipeline > 1, job.batch.micro, layout.expert)
         if key not in self._costs:
@@ -137,8 +135,7 @@ class BestFirst:
         return self._costs[key]
 
     def _update_s(self, job: Job) -> float:
-        """Seconds of gradients, optimizer and parameters, which are the same for many policies, and unless something overlaps for
-        many micro-batch sizes."""
+        """Seconds of gradients, optimizer and parameters, shared by many policies, and without overlap by micro-batch sizes."""
         layout, behind = job.parallel, job.batch.micro if job.overlap.gradients else None
         flushes, together = job.schedule == "flush", layout.sequence_parallel
         key = (layout.tensor, layout.context, layout.pipeline, job.chunks, flushes, together, layout.expert, behind)
@@ -161,7 +158,7 @@ def _is_plannable(job: Job) -> bool:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Nothing is collected inside; behind it the collector is as it was."""
+    """Disables the garbage collector inside."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""One way to run a job that fits: its layout, schedule and policy, and where the seconds of its step go.
+"""A way to run a job that fits: its layout, schedule and policy, and the parts of its step.
 
-flush              1F1B: one chunk on each stage, the pipeline is emptied before every update
+flush              1F1B: one chunk on each stage, the pipeline is drained before every update
 interleaved        the same with several chunks
-double-buffered    never emptied: two versions of the weights, gradients that are one update old; searched only if asked for
+double-buffered    never drained: two versions of the weights, gradients one update old; searched only if requested
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lynx.cost.flops import mfu
 ScheduleName = Literal["flush", "interleaved", "double-buffered"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EXACT_SCHEDULES: tuple[ScheduleName, ...] = ("flush", "interleaved")
-"""Those with which training computes what it computes without a pipeline."""
+"""Schedules with stock's gradients."""
 
 GRADIENT_AGE_UPDATES: dict[ScheduleName, int] = {"flush": 0, "interleaved": 0, "double-buffered": 1}
 OLD_GRADIENTS = "double-buffered: every gradient is one update old, which changes what is learnt from step to step"
@@ -30,24 +30,24 @@ def schedule_of(job: Job) -> ScheduleName:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the seconds of a step go, which says what a layout has lost by."""
+    """Parts of a step's seconds."""
 
     compute_s: float
     """Forwards and backwards of the slowest stage."""
     replay_s: float
-    """Replays on demand there, with the collectives that they repeat."""
+    """Recomputation on demand there, with its collectives."""
     communication_s: float
     """Exposed collectives of the slowest stage, messages between stages, gradients and parameters, the optimizer."""
     bubble_s: float
     copies_s: float = 0.0
-    """Copies to and from the host that nothing hides."""
+    """Exposed copies to and from the host."""
 
     @property
     def total_s(self) -> float:
         return self.compute_s + self.replay_s + self.communication_s + self.bubble_s + self.copies_s
 
     def up_to(self, step_s: float) -> Spent:
-        """The same with what a step takes beyond it, in which stages wait for each other."""
+        """Add the rest of `step_s` to the bubble."""
         return replace(self, bubble_s=self.bubble_s + max(0.0, step_s - self.total_s))
 
     def with_update(self, update_s: float) -> Spent:
@@ -62,27 +62,27 @@ class Candidate:
     step_s: float
     """As simulated, with gradients and optimizer."""
     spent: Spent
-    """The closed form's account of a step."""
+    """By the closed form of a step."""
     offload_ratio: float
-    """The largest of all stages: plans have one for each."""
+    """The largest of all stages."""
     memory_bytes: int
-    """What the fullest stage holds, everything counted."""
+    """Of the fullest stage."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that all devices together train on."""
+        """Of all devices together."""
         return self.job.batch.global_ * self.job.model.seq / self.step_s
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, in [0, 1]; causal attention is counted half."""
+        """Model FLOPs utilisation, in [0, 1]; causal attention counts half."""
         matmul = self.job.cluster.matmul
         assert matmul is not None, "an analytic profile was made of it"
         return mfu(self.job.model, self.tokens_per_s, self.job.gpus * matmul.peak_flop_per_s(self.job.model.dtype))
 
     @property
     def bubble_share(self) -> float:
-        """The part of the closed form's step in which stages are idle."""
+        """Share of the closed form's step in which stages are idle."""
         return self.spent.bubble_s / self.spent.total_s
 
     @property
@@ -118,6 +118,6 @@ def in_words(job: Job) -> str:
 
 
 def sizes(job: Job) -> str:
-    """Tensor, context, pipeline and data parallel: `t4 c1 p8 d8`."""
+    """Tensor, context, pipeline and data parallel sizes: `t4 c1 p8 d8`."""
     parallel = job.parallel
     return f"t{parallel.tensor} c{parallel.context} p{parallel.pipeline} d{job.replicas}"

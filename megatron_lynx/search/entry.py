@@ -1,17 +1,11 @@
-"""A candidate on its way through the search: what is known of it so far, and how to look closer.
+"""A candidate during the search: the bound known so far, and the next look.
 
-    StockFloored ──> StockFitting ──> Candidate               policies that need no plan
+    StockFloored ──> StockFitting ──> Candidate               policies without a plan
     Floored ──> Ends ──> AllStages ──> Candidate              plans
-        └──────────┴─────────┴──> Excess: does not fit         └──> None: nothing needs to be replayed or copied
+        └──────────┴─────────┴──> Excess: does not fit         └──> None: policy `none` fits and is a candidate, too
 
-The seconds that are known of a candidate only grow from look to look.
-
-A plan is made as late as possible: one of all stages costs as much as a hundred floors.
-
-[1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
-[2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
-[3] all stages
-[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`)
+Bounds only grow from look to look. Solving all stages costs as much as a hundred floors, so it comes late: first the first and
+the last stage are solved (one has most micro-batches in flight, the other the head), then all, then the plan is rehearsed.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from megatron_lynx.units import GIB
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """`spent`: a lower bound of where its seconds go."""
+    """`spent`: a lower bound of its parts."""
 
     job: Job
     cost: LayerCost
@@ -51,12 +45,12 @@ class Entry(ABC):
 
     @abstractmethod
     def closer(self) -> Entry | Candidate | Excess | None:
-        """What the next look finds."""
+        """Return the result of the next look."""
 
 
 @dataclass(frozen=True)
 class StockFloored(Entry):
-    """What a stock policy takes at least, if nothing has to be copied. `offload`: whether activations may go to the host."""
+    """A stock policy's bound without copies. `offload`: whether activations may go to the host."""
 
     offload: bool
 
@@ -66,18 +60,18 @@ class StockFloored(Entry):
             return fits
         job = self.job.model_copy(update={"offload_ratio": fits.offload_ratio})
         step = step_seconds(job, self.cost.profile, fits.offload_ratio)
-        messages_s = self.spent.communication_s + step.total_s - step.copies_s - self.spent.total_s  # those that hold up a stage
+        messages_s = self.spent.communication_s + step.total_s - step.copies_s - self.spent.total_s  # messages that block a stage
         return StockFitting(job, self.cost, replace(self.spent, communication_s=messages_s, copies_s=step.copies_s), fits)
 
 
 @dataclass(frozen=True)
 class StockFitting(Entry):
-    """What a stock policy that fits takes by the closed form."""
+    """A stock policy that fits, by the closed form."""
 
     fit: Fits
 
     def closer(self) -> Candidate:
-        """Simulates it. The closed form alone knows that copies and messages take turns, so no less than it says is taken."""
+        """Simulate it. Only the closed form knows that copies and messages alternate, so its step is a lower bound."""
         profile, ratio = self.cost.profile, self.fit.offload_ratio
         step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job, profile), self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, self.fit.memory.total)
@@ -85,13 +79,13 @@ class StockFitting(Entry):
 
 @dataclass(frozen=True)
 class Floored(Entry):
-    """What a plan takes if every replay and copy is hidden. `besides_none`: whether policy `none` is a candidate, too."""
+    """A plan's bound with all recomputation and copies hidden. `besides_none`: whether policy `none` is a candidate, too."""
 
     offload: bool
     besides_none: bool
 
     def closer(self) -> Ends | Excess | None:
-        """Solves the first and the last stage. [1] [2]"""
+        """Solve the first and the last stage."""
         kept = self.job.model_copy(update={"policy": "none"})
         if self.besides_none and isinstance(fit(kept, offload=False), Fits):
             return None
@@ -106,12 +100,12 @@ class Floored(Entry):
 
 @dataclass(frozen=True)
 class Ends(Entry):
-    """What a plan takes if no other stage takes more than the first one or the last."""
+    """A plan's bound if the first or the last stage is the slowest."""
 
     stages: Stages
 
     def closer(self) -> AllStages | Excess:
-        """Solves all stages. [3]"""
+        """Solve all stages."""
         try:
             answers = [self.stages.answer(stage) for stage in range(self.job.parallel.pipeline)]
         except Infeasible:
@@ -121,13 +115,13 @@ class Ends(Entry):
 
 @dataclass(frozen=True)
 class AllStages(Entry):
-    """What a plan takes by the solver's account."""
+    """A plan's bound by the solver."""
 
     stages: Stages
     answers: Sequence[StageAnswer]
 
     def closer(self) -> Candidate | Excess:
-        """Rehearses the plan. Where copies lag and more is held than fits, the planner excludes such shares. [4]"""
+        """Rehearse the plan. If copies lag and it exceeds the budget, plan without such shares."""
         plan = written(self.job, self.answers, job=self.job.digest, profile=self.cost.profile.digest)
         pipeline_s, memory_bytes = _rehearsed(self.job, self.cost.profile, plan)
         answers = self.answers
@@ -160,7 +154,7 @@ def _shorter(plan: Plan, microbatches: int) -> Plan:
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
-    """The job with the policy `planned`, and with a budget: without one the planner assumes the device's memory only on a GPU."""
+    """The job with the policy `planned`, and with a budget: by default the planner assumes the device's memory only on a GPU."""
     budget = job.budget
     if budget.memory_gib is None:
         budget = budget.model_copy(update={"memory_gib": job.memory_budget_bytes / GIB})
@@ -168,15 +162,14 @@ def _to_be_planned(job: Job, offload: bool) -> Job:
 
 
 def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
-    """A floor, with the exposed replays and copies of these stages. The slowest one sets the pace."""
+    """Add the exposed recomputation and copies of these stages to a floor; the slowest stage counts."""
     slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
     replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
     return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
 
 
 def _excess(job: Job, stages: Stages) -> Excess:
-    """What is too much: on the stage that is most over its budget with everything replayed and offloaded that can be, or else on
-    the host."""
+    """The excess on the fullest stage with everything recomputed and offloaded that can be, or else on the host."""
     memory = least_memory(stages.job, stages.profile)
     stage = max(range(len(memory)), key=lambda number: memory[number].total)
     if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:

@@ -1,7 +1,7 @@
-"""The candidates that a search shows, with the figures that `plan` and `estimate` have for them.
+"""The candidates that a search shows, with the same figures as `plan` and `estimate`.
 
-A search ranks plans by rehearsals of a few micro-batches, without weight gradients in waits. What is shown is planned as `plan`
-does, and ranked again; a stock policy without copies is priced as all commands price it.
+A search ranks plans by rehearsals of a few micro-batches, without weight gradients in waits. Finalists are planned as `plan` does
+and ranked again; a stock policy without copies is priced as in all commands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_lynx.search.candidate import Candidate
 
 
 def finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """The fastest first; without those of which no plan can be made after all."""
+    """Return them fastest first, without those that cannot be planned after all."""
     priced = map(_priced, candidates)
     return tuple(sorted((each for each in priced if each is not None), key=lambda each: each.step_s))
 
@@ -26,7 +26,7 @@ def _priced(candidate: Candidate) -> Candidate | None:
     job = candidate.job
     if job.policy == "planned":
         return _planned(candidate)
-    from megatron_lynx.stock import OF_POLICY, priced  # which imports this package
+    from megatron_lynx.stock import OF_POLICY, priced  # imports this package
 
     if job.policy not in OF_POLICY or job.schedule != "flush" or candidate.offload_ratio:
         return candidate

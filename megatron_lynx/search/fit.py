@@ -1,9 +1,9 @@
-"""Decides whether a job fits its devices, and with how much of its activations in host memory.
+"""Decides whether a job fits its devices, and the share of its activations in host memory.
 
-parameters, gradients, optimizer and the rest         too much: no policy and no micro-batch size of this layout fits
-+ activations, nothing offloaded                      fits: nothing is offloaded
-+ activations, everything offloaded that may be       too much: does not fit
-else                                                  the smallest share that fits, if the node's host has room for it
+parameters, gradients, optimizer and the rest     too much: no policy and no micro-batch size of this layout fits
++ activations, nothing offloaded                  fits: nothing is offloaded
++ activations, everything offloaded               too much: does not fit
+otherwise                                         the smallest share that fits, if the host has memory for it
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_lynx.units import GIB, format_bytes
 
 @dataclass(frozen=True)
 class Excess:
-    """What is too much: a stage on its device, or what a node's devices offload on its host."""
+    """Bytes over a limit: of a stage on its device, or of a node's offloaded tensors on its host."""
 
     job: Job
     stage: int
     memory: StageMemory
-    """What the stage holds, with as much offloaded as may be."""
+    """Memory of the stage with as much offloaded as possible."""
     found: float
     limit: float
     host: bool = False
@@ -37,7 +37,7 @@ class Excess:
 
     @property
     def most(self) -> str:
-        """The part of the stage's memory that is largest."""
+        """The largest part of the stage's memory."""
         kinds = self.memory.kinds
         name = max(kinds, key=lambda kind: kinds[kind])
         return f"{name} {format_bytes(kinds[name])}"
@@ -45,15 +45,13 @@ class Excess:
 
 @dataclass(frozen=True)
 class Fits:
-    """How a job fits."""
-
     offload_ratio: float
     memory: StageMemory
-    """What the fullest stage holds."""
+    """Of the fullest stage."""
 
 
 def fit(job: Job, offload: bool) -> Fits | Excess:
-    """`offload`: whether activations may go to the host. `job.policy` is not `planned`, of which only a plan knows."""
+    """Fit a job whose policy is not `planned`. `offload`: whether activations may go to the host."""
     budget, stages = job.memory_budget_bytes, OffloadingStages.of(job)
     stage, kept = fullest(stages, 0.0)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
@@ -61,7 +59,7 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
         return Excess(job, stage, kept, limit - left, limit, host=True)
     if kept.total <= budget:
         return Fits(0.0, kept)
-    if not offload or job.model.experts is not None:  # of experts everything stays, so one share of all is out of reach
+    if not offload or job.model.experts is not None:  # activations of experts stay, so no single share applies
         return Excess(job, stage, kept, kept.total, budget)
     stage, least = fullest(stages, 1.0)
     if least.total > budget:
@@ -74,7 +72,7 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
 
 
 def fullest(stages: OffloadingStages, ratio: float) -> tuple[int, StageMemory]:
-    """The stage that holds most, and what; of equals the first."""
+    """The fullest stage and its memory; of equals the first."""
     parts = stages.parts(ratio)
     peaks = [each.peak_bytes for each in parts]
     stage = max(range(len(peaks)), key=lambda number: peaks[number])
@@ -82,7 +80,7 @@ def fullest(stages: OffloadingStages, ratio: float) -> tuple[int, StageMemory]:
 
 
 def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
-    """What is too much where the job would fit if the host had more memory."""
+    """The excess of a job that would fit with more host memory."""
     node = job.cluster.node
     assert node is not None, "who offloads says where to"
     roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})

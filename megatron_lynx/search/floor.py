@@ -1,10 +1,8 @@
-"""Bounds the seconds of a step from below, from the seconds of one layer: the closed form of `cost.step` without copies to the
-host and without host time, where every message between stages is waited for only once.
+"""Lower bound of a step from the seconds of one layer: the closed form of `cost.step` without host copies and host time, where
+each message between stages is waited for once.
 
     one (tensor, context, sequence parallelism, micro-batch)  ──profile──>  LayerCost
-    times many (pipeline, chunks, data)                       ──floor────>  Spent      a few additions each
-
-The search asks for tens of thousands of these, and prices in full only those whose floor could still win.
+    many (pipeline, chunks, data)                             ──floor────>  Spent      a few additions each
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.candidate import Spent
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
-"""Policies whose seconds need no plan."""
+"""Policies that need no plan."""
 
 
 class _Split(NamedTuple):
-    """One micro-batch on the stages of a job, if nothing is replayed."""
+    """One micro-batch on the stages of a job without recomputation."""
 
     layers: int
-    """What every stage has at least."""
+    """Fewest on a stage."""
     slowest_s: float
     others_s: float
     """Of all other stages together."""
@@ -41,21 +39,21 @@ class _Split(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer and the ends of the model cost: one micro-batch, forward and backward, on one rank."""
+    """Cost of a layer, the embedding and the output layer: one micro-batch, forward and backward, on one rank."""
 
     profile: Profile
     layer_s: float
     collectives_s: float
-    """Of the layer's seconds, those in which it waits for tensor-parallel ranks."""
+    """Part of the layer's seconds in which it waits for tensor-parallel ranks."""
     replay_s: Mapping[Policy, float]
     embedding_s: float
     head_s: float
     message_s: float
-    """How long one message between stages takes."""
+    """Seconds of one message between stages."""
 
     @classmethod
     def of(cls, job: Job) -> LayerCost:
-        """The costs of the job's layers, however these are spread over stages."""
+        """Costs of the job's layers, independent of stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
         device = profile.model_copy(update={"host_time": None})
         ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
@@ -73,12 +71,12 @@ class LayerCost:
         )
 
     def floor(self, job: Job) -> Spent:
-        """A step under the job's policy, without copies, gradients and optimizer; a plan's may hide all that it replays."""
+        """A step under the job's policy, without copies, gradients and optimizer; a plan may hide all its recomputation."""
         pipeline, microbatches, replay_s = job.parallel.pipeline, job.microbatches, self.replay_s.get(job.policy, 0.0)
         layers, slowest_s, others_s = self._split(job)
         others_s += (pipeline - 1) * layers * replay_s
         collectives_s = microbatches * layers * self.collectives_s
-        flushes = job.schedule == "flush"  # else nothing is waited for that later passes could not hide
+        flushes = job.schedule == "flush"  # without flushes later passes can hide all waits
         return Spent(
             compute_s=microbatches * slowest_s - collectives_s,
             replay_s=microbatches * layers * replay_s,
@@ -87,11 +85,11 @@ class LayerCost:
         )
 
     def slowest_s(self, job: Job) -> float:
-        """Seconds of one micro-batch on the slowest stage, if nothing is replayed."""
+        """Seconds of one micro-batch on the slowest stage without recomputation."""
         return self._split(job).slowest_s
 
     def _split(self, job: Job) -> _Split:
-        """Stages that differ are priced one by one: that which has the head, or predicts more tokens, may have fewer layers."""
+        """Unequal stages are priced one by one."""
         pipeline, partition = job.parallel.pipeline, job.partition
         if len(set(partition)) > 1:
             gathered_bytes = LayerShape.of(job).gathered_bytes
@@ -106,7 +104,7 @@ class LayerCost:
 
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
-    """The mean over layers. Those with experts have the exchanges of these in place of their MLPs' collectives."""
+    """Mean over layers. Layers with experts have their exchanges instead of the MLP's collectives."""
     kinds, shares = job.model.kinds_of(range(1, job.model.layers + 1)), Counter[Section]()
     for kind, layers in kinds.items():
         shares.update(dict.fromkeys(kind, layers))

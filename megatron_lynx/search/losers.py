@@ -1,15 +1,15 @@
-"""Says why the others lost, in families: how many there are, and the best of each beside the winner.
+"""Losing candidates by reason: their number, and the best of each reason next to the winner.
 
-cannot run     no plan can do what the layout needs
-not asked      plans for sequences that are cut among ranks, which are looked at only where `--context`, or the job, says so
-micro-batches  fewer of them than stages, which two versions of the weights are not enough for
-no plan        everything fits as it is: a plan would do what policy `none` does
+cannot run     no plan can express the layout
+not asked      plans with context parallelism, which need `--context` or a job that has it
+micro-batches  fewer than stages, too few for two versions of the weights
+no plan        everything fits, so a plan would equal policy `none`
 state          parameters, gradients and optimizer alone do not fit
-activations    everything that may be offloaded is, and it does not fit
-host memory    the host has no room for what must be offloaded
-slower         by what it spends most on beyond the winner: compute, replay, communication, bubble, copies
+activations    does not fit with everything offloaded
+host memory    the host has no memory for what must be offloaded
+slower         by the part that exceeds the winner's most: compute, replay, communication, bubble, copies
 
-Layouts without flushes are families of their own.
+Layouts without flushes are counted separately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "replay", "commun
 
 @dataclass(frozen=True)
 class Lost:
-    """One family, by its best example: the fastest of those that are slower, of the others the one that lacks least.
+    """One reason with its best example: the fastest, or the one with the smallest excess.
 
-    `found` and `limit`: seconds of that part of its step and of the winner's, bytes and the budget, or micro-batches and stages.
-    0 for what cannot run or was not asked for, and for what needs no plan.
+    `found` and `limit`: seconds of a part of its step and of the winner's, bytes and the budget, or micro-batches and stages; 0
+    for reasons without figures.
     """
 
     reason: str
@@ -60,13 +60,13 @@ class Lost:
 
 @dataclass
 class Losers:
-    """The families so far, counted while the search goes on."""
+    """Losers so far, by reason."""
 
     _counts: Counter[str] = field(default_factory=Counter)
     _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
 
     def add(self, reason: str, job: Job, found: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
-        """`rank`: the least is the family's example (`found`, if there is none); the first of equals stays."""
+        """`rank`: the least is the example (default `found`); the first of equals stays."""
         reason += WITHOUT_FLUSHES if job.schedule == "double_buffered" else ""
         self._counts[reason] += count
         rank = found if rank is None else rank
@@ -90,7 +90,7 @@ class Losers:
 
 
 def most_beyond(spent: Spent, winner: Spent) -> tuple[str, float, float]:
-    """The part with the most seconds beyond the winner's, and both numbers."""
+    """The part with the most seconds over the winner's, and both figures."""
     found, least = vars(spent), vars(winner)
     name = max(found, key=lambda part: found[part] - least[part])
     return name.removesuffix("_s"), found[name], least[name]

@@ -1,7 +1,7 @@
-"""Says, when nothing fits, which layout comes closest, and the smallest changes that would help.
+"""If nothing fits: the closest layout, and the smallest changes after which one fits.
 
 closest      of all layouts and policies, the stage that is least over its budget
-then one line for each change that alone is enough: other policies, offloading, a larger budget, more devices
+changes      one line for each that alone is enough: other policies, offloading, a larger budget, more devices
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Multiples of the devices that are tried."""
 
 STATES_TRIED = 32
-"""Layouts that are looked at where no state fits: those with the smallest."""
+"""Layouts with the smallest states that are tried if no state fits."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a search was asked for."""
+    """The request of a search."""
 
     space: Space
     policies: Sequence[Policy]
@@ -34,7 +34,7 @@ class Asked:
 
 
 def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
-    """`excesses`: what the search found of candidates whose state fits. `known`: all policies there are."""
+    """`excesses`: those of candidates whose state fits. `known`: all policies."""
     closest = min(excesses or _of_small_states(asked), key=lambda excess: (excess.bytes <= 0, excess.bytes))
     devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
@@ -78,7 +78,7 @@ def _then(job: Job, fits: Fits) -> str:
 
 
 def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
-    """The layout with the smallest state of those that fit, with its smallest micro-batch. It need not be the fastest."""
+    """Return the fitting layout with the smallest state and micro-batch. It need not be the fastest."""
     for job in _by_state(asked.space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
@@ -89,7 +89,7 @@ def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
 
 
 def _by_state(space: Space) -> list[Job]:
-    """One job for each layout, that with the smallest parameters, gradients and optimizer first."""
+    """One job for each layout, smallest state first."""
     jobs: Iterable[Job] = (next(space.on(parallel)) for parallel in space.layouts())
     return sorted(jobs, key=always_bytes)
 

@@ -1,10 +1,10 @@
-"""A job with and without flushes, side by side, simulated.
+"""A job simulated with and without flushes.
 
     stock none, stock full             Megatron's 1F1B        gradients of the newest weights
-    ours, flush                        the plan for it        the same, to the bit
+    ours, flush                        its plan               the same, bitwise
     no recomputation, ours: 2BW        without flushes        gradients are one update old, by design
 
-A step is one batch with its update; without flushes, one in the steady state. `benchmarks.schedules` trains both.
+A step is one batch with its update; without flushes, in steady state. `benchmarks.schedules` trains both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_lynx.search.simulated import pipeline_s
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One way to train. `step_s` has the update; `memory_bytes` is the fullest device's, with second weights and gradients."""
+    """One way to train. `step_s` includes the update; `memory_bytes`: of the fullest device, with both versions of weights."""
 
     setting: str
     without_flushes: bool
@@ -38,7 +38,7 @@ class ScheduleRow:
 
     @property
     def gradients(self) -> str:
-        """How old the gradients are."""
+        """Age of the gradients."""
         return "one update old, by design" if self.without_flushes else "of the newest weights"
 
     @property
@@ -48,7 +48,7 @@ class ScheduleRow:
 
 
 def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[ScheduleRow]:
-    """A row for each way. `plan` is the job's, without flushes."""
+    """Return a row for each way. `plan` is the job's, without flushes."""
     rows = list(_rows(as_planned(job, plan), plan, profile))
     return [replace(row, ratio_to_none=row.step_s / rows[0].step_s) for row in rows]
 

@@ -1,11 +1,11 @@
 """Searches for the layouts with which a job is fastest on a number of devices.
 
 job, gpus ──Space──> every layout ──BestFirst──> the fastest that fit, and why the others lost ──> Ranking
-                                        └── none: the closest, and what would help ──> Infeasible
+                                        └── none: the closest, and changes that help ──> Infeasible
 
-Taken from the job are its model, its cluster, its batch, its memory budget, and `parallel.distributed_optimizer` where it is
-stated. The rest of its layout, its micro-batch size, policy and offload ratio are looked for. Schedules without flushes are
-looked at only if they are asked for, or the job states one: they change what is learnt.
+The job gives its model, cluster, batch, memory budget, and `parallel.distributed_optimizer` if stated. Layout, micro-batch size,
+policy and offload ratio are searched. Schedules without flushes are searched only if requested or stated by the job: they change
+training.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 
 MOST_GPUS = 2**20
 MOST_SEQUENCES = 2**32
-"""The largest batch. Numbers beyond these are typing errors, and would take long to divide."""
+"""The largest batch. Larger numbers are typing errors and slow to factorise."""
 
 NEIGHBOURS = 4096
-"""How far numbers of devices are looked for that do divide."""
+"""Range in which numbers of devices that divide are searched."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search answers.
+    """Result of a search.
 
-    `candidates`: the fastest first, each the best of its layout. `losers`: all others, in families. `best_of`: the fastest of
-    each schedule that was asked for and fits, where schedules without flushes were asked for.
+    `candidates`: fastest first, each the best of its layout. `losers`: all others, by reason. `best_of`: the fastest of each
+    requested schedule that fits, if schedules without flushes were requested.
     """
 
     job: Job
@@ -53,7 +53,7 @@ class Ranking:
     """Layouts times micro-batch sizes times policies."""
     losers: tuple[Lost, ...]
     seconds: float
-    """How long the search took."""
+    """Duration of the search."""
     best_of: tuple[Candidate, ...] = ()
 
     @property
@@ -81,14 +81,15 @@ def search(
     contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
-    """The `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
+    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
 
-    `across_nodes`: whether tensor-parallel groups may span nodes. `schedules`: some of `SCHEDULES`; by default those
-    with flushes, and the job's. `contexts`: context-parallel sizes, each with plans, too; by default all, but plans only for the
-    job's own and for uncut sequences.
+    Args:
+        across_nodes: whether tensor-parallel groups may span nodes.
+        schedules: some of `SCHEDULES`; by default those with flushes, and the job's.
+        contexts: context-parallel sizes, each also with plans; by default all, but plans only for the job's and for 1.
 
-    Raises `ConfigError` for a request that makes no sense or that nothing divides, and `Infeasible`
-    (what binds on which stage, and the changes that would help) where nothing fits.
+    Raises `ConfigError` if the request is invalid or nothing divides, and `Infeasible` (the binding limit and stage, and changes
+    that help) if nothing fits.
     """
     began_s = time.perf_counter()
     known, strange = _known_schedules(job, schedules)
@@ -105,7 +106,7 @@ def search(
 
 
 def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The fastest of every schedule that fits, whether it is among the candidates or not."""
+    """Yield the fastest of each schedule that fits, even if it is not among the candidates."""
     for name in asked.space.schedules:
         found = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
         alone = replace(asked.space, schedules=(name,))
@@ -113,7 +114,7 @@ def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Can
 
 
 def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:
-    """The schedules that exist, each once, and what is wrong with the other names."""
+    """Known schedules without duplicates, and problems of unknown names."""
     if schedules is None:
         return (SCHEDULES if job.schedule == "double_buffered" else EXACT_SCHEDULES), []
     asked = [name.replace("_", "-") for name in schedules]
@@ -121,7 +122,7 @@ def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[S
 
 
 def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[Problem]) -> tuple[Policy, ...]:
-    """The policies, each once. Raises `ConfigError` with everything that is wrong with the request."""
+    """Policies without duplicates. Raises `ConfigError` with all problems of the request."""
     problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES), *strange]
     activation_mib = space.job.budget.activation_mib
     if activation_mib is not None:
@@ -162,7 +163,7 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
 
 
 def _what_is_short(space: Space, first: Job | None) -> Problem:
-    """Why no layout can run under the schedules: of those without flushes, the layout that lacks fewest micro-batches."""
+    """Problem if no layout can run under the schedules; without flushes, of the layout that lacks the fewest micro-batches."""
     names = ", ".join(space.schedules)
     if "double-buffered" in space.schedules and (reasons := needs_flushes(space.job.model)):
         return Problem("--schedules", names, "flush or interleaved", "; ".join(reasons))

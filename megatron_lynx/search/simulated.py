@@ -1,7 +1,7 @@
-"""Simulates a step under a stock policy: its schedule with the passes of every chunk and their copies to the host.
+"""Simulates a step under a stock policy, with copies to the host.
 
-A step of many micro-batches follows from one of few: once every action of a group of them comes by the same time after that of
-the group before, on every stage, each further group adds this time (`Simulation.period_s`).
+A step of many micro-batches follows from a step of few: once every action follows the same one of the group before by the same
+time on every stage, each further group adds this time (`Simulation.period_s`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_lynx.simulator.simulation import Simulation
 NO_BLOCK = BlockProfile()
 
 FEWEST_GROUPS = 4
-"""With so many groups of micro-batches every stage has two of them in its steady phase."""
+"""With this many groups of micro-batches, every stage has two in its steady phase."""
 
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
@@ -42,7 +42,7 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
 
 
 def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
-    """The closed form's account of a simulated step. Without flushes, waits of stages for each other are added."""
+    """The closed form's parts of a simulated step. Without flushes, waits of stages for each other are added."""
     return spent.up_to(step_s) if job.schedule == "double_buffered" else spent
 
 
@@ -74,7 +74,7 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
 
 
 def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
-    """What one chunk offloads of one micro-batch."""
+    """Offloaded bytes of one micro-batch in one chunk."""
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0 or not offloads(job, stage):
         return None
@@ -84,7 +84,7 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
 
 
 def in_steady_state(job: Job, simulated: Callable[[int], Simulation]) -> float:
-    """Seconds of the job's step. `simulated`: a step of so many micro-batches, called with as few as suffice."""
+    """Seconds of the job's step. `simulated`: a step with a number of micro-batches, called with as few as suffice."""
     group = max(job.parallel.pipeline, job.microbatch_group)
     groups, rest = divmod(job.microbatches, group)
     few = FEWEST_GROUPS

@@ -1,7 +1,7 @@
-"""The layout of a job of which only model, cluster and number of devices are stated.
+"""The smallest layout of a job that states only model, cluster and number of devices.
 
 for each policy: none, selective, full                    until one fits
-    layouts without context parallelism, one chunk, micro-batch 1, the fewest ranks to a replica first
+    layouts without context parallelism, one chunk, micro-batch 1, the fewest ranks per replica first
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_lynx.search.space import Layout, Space
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "full")
 TOKENS_OF_A_BATCH = 4 * 2**20
-"""As large models are trained: 4 million tokens."""
+"""4 million tokens, as for large models."""
 
 
 def batch_of(seq: int, gpus: int) -> int:
@@ -22,9 +22,9 @@ def batch_of(seq: int, gpus: int) -> int:
 
 
 def smallest_layout(job: Job) -> Job:
-    """The job in the layout with the fewest ranks to a replica that fits, under the first policy under which one does.
+    """Return the job in the fitting layout with the fewest ranks per replica, under the first policy with one.
 
-    Raises `Infeasible` where nothing fits.
+    Raises `Infeasible` if nothing fits.
     """
     space = Space(job, job.gpus, schedules=("flush",), contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size)]

@@ -1,21 +1,20 @@
-"""Lists every way to spread a job over devices that Megatron accepts, one job each, made as it is asked for.
+"""Yields every layout of a job on a number of devices that Megatron accepts.
 
     gpus = tensor x context x pipeline x data
 
-    tensor     divides heads, key/value groups and FFN; within a node, unless told otherwise
-    expert     divides the experts, if the model has any; each is cut as the job says, else not at all, and there is no tensor
-               parallelism without sequence parallelism
-    context    cuts each sequence into two slices for every rank; needs fused attention, and heads to trade where ranks do that
+    tensor     divides heads, key/value groups and FFN; within a node by default
+    expert     divides the experts, if the model has any; each expert is split as in the job, by default not; tensor parallelism
+    then
+               needs sequence parallelism
+    context    two slices of each sequence per rank; needs fused attention, and divisible heads for all-to-all
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
-    schedule   with flushes, or without: then stages have one chunk, there are at least two, and as many micro-batches; the model
-               has neither FP8 nor experts
-    data       what is left; it divides the batch
-    micro      divides a replica's share of the batch; FP8 takes only matrices of some sizes, whose rows it counts
+    schedule   with flushes, or without: then one chunk, at least two stages, and as many micro-batches; neither FP8 nor experts
+    data       the rest; divides the batch
+    micro      divides a replica's share of the batch; FP8 restricts the number of rows
 
-Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it, with
-flushes before without.
-All stages have as many layers.
+Order: tensor, context, pipeline, chunks, then micro-batch, smallest first; without sequence parallelism before with it, with
+flushes before without. All stages have the same number of layers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron_lynx.search.candidate import EXACT_SCHEDULES, ScheduleName
 
 
 class Layout(NamedTuple):
-    """How a job is spread, and how its pipeline goes from batch to batch."""
+    """The parallelism of a job, and its schedule."""
 
     parallel: Parallel
     schedule: Schedule = "flush"
@@ -43,8 +42,7 @@ class Layout(NamedTuple):
 class Space:
     """The layouts of `job` on `gpus` devices.
 
-    Taken from the job are its model, its cluster, its batch and its budget; and `parallel.distributed_optimizer`, which is on
-    where the job does not state it.
+    The job gives its model, cluster, batch and budget; and `parallel.distributed_optimizer`, which is on by default.
     """
 
     job: Job
@@ -56,31 +54,31 @@ class Space:
     """Context-parallel sizes; None: all."""
 
     def takes_plans(self, layout: Parallel) -> bool:
-        """Whether plans are looked at for a layout, which take long: with context parallelism only where it is asked for."""
+        """Whether a layout is planned, which is slow: with context parallelism only if requested."""
         own = self.job.parallel.context
         return layout.context in ((1, own) if self.contexts is None else self.contexts)
 
     def __iter__(self) -> Iterator[Job]:
-        """Valid jobs of all layouts and micro-batch sizes, with policy `none`."""
+        """Yield jobs of all layouts and micro-batch sizes, with policy `none`."""
         for layout in self.layouts():
             yield from self.on(layout)
 
     def layouts(self) -> Iterator[Layout]:
-        """The layouts for which there is at least one micro-batch size."""
+        """Layouts with at least one micro-batch size."""
         return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
     def on(self, layout: Layout) -> Iterator[Job]:
-        """The jobs of one layout, by micro-batch size."""
+        """Jobs of one layout, by micro-batch size."""
         return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
 
     def short_of_microbatches(self) -> Iterator[Job]:
-        """Jobs without flushes that have fewer micro-batches than stages, which two versions of the weights do not allow."""
+        """Jobs without flushes with fewer micro-batches than stages, too few for two versions of the weights."""
         for layout in self._layouts():
             if layout.schedule == "double_buffered":
                 yield from (self._job(layout, micro) for micro, count in self._sizes(layout) if not _runs(layout, count))
 
     def _sizes(self, layout: Layout) -> Iterator[tuple[int, int]]:
-        """Micro-batch sizes, and how many micro-batches a pipeline then has."""
+        """(micro-batch size, micro-batches of a pipeline)."""
         job, share = self.job, self._share(layout.parallel.ranks)
         sizes = ((micro, share // micro) for micro in divisors(share))
         return (size for size in sizes if not fp8_problems(job.model, layout.parallel, size[0], job.cluster))
@@ -107,7 +105,7 @@ class Space:
 
     @cached_property
     def _needs_flushes(self) -> bool:
-        """Whether two versions of the weights do not go together with the model."""
+        """Whether the model excludes two versions of the weights."""
         return bool(needs_flushes(self.job.model))
 
     @property
@@ -125,7 +123,7 @@ class Space:
         return (tensor for tensor in divisors(self.gpus) if self._together(tensor) and not any(size % tensor for size in cut))
 
     def _together(self, tensor: int) -> bool:
-        """Whether so many consecutive ranks are always on one node, or need not be."""
+        """Whether these consecutive ranks are always on one node, or need not be."""
         return self.across_nodes or self.job.cluster.keeps_together(tensor, self.gpus)
 
     def _contexts(self, tensor: int) -> Iterator[int]:
@@ -137,7 +135,7 @@ class Space:
         )
 
     def _trades(self, tensor: int, context: int) -> bool:
-        """Whether so many ranks can exchange as the job says."""
+        """Whether these ranks can exchange as the job states."""
         model, stated = self.job.model, self.job.parallel
         if stated.context_exchange == "a2a+p2p":
             return context == stated.context
@@ -171,7 +169,7 @@ class Space:
                 yield from [parallel] if self.job.model.experts is None else self._with_experts(parallel, self.job.model.experts)
 
     def _with_experts(self, parallel: Parallel, experts: Experts) -> Iterator[Parallel]:
-        """The same layout with experts shared out in every way."""
+        """Yield the layout with experts spread over ranks in every way."""
         cut, tensor = self.job.parallel.expert_tensor or 1, parallel.tensor
         if (tensor > 1 and not parallel.sequence_parallel) or experts.ffn % cut or experts.shared_ffn % tensor:
             return
@@ -187,7 +185,7 @@ class Space:
 
 
 def _runs(layout: Layout, microbatches: int) -> bool:
-    """Whether a schedule can run so many micro-batches, and a plan can be made for them."""
+    """Whether a schedule and a plan can have this many micro-batches."""
     pipeline = layout.parallel.pipeline
     if microbatches > MOST_MICROBATCHES:
         return False

@@ -1,4 +1,4 @@
-"""Shows a ranking as a table: the candidates, and below them why the others lost."""
+"""A ranking as a table: candidates, and below them why the others lost."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_lynx.units import format_bytes, format_seconds
 SIZES = ("t", "c", "p", "d")
 COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
 EXPERTS = ("e",)
-"""Ranks among which experts are shared out, where there are any."""
+"""Ranks that share experts, if there are any."""
 
 FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory", "budget")
 
 
 def table(ranking: Ranking) -> Group:
-    """A row for each candidate, the fastest first, then one for each family of losers with its best example."""
+    """Return a row for each candidate, fastest first, then one for each reason of losing."""
     title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
     experts = EXPERTS if ranking.job.model.experts is not None else ()
     columns = (*experts, *COLUMNS, *FIGURES)
@@ -36,7 +36,7 @@ def table(ranking: Ranking) -> Group:
 
 
 def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
-    """The fastest of each schedule, and what old gradients change, which no figure says."""
+    """Yield the fastest of each schedule, and a warning about old gradients."""
     least_s = min(candidate.step_s for candidate in best_of)
     for candidate in best_of:
         slower = f", {candidate.step_s / least_s:.2f} times the fastest" if candidate.step_s > least_s else ""

@@ -1,4 +1,4 @@
-"""What runs when on a pipeline stage under a plan: tables from moments of a pass to tasks."""
+"""Tables from moments of a stage's passes to the tasks that a plan puts there."""
 
 from megatron_lynx.timetable.events import HalfPass, Linear, Moment, Pass, Task, Wait
 from megatron_lynx.timetable.planned import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, ahead_to, may_gather_ahead

@@ -1,4 +1,4 @@
-"""What a plan says of one half of one layer, with every window by its address; and which waits a half has.
+"""A plan's treatment of one half of one layer, with windows as addresses; and the waits of a half.
 
 windows.mlp: {steady: fwd.mlp.0 until rotary then bwd.mlp.0, ...}  ──>  steady    Place(stretches, gather)
 weight_gradients: {linear_fc2: [bwd.attention.0, ...]}             ──>  deferred  linear_fc2: its windows
@@ -15,16 +15,16 @@ from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, BackwardPhas
 
 
 class Layout(NamedTuple):
-    """What decides which waits the halves of a stage have."""
+    """Facts that decide the waits of a stage's halves."""
 
     collectives: bool = True
-    """Whether tensor-parallel ranks communicate: there is more than one."""
+    """Whether there are several tensor-parallel ranks."""
     sequence_parallel: bool = False
     exchanging: Container[int] = ()
-    """The layers of which experts' exchanges of tokens are windows."""
+    """Layers whose expert exchanges are windows."""
 
     def waits(self, passing: Pass, layer: int, section: Section) -> int:
-        """How many waits a half has in one pass. Those in a captured graph are nobody's to use."""
+        """Number of waits of a half in one pass. Waits inside CUDA graphs cannot be used."""
         if section.captured:
             return 0
         if section.exchanges:
@@ -36,18 +36,22 @@ class Place(NamedTuple):
     """Where a half is recomputed in one phase."""
 
     stretches: tuple[tuple[Window, str | None], ...] = ((ON_DEMAND, None),)
-    """The windows, each with the item before which the replay stops there; None: it does not stop."""
+    """Windows, each with the item before which the recomputation stops there; None: it does not stop."""
     gather: Window | None = None
-    """Behind which window the replay's input is gathered; None: nothing is gathered."""
+    """Window after which its input is gathered; None: it is not gathered."""
 
 
 ON_DEMAND_PLACE = Place()
 
 
 def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
-    """To which item a checkpointed half runs again while the layer above runs backward, where what its layer communicates begins
-    ahead. `experts`: of the layer; its tokens travel then, to the experts, else what its attention returns is reduced. `feeds`:
-    whether the half runs to its end for the half behind it; an attention half does nothing ahead where it does not."""
+    """Return the item up to which a checkpointed half is recomputed during the backward of the layer above, if its layer begins
+    ahead.
+
+    `experts`: whether the layer has experts; then its dispatch is in flight meanwhile, else the reduction of its attention
+    output. `feeds`: whether the next half's recomputation needs the half's output; an attention half without that begins nothing
+    ahead.
+    """
     if section.exchanges:
         return section.item("dispatch").name
     if not feeds:
@@ -56,7 +60,7 @@ def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
 
 
 def may_gather_ahead(section: Section, *, experts: bool, feeds: bool) -> bool:
-    """Whether the input of such a half may be gathered ahead, before what it returns is reduced."""
+    """Whether the input of such a half may be gathered ahead, before its output is reduced."""
     return feeds and not experts and bool(section.gathered and section.core)
 
 
@@ -66,23 +70,23 @@ class PlannedHalf:
 
     layer: int
     section: Section
-    """What fills the half."""
     replay: Collection[str] = ()
-    """The items that run again, in the order in which the layer runs them."""
+    """Recomputed items, in forward order."""
     steady: Place = ON_DEMAND_PLACE
     cooldown: Place = ON_DEMAND_PLACE
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
-    """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each: the
-    first that comes takes the oldest one."""
+    """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     checkpoint: bool = False
-    """Whether it keeps at most its input: `replay` is all that runs again, on demand, what communicates included. Its place may
-    be the first wait of its own backward: what comes behind all that communicates runs there."""
+    """Whether it keeps at most its input: all of `replay` is recomputed on demand, including communication. If its place is the
+    first wait of its own backward, the part after its last communication runs there.
+    """
     fed_behind: int = 0
-    """Of a checkpointed half: how many halves behind it keep no input, and get it when this one runs again to its end."""
+    """Number of halves after this checkpointed one that keep no input, and get it from this one's recomputation."""
     ahead_to: str | None = None
-    """Of a checkpointed half: the item to which it runs again where backward enters the attention half of the layer above. What
-    that item communicates travels meanwhile; behind the half's last item all of it has run. None: it begins where backward enters
-    it."""
+    """Item up to which this checkpointed half is recomputed when backward enters the attention half of the layer above; the
+    item's communication is in flight meanwhile. The half's last item: all of it has run. None: it begins when backward enters
+    it.
+    """
     gathers_ahead: bool = False
     """Whether its input is gathered ahead, before that."""
 
@@ -100,13 +104,14 @@ class PlannedHalf:
 
     @property
     def leaves_under_way(self) -> str | None:
-        """The item whose communication travels meanwhile, if it begins ahead."""
+        """The item whose communication is in flight, if it begins ahead."""
         return None if self.ahead_to == self.section.residual else self.ahead_to
 
     @property
     def goes_on_behind(self) -> str | None:
-        """Of a checkpointed half: the item behind whose communication the rest of it runs again in the first wait of its own
-        backward. None: all of it runs again where backward enters it."""
+        """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its own backward;
+        None: all of it is recomputed when backward enters it.
+        """
         return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
 
     def place(self, phase: BackwardPhase) -> Place:
@@ -114,15 +119,17 @@ class PlannedHalf:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input of its replay is gathered, once: then its backward does not gather it again. A checkpoint gathers it
-        as a forward does, into memory that others use: kept, it would be the largest block of all that it makes."""
+        """Whether the input of its recomputation is gathered once, so that backward need not gather it again. A checkpoint
+        gathers it as a forward does, into shared memory: kept, it would be the checkpoint's largest block.
+        """
         return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property
     def ahead(self) -> int:
-        """How many halves before its own backward its replay may begin, windows and gathers alike; at least 1, and more where
-        halves behind it begin with what it returns. What lies in a forward or in the receive of a gradient does not count:
-        nothing of that comes between a forward and its own backward."""
+        """Number of halves before its own backward at which its recomputation or gather may begin: at least 1, and more if halves
+        after it begin with its output. Windows in a forward or in the receive of a gradient do not count: no recomputation of
+        a micro-batch runs between its forward and its backward.
+        """
         place = _place_in_stage(self.key)
         served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
         if self.ahead_to is not None:
@@ -131,11 +138,11 @@ class PlannedHalf:
 
     @property
     def begins_early(self) -> bool:
-        """Whether anything of its replay runs before its own backward begins: in a forward, or in the receive of a gradient."""
+        """Whether any of its recomputation runs before its own backward begins: in a forward, or in the receive of a gradient."""
         return any(at == RECV_BACKWARD or (isinstance(at, WindowAddress) and at.passing == "fwd") for at in self._windows())
 
     def _windows(self) -> Iterator[Window | None]:
-        """Every window in which something of its replay runs, or behind which its input is gathered."""
+        """Windows in which it is recomputed, or after which its input is gathered."""
         for place in (self.steady, self.cooldown):
             yield from (window for window, _ in place.stretches)
             yield place.gather

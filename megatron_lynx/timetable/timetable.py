@@ -1,22 +1,22 @@
-"""The timetable of a pipeline stage: a plan and a schedule's passes become tables of tasks, which all parts of the package read.
+"""The timetable of a pipeline stage: a plan and a schedule's passes as tables of tasks, computed once for all readers.
 
-    plan ──> PlannedHalf of every layer ──Timetable──>  forward(chunk, serving)   a forward, with the replays that it hides
-                                                        receive(chunk, phase)     the receive of a gradient
-                                                        backward(chunk, phase)    a backward
+    plan ──> PlannedHalf of each layer ──Timetable──>  forward(chunk, serving)   a forward, with the recomputations that it hides
+                                                       receive(chunk, phase)     the receive of a gradient
+                                                       backward(chunk, phase)    a backward
 
-    who reads it     the validator         every replay finds its window, in time and within the ahead depth
-                     the runtime           which tasks to run at the moment that is reached
+    readers          the validator         each recomputation finds its window, in time and within the ahead depth
+                     the runtime           tasks to run at a moment
                      the simulator         seconds and bytes of each task
-                     the filler            what the waits have left
+                     the filler            time left in waits
 
-Which task runs in which wait depends on the plan alone (rule R1): on the pass, its phase and, of a forward, on whose backward
-comes right behind it. With several chunks that may be another one's: then a window of the forward is known by the place of its
-layer in its chunk, and serves the half at the same place in the other one.
+The plan alone decides which task runs in which wait (rule R1): by pass, phase, and for a forward by the chunk of the next
+backward. If that is another chunk, a window of the forward is named by its layer's index in the chunk, and serves the half at the
+same index of the other chunk.
 
-    phase        forward                            receive                  backward
-    warm-up      hides no replays                   as in steady             what `fwd.*` windows should have done is on demand
-    steady       replays of the next backward       its windows' replays     its windows' replays
-    cool-down                                       its windows' replays     its windows' replays
+    phase        forward                            receive                       backward
+    warm-up      hides nothing                      as in steady                  `fwd.*` windows are on demand
+    steady       recomputes for the next backward   its windows' recomputations   its windows' recomputations
+    cool-down                                       its windows' recomputations   its windows' recomputations
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IN_WAITS: tuple[At, ...] = ("in", "after")
 
 
 class Timetable:
-    """Of one stage. `chunks`: for each of its chunks the halves in the order of a forward; one of them may have no layers."""
+    """Timetable of one stage. `chunks`: for each chunk, its halves in forward order; one chunk may have no layers."""
 
     def __init__(self, chunks: Sequence[Sequence[PlannedHalf]] = ((),), layout: Layout = Layout()) -> None:  # noqa: B008
         self.chunks = tuple(map(tuple, chunks))
@@ -53,7 +53,7 @@ class Timetable:
         self._known: dict[tuple[int, Phase], Tasks] = {}
 
     def forward(self, chunk: int, serving: int | None = None) -> Pass:
-        """A forward. `serving`: the chunk whose backward comes right behind it, if its collectives hide replays of that."""
+        """A forward. `serving`: chunk of the next backward, if the forward's collectives hide its recomputations."""
         if (chunk, serving) not in self._forwards:
             shift = None if serving is None else self._shift(chunk, serving)
             planned = {} if serving is None or shift is None else _moved(self._planned(serving, "steady"), shift)
@@ -63,7 +63,6 @@ class Timetable:
         return self._forwards[chunk, serving]
 
     def backward(self, chunk: int, phase: Phase) -> Pass:
-        """A backward."""
         if (chunk, phase) not in self._backwards:
             planned = self._planned(chunk, phase)
             halves = tuple(
@@ -76,12 +75,13 @@ class Timetable:
         return self._backwards[chunk, phase]
 
     def receive(self, chunk: int, phase: Phase) -> Pass:
-        """The receive of the gradient of a backward."""
+        """The receive of a backward's gradient."""
         return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
-        """The waits of all passes in which a backward may be served, in order: in the steady phase a forward, taken to be its own
-        chunk's, then the receive of its gradient, and the backward itself, half by half as it enters them."""
+        """Yield the waits of all passes that may serve a backward, in order: in the steady phase a forward (assumed to be its own
+        chunk's), the receive of its gradient, and the backward itself, half by half.
+        """
         if phase == "steady":
             forward = self.forward(chunk, chunk)
             yield from ((forward, None, half.waits) for half in forward.halves)
@@ -90,13 +90,13 @@ class Timetable:
         yield from ((backward, half.half, half.waits) for half in backward.halves)
 
     def beside_kept(self, chunk: int) -> Timetable:
-        """The same stage with one chunk more at its end: a chunk as micro-batches pass it that keep everything."""
+        """The same stage with one more chunk at its end: this chunk for micro-batches that keep everything."""
         kept = [PlannedHalf(half.layer, half.section) for half in self.chunks[chunk]]
         return Timetable([*self.chunks, kept], self.layout)
 
     @property
     def all_halves(self) -> Iterator[PlannedHalf]:
-        """Those of all its chunks."""
+        """Halves of all chunks."""
         return (half for chunk in self.chunks for half in chunk)
 
     @cached_property
@@ -106,18 +106,18 @@ class Timetable:
 
     @cached_property
     def in_collectives(self) -> bool:
-        """Whether anything runs in, or behind, a collective or an exchange."""
+        """Whether anything runs in or after a collective or an exchange."""
         return any(self.busy_halves)
 
     @cached_property
     def core_halves(self) -> frozenset[FrameKey]:
-        """The halves at whose core attention something begins."""
+        """Halves at whose core attention something begins."""
         passes = (each for chunk in range(len(self.chunks)) for each in self._backwards_of(chunk))
         return frozenset[FrameKey]().union(*(each.core_halves for each in passes))
 
     @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
-        """By chunk: the halves in one of whose waits anything ever runs, for whichever chunk."""
+        """By chunk, the halves with a wait in which anything runs, for any chunk."""
         return tuple(
             frozenset[FrameKey]().union(*(each.busy_halves for each in (*self._forwards_of(chunk), *self._backwards_of(chunk))))
             for chunk in range(len(self.chunks))
@@ -130,7 +130,7 @@ class Timetable:
         return (self.backward(chunk, phase) for phase in BACKWARD_PHASES)
 
     def _waits(self, passing: Passing, half: PlannedHalf, gathered: Window | None = None) -> Iterator[Wait]:
-        """`gathered`: in a backward, after which window the half's input is gathered, if it is."""
+        """`gathered`: in a backward, the window after which the half's input is gathered, if it is."""
         once = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
         for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
@@ -142,19 +142,19 @@ class Timetable:
         return self._known[chunk, phase]
 
     def _shift(self, running: int, other: int) -> int | None:
-        """How many layers above a chunk's another one's begin; None where one of them has none."""
+        """Layers between the first ones of two chunks; None if one of them is empty."""
         if not self.chunks[running] or not self.chunks[other]:
             return None
         return self.chunks[running][0].layer - self.chunks[other][0].layer
 
     @cached_property
     def _deferred(self) -> tuple[Tasks, ...]:
-        """By chunk: its weight gradients in the waits that its plan names."""
+        """By chunk, its weight gradients in their planned waits."""
         return tuple(_deferred(halves) for halves in self.chunks)
 
     @cached_property
     def _weight_gradients(self) -> tuple[Tasks, ...]:
-        """By chunk: which run in the waits of its passes; in a forward those of all chunks do, at the same places."""
+        """By chunk, weight gradients that run in its waits; those of other chunks run in its forwards, at the same index."""
         found = []
         for running, own in enumerate(self._deferred):
             tasks = dict(own)
@@ -167,13 +167,13 @@ class Timetable:
 
 
 def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -> Tasks:
-    """What of both comes at these moments: in a wait the replays come first."""
+    """Tasks of both tables at these moments; in a wait recomputations come first."""
     both = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
     return {moment: tasks for moment, tasks in both if tasks}
 
 
 def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tasks:
-    """What a plan puts where for backwards of one chunk in one phase."""
+    """Recomputations and gathers of one chunk's backwards in one phase."""
     tasks: dict[Moment, tuple[Task, ...]] = {}
     feeding = dict(_feeding(halves))
     for half in reversed(halves):
@@ -188,7 +188,7 @@ def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tas
 
 
 def _replayed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
-    """The parts of one half's replay, and its gather. What windows of a forward that hides nothing should have done is left."""
+    """Yield the parts of a half's recomputation, and its gather. Windows of forwards that hide nothing are left out."""
     since: str | None = None
     place, gather = _place(half, phase), _gathered(half, phase)
     if gather == ON_DEMAND:
@@ -207,8 +207,9 @@ def _replayed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
 
 
 def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> Iterator[tuple[Moment, Task]]:
-    """One checkpointed half, after the recomputations `before` it that return its input. What comes after all that it
-    communicates may be left to a wait."""
+    """Yield a checkpointed half's recomputation, after the tasks `before` that return its input. The part after its last
+    communication may run in a wait.
+    """
     entered, behind = Moment("enter", half.key), half.goes_on_behind
     yield from ((entered, task) for task in before)
     if behind is None or not layout.waits("bwd", half.layer, half.section):
@@ -220,7 +221,7 @@ def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> 
 
 
 def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Task, ...]]]:
-    """By checkpointed half that keeps no input: the recomputations of those before it, which return it."""
+    """By checkpointed half that keeps no input, the recomputations of the halves that return it."""
     before: tuple[Task, ...] = ()
     for half in halves:
         if half.feeds:
@@ -231,8 +232,9 @@ def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Ta
 
 
 def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:
-    """Has what layers communicate begin where backward enters the attention half above them, or soon behind that: there nothing
-    of stock's is under way, and what the MLP half above held is gone. At the top of a chunk nothing does."""
+    """Begin communication of layers where backward enters the attention half above them, or soon after: stock has nothing in
+    flight there, and the MLP half above is freed. Does nothing at the top of a chunk.
+    """
     for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
         half = mlp if mlp.leaves_under_way else attention
         item = half.leaves_under_way
@@ -257,8 +259,9 @@ def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[Planned
 
 
 def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
-    """Where in a half's backward a reduction of the same ranks begins: with sequence parallelism behind the gather of the
-    gradient, which comes first of all and would be queued behind it."""
+    """Moment in a half's backward at which a reduction of the same ranks begins: with sequence parallelism after the gather of
+    the gradient, which would otherwise queue after it.
+    """
     first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
     gathers = first.carries == "gradient"
     return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
@@ -269,7 +272,7 @@ def _place(half: PlannedHalf, phase: Phase) -> Place:
 
 
 def _gathered(half: PlannedHalf, phase: Phase) -> Window | None:
-    """After which window the input of a half's replay is gathered, if it is: `on_demand` where that was missed."""
+    """Window after which a half's input is gathered, if it is; `on_demand` if that window hides nothing."""
     gather = _place(half, phase).gather
     return ON_DEMAND if gather is not None and _missed(gather, phase) else gather
 
@@ -280,7 +283,7 @@ def _missed(window: Window, phase: Phase) -> bool:
 
 
 def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
-    """The weight gradients of a chunk by wait, in the order in which backward reaches their linears."""
+    """Weight gradients of a chunk by wait, in backward order."""
     found: dict[Moment, tuple[Task, ...]] = {}
     for half in reversed(halves):
         for linear, waits in half.deferred.items():
@@ -291,7 +294,7 @@ def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
 
 
 def _moved(tasks: Tasks, layers: int) -> Tasks:
-    """The tasks in forwards, for the forward of another chunk, whose first layer is so many above."""
+    """Tasks in forwards, moved to the forward of another chunk, whose first layer is `layers` above."""
     return {
         moment._replace(place=moment.place._replace(layer=moment.place.layer + layers)): content
         for moment, content in tasks.items()
