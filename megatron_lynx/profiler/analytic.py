@@ -1,12 +1,12 @@
-"""A profile without measuring: what one layer and its links cost by their shapes and the cluster's figures.
+"""Estimates a profile from layer shapes and the cluster's figures.
 
-    items of a layer     what their kind says (`kinds`), FLOPs and bytes, on the device's `roofline`
-    links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
+    items of a layer     FLOPs and bytes of their kind (`kinds`) on the device's `roofline`
+    links                a ring of n ranks: each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
 
-Layers at the ends of a model in FP8 that stay in bf16 (`--first-last-layers-bf16`) are FP8's in every figure of a layer. What
-they take beyond that is in the embedding's and the head's, but for gathers of two bytes.
+Layers of an FP8 model that stay in bf16 (`--first-last-layers-bf16`) have FP8's figures. Their additional time is added to the
+embedding or output layer, except for gathers of two bytes.
 
-Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
+Tensor-parallel groups communicate over NVLink if a node contains them and has it, else over PCIe within a node, or over NICs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes
 from megatron_lynx.version import __version__
 
 LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
-"""Read and written for each logit by the loss, forward and backward, as its operators are written in megatron-core.
+"""Bytes read and written per logit by the loss, forward and backward, from its operators in megatron-core.
 
 unfused   copy in fp32 6, maximum 4, difference 8, exponential 8, sum 4, quotient 8     product 8, copy in 16 bits 6
 native    copy and maximum 6; difference, exponential and sum 8; quotient 8             product and copy 6
@@ -43,7 +43,7 @@ te        maximum and sum 2, gradient in place 4                                
 
 
 def analytic_profile(job: Job) -> Profile:
-    """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
+    """Estimate a job's profile. Raises `ConfigError` with every missing figure of the cluster."""
     roof, shape = Roofline.of(job), LayerShape.of(job)
     figures = {section.profiled_as: planning_of(section).half(job, shape, roof) for section in job.model.every_section}
     usual = {place: half for place, half in figures.items() if place not in OPAQUE}
@@ -63,14 +63,14 @@ def analytic_profile(job: Job) -> Profile:
 
 
 def _interference(job: Job, roof: Roofline) -> float:
-    """How much longer computing takes beside an exchange. HybridEP's run alone; `cost.combined` has them overlapped."""
+    """Return the slowdown of computation during a collective. HybridEP's exchanges overlap only in `cost.combined`."""
     kept, experts = 1 - roof.matmul.beside_collective, job.model.experts
     beside = experts is not None and experts.dispatcher == "deepep"
     return 1 / min(kept, job.fused_dispatch.computing_kept if beside else 1.0)
 
 
 def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> Passes:
-    """What these layers take beyond what they would in FP8: they are at an end of the model, and counted there."""
+    """Return the additional seconds of bf16 layers at one end of an FP8 model."""
     if not layers:
         return Passes(0.0, 0.0)
     plain = job.model_copy(update={"model": job.model.model_copy(update={"fp8": None})})
@@ -87,8 +87,9 @@ def _with(block: BlockProfile, more: Passes) -> BlockProfile:
 
 
 def on_cluster(profile: Profile, job: Job) -> Profile:
-    """A profile measured elsewhere, on one device say, with the links of the job's cluster, and with its host time where the
-    profile knows none. Raises as `analytic_profile` does."""
+    """Return a profile measured elsewhere, on one device for example, with the links of the job's cluster, and its host time if
+    the
+    profile has none. Raises as `analytic_profile` does."""
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
     host_time = profile.host_time or job.cluster.host_time
@@ -97,7 +98,7 @@ def on_cluster(profile: Profile, job: Job) -> Profile:
 
 
 def _said_by(job: Job) -> dict[str, Any]:
-    """What nobody measures."""
+    """Return the fields that follow from the job alone."""
     return {"hiding": hiding_of(job), "messages_between_passes": not job.overlap.messages}
 
 
@@ -108,7 +109,7 @@ def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:
 
 
 def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
-    """Final norm, output projection on all rows, loss."""
+    """Return the cost of final norm, output projection on all rows, and loss."""
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
     norm = kernels_s(norm_kernels(shape), roof)
@@ -121,7 +122,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
 
 
 def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
-    """Straight lines from the latency on: two points of each kind that this job's layers and stages send."""
+    """Return two points of each kind of message of this job, on a line that starts at the latency."""
     kinds: dict[LinkKind, tuple[Link, float]] = {}
     tensor = job.parallel.tensor
     if tensor > 1:
@@ -130,7 +131,7 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
     if job.parallel.pipeline > 1:
         kinds["p2p"] = (link_among(job.cluster, job.gpus), 1.0)
     if job.cluster.pcie is not None:
-        kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # their copies share the uplink
+        kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # concurrent copies share the uplink
     size, scattered = shape.gathered_bytes, job.parallel.scattered_messages and tensor > 1
     points = {(kind, each): link.seconds(share * each) for kind, (link, share) in kinds.items() for each in (1, size)}
     if scattered and "p2p" in kinds:

@@ -1,30 +1,29 @@
-"""Bytes that operations between GEMMs read and write: fused in one kernel, or one kernel after the other.
+"""Bytes that operations between GEMMs read and write, as one fused kernel or as several.
 
-    fused      arguments ──> [ one kernel ] ──> result                     every tensor is read, or written, once
-    unfused    arguments ──> [ + bias ] ──> [ SiLU ] ──> [ x ] ──> result  and so is everything in between, twice
+    fused      arguments ──> [ one kernel ] ──> result                     every tensor is read or written once
+    unfused    arguments ──> [ + bias ] ──> [ SiLU ] ──> [ x ] ──> result  intermediates are also written and read
 
-A launch says which of Megatron's fusions it has on (`model.fusions`); a kernel costs what it moves, and its start and end
-(`roofline`). Replays run what forward ran.
+The launch sets Megatron's fusions (`model.fusions`). A kernel costs its bytes and its start and end (`roofline`). Recomputations
+run the same kernels as forward.
 
-    O: bytes of what the activation makes; I: of what it is given; R: of the residual stream; S: of the scores; T: of what
-    is turned by its position
+    O: output bytes of the activation; I: its input; R: residual stream; S: scores; T: queries or keys with rotary positions
                                      fused                  unfused
     activation, GELU           fwd   I + O                  gelu 2 O                        with a bias: + 2 I
                                bwd   I + O + I              3 O
     activation, SwiGLU         fwd   I + O                  SiLU 2 O, offset 2 O, product 3 O
-                               bwd   I + O + I              two products 6 O, SiLU 3 O, both halves put together 4 O
+                               bwd   I + O + I              two products 6 O, SiLU 3 O, concatenation of both halves 4 O
     bias, dropout, residual    fwd   3 R, mask              bias 2 R, dropout 2 R, mask, sum 3 R
     softmax of masked scores   fwd   2 S                    mask 2 S, softmax 2 S
                                bwd   3 S                    product 3 S, softmax 3 S, copy 2 S, mask 2 S
-    rotary positions           fwd   2 T                    12 T and sine and cosine, which every layer makes anew
+    rotary positions           fwd   2 T                    12 T, and sine and cosine, which every layer recomputes
                                bwd   2 T                    14 T
 
-Fused or not, the gradient that goes round a half is added to the one that goes through it. Sums over all rows that are gradients
-of biases are the same both ways and are left out, as with linears. A norm is one kernel with `--no-persist-layer-norm`, too: what
-it reads twice it finds in a cache the second time. Fused losses are in `analytic.LOSS_BYTES`.
+In both cases the gradient of the residual connection is added to the half's. Bias gradients (sums over rows) are the same in both
+and left out, as with linears. A norm counts as one kernel with `--no-persist-layer-norm` too: its second read hits a cache. Fused
+losses are in `analytic.LOSS_BYTES`.
 
-As read in megatron-core 0.16.1 (`fused_bias_dropout.py`, `fused_bias_swiglu.py`, `mlp.py`, `rope_utils.py`, `fused_softmax.py`),
-whose operators the tests count as they run; which of them are two kernels on CUDA, an H100's profile said.
+Read in megatron-core 0.16.1 (`fused_bias_dropout.py`, `fused_bias_swiglu.py`, `mlp.py`, `rope_utils.py`, `fused_softmax.py`);
+tests count its operators. The split into CUDA kernels is from a profile of an H100.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 KERNEL_KEYS = range(17, 4097)
-"""Sequence lengths that Megatron's kernel for softmax takes (`FusedScaleMaskSoftmax.is_kernel_available`)."""
+"""Sequence lengths that Megatron's softmax kernel supports (`FusedScaleMaskSoftmax.is_kernel_available`)."""
 KERNEL_BATCHES = 4
-"""Of how many heads and sequences a multiple it takes."""
+"""Required divisor of heads x sequences for that kernel."""
 
 
 class Kernels(NamedTuple):
-    """Bytes that each kernel moves."""
+    """Bytes moved by each kernel."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -52,17 +51,17 @@ class Kernels(NamedTuple):
 
 
 def one_kernel(forward: int, backward: int) -> Kernels:
-    """One for each pass, or none where nothing is moved."""
+    """Return one kernel per pass, none for a pass without bytes."""
     return Kernels(tuple(moved for moved in (forward,) if moved), tuple(moved for moved in (backward,) if moved))
 
 
 def norm_kernels(shape: LayerShape) -> Kernels:
-    """Of a norm of the residual stream."""
+    """Return the kernels of a norm of the residual stream."""
     return one_kernel(2 * shape.input_bytes, 3 * shape.input_bytes)
 
 
 def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
-    """Of an MLP's activation that makes so many columns."""
+    """Return the kernels of an MLP activation with `width` output columns."""
     made, given = (model.element_bytes * rows * columns for columns in (width, _given_width(model, width)))
     vector = model.element_bytes * _given_width(model, width) if model.bias else 0
     if model.fuses_activation:
@@ -71,8 +70,9 @@ def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
 
 
 def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
-    """Of experts' activation, whose result is multiplied with each row's probability: by the same kernel for SwiGLU, and where
-    a launch says so for squared ReLU."""
+    """Return the kernels of the experts' activation, multiplied by each row's probability: fused for SwiGLU, and for squared ReLU
+    if
+    the launch enables it."""
     if model.fuses_activation and (model.gated or (model.experts is not None and model.experts.weighted_relu)):
         return activation_kernels(model, rows, width)
     made, probabilities = model.element_bytes * rows * width, model.element_bytes * rows
@@ -86,7 +86,7 @@ def _given_width(model: Model, width: int) -> int:
 
 
 def _apart(model: Model, made: int, given: int) -> Kernels:
-    """The activation alone. Squared ReLU is compiled to one kernel whatever a launch says of its bias."""
+    """Return the kernels of the activation without bias. Squared ReLU is always one compiled kernel."""
     if not model.gated:
         return one_kernel(given + made, 2 * given + made)
     more = (2 * made,) * (model.glu_offset + 2 * model.activation_clamped)  # both halves are clamped
@@ -95,7 +95,7 @@ def _apart(model: Model, made: int, given: int) -> Kernels:
 
 
 def residual_kernels(shape: LayerShape) -> Kernels:
-    """Of what comes behind a half: bias, dropout, and the sum with the residual stream."""
+    """Return the kernels after a half: bias, dropout and residual addition."""
     model, count = shape.model, shape.own_tokens * shape.model.hidden
     whole, vector = model.element_bytes * count, model.element_bytes * model.hidden if model.bias else 0
     mask = MASK_BYTES * count if model.hidden_dropout else 0
@@ -107,7 +107,7 @@ def residual_kernels(shape: LayerShape) -> Kernels:
 
 
 def softmax_kernels(shape: LayerShape) -> Kernels:
-    """Of unfused attention's masked scores. Transformer Engine has its own kernel, which no flag of Megatron's switches off."""
+    """Return the kernels of unfused attention's masked softmax. Transformer Engine always uses its own kernel."""
     whole = shape.model.element_bytes * shape.scores
     if shape.model.uses_te or (shape.model.fuses("masked_softmax") and _kernel_takes(shape)):
         return one_kernel(2 * whole, 3 * whole)
@@ -121,9 +121,9 @@ def _kernel_takes(shape: LayerShape) -> bool:
 
 
 def turned_kernels(shape: LayerShape, width: int, rotary_size: int, *, interleaved: bool = False) -> Kernels:
-    """Of rotary positions of queries or keys: so many columns of each row, that are turned by tables of `rotary_size` columns.
+    """Return the kernels of RoPE on `width` columns per row, with tables of `rotary_size` columns.
 
-    `interleaved`: latent attention's, which puts even columns before odd ones first, and is never fused under a plan.
+    `interleaved`: latent attention's, which first moves even columns before odd ones, and is never fused under a plan.
     """
     whole = shape.model.element_bytes * shape.tokens * width
     if shape.model.fuses("rope") and not interleaved:

@@ -1,17 +1,15 @@
-"""Times the messages of a job between the ranks that will send them.
+"""Times a job's messages between its ranks, and the slowdown of computation during a collective.
 
-    every rank:  n x (barrier, message)     median of each rank; of those the slowest, when the last one has it
+    every rank:  n x (barrier, message)     median per rank; then the maximum over ranks
 
-Sizes: for all-gather and reduce-scatter, of the gathered tensor; for p2p, of what one rank sends the next.
-
-How much longer a replay takes while a collective is under way.
+Sizes: the gathered tensor for all-gather and reduce-scatter; bytes sent by one rank for p2p.
 
     alone     [ compute ]
     under     [ compute, slower ]
               [ collective ......... ] wait             interference = under / alone, the median over rounds
 
-NCCL's kernels take multiprocessors and memory bandwidth, gloo's threads take the core. The collective is made long enough to
-outlast the compute, so that all of it is disturbed. Ranks take the same rounds, each after a barrier; the slowest one counts.
+NCCL's kernels use multiprocessors and memory bandwidth, gloo's threads use the core. The collective is sized to outlast the
+compute. All ranks run the same rounds, each after a barrier; the slowest one counts.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.profile import LinkKind, LinkPoint
 
 WARMUP = 2
-"""Messages before the first that counts: connections are made on first use."""
+"""Messages before the first timed one: connections are made on first use."""
 
 
 def messages_of(job: Job) -> dict[LinkKind, int]:
-    """The message of each kind that the layers of this job send, in bytes."""
+    """Return the bytes of each kind of message that this job's layers send."""
     model, parallel = job.model, job.parallel
     whole = model.seq // parallel.context * job.batch.micro * model.hidden * model.element_bytes
     messages: dict[LinkKind, int] = {}
@@ -50,7 +48,7 @@ def messages_of(job: Job) -> dict[LinkKind, int]:
 def measure_links(
     kinds: Iterable[LinkKind], sizes_bytes: Sequence[int], group: ProcessGroup, device: torch.device, repetitions: int = 7
 ) -> tuple[LinkPoint, ...]:
-    """Time messages of these kinds and sizes over `group`. Every rank of the group calls it alike, and gets the same answer.
+    """Time messages of these kinds and sizes over `group`. Every rank of the group makes the same call and gets the same result.
 
     Sizes are rounded down to whole fp32 elements on every rank. `p2p` goes from each rank to the next one and needs two ranks.
     """
@@ -65,7 +63,7 @@ def measure_links(
 
 
 def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """A call that starts one collective and returns its Work. Any kind but `p2p`."""
+    """Return a function that starts one collective (not `p2p`) and returns its Work."""
     ranks = dist.get_world_size(group)
     count = max(1, size_bytes // 4 // ranks)
     part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
@@ -77,7 +75,7 @@ def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: tor
 
 
 def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """A call that sends one message and returns when it has arrived."""
+    """Return a function that sends one message and returns on arrival."""
     if kind == "p2p":
         whole = torch.zeros(max(1, size_bytes // 4), device=device)
         return lambda: _pass_on(whole, group)
@@ -108,18 +106,18 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
 
 
 def slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    """The most that any rank of the group has."""
+    """Return the maximum over the ranks of the group."""
     most = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return float(most.item())
 
 
 OUTLASTS = 3
-"""How many times longer than the compute the collective is made."""
+"""Duration of the collective, relative to the compute."""
 
 
 def replay_like(job: Job, device: torch.device) -> Callable[[], Any]:
-    """What replays mostly are: the first GEMM of one rank's MLP, and a pass over what it made."""
+    """Return a workload typical of recomputation: the first GEMM of one rank's MLP, and the activation of its output."""
     model = job.model
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16
     rows = torch.randn(model.seq * job.batch.micro, model.hidden, dtype=dtype, device=device)
@@ -130,8 +128,8 @@ def replay_like(job: Job, device: torch.device) -> Callable[[], Any]:
 def measure_interference(
     compute: Callable[[], Any], message: LinkPoint, group: ProcessGroup, device: torch.device, repetitions: int = 9
 ) -> float:
-    """How many times longer it takes, at least 1. Every rank of the group calls it alike; `message` is a collective of this
-    group and how long it takes."""
+    """Return the slowdown of `compute` during a collective, at least 1. Every rank of the group makes the same call. `message`: a
+    collective of this group with its time."""
     timed = stream_seconds if device.type == "cuda" else wall_seconds
     alone_s = slowest(median(timed(compute) for _ in range(WARMUP + repetitions)), group, device)
     times = max(1, math.ceil(OUTLASTS * alone_s / message.seconds)) if message.seconds else 1
@@ -153,7 +151,7 @@ def wall_seconds(call: Callable[[], Any]) -> float:
 
 
 def stream_seconds(call: Callable[[], Any]) -> float:
-    """Seconds on the current stream alone: other streams, such as NCCL's, are not waited for."""
+    """Return the seconds on the current stream, without waiting for other streams such as NCCL's."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()

@@ -1,10 +1,10 @@
-"""The profile: what one layer, one link and the ends of the model cost, and where those figures came from.
+"""A profile: costs of one layer, link, embedding and output layer, with their origin.
 
     measured.measure_layer ──HalfProfile──┐
     links.measure_links ─────LinkPoint────┼──> Profile ──save_profile──> profile.yaml ──load_profile──> planner
     measured.measure_block ──BlockProfile─┘
 
-Seconds and bytes are those of one micro-batch on one rank, that is of one tensor-parallel shard, without communication.
+Seconds and bytes are per micro-batch on one rank (one tensor-parallel shard), without communication.
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
 Hiding = Literal["nothing", "stock", "userbuffers"]
-"""Which tensor-parallel collectives GEMMs hide, as far as these last: none; those beside a column-parallel linear's backward;
-all, each behind its own linear."""
+"""Tensor-parallel collectives that stock overlaps with GEMMs: none; those of a column-parallel linear's backward; all, each with
+its
+own linear."""
 
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
-"""Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
+"""Messages between tensor-parallel ranks, between stages, and to or from host memory, one direction at a time."""
 
 
 class SavedTensor(Part):
-    """One memory block that a layer half's backward, or a replay that passes it, needs. Views share their block."""
+    """A memory block needed by a half's backward, or by a recomputation that skips its site. Views share their block."""
 
     bytes: int = Field(ge=0)
     made_by: str
-    """The item that made it, or `input` for what the half was called with."""
+    """The item that made it, or `input` for the half's input."""
     saved_by: tuple[str, ...]
-    """The items whose backward reads it, in order. Empty for a site's output that only a replay would have to pass."""
+    """Items whose backward reads it, in order. Empty for an output that only a recomputation reads."""
     output: bool = False
-    """Whether it is what its site returned (a kept site's output is remembered where a replay has to pass it)."""
+    """Whether it is its site's output (kept if a recomputation skips the site)."""
 
 
 class ItemProfile(Part):
-    """One item, one micro-batch. A replay takes as long as the forward did."""
+    """One item, one micro-batch. Recomputation takes as long as forward."""
 
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
     saved_bytes: int = Field(ge=0)
-    """What it adds to the memory held until backward: blocks that nothing before it had saved, without parameters."""
+    """Bytes it adds to the memory kept until backward: blocks not saved by an earlier item, without parameters."""
     output_bytes: int = Field(ge=0)
     flops: int = Field(ge=0)
-    """FLOPs of the GEMMs and batched GEMMs of its forward, as torch's FlopCounterMode counts them."""
+    """FLOPs of its forward's GEMMs and batched GEMMs, as counted by torch's FlopCounterMode."""
     dgrad_s: float = Field(default=0.0, ge=0)
-    """Linear layers: the part of backward that makes the gradient of the input (stock hides the input all-gather behind it)."""
+    """Linears: input-gradient part of backward, with which stock overlaps the input's all-gather."""
     wgrad_s: float = Field(default=0.0, ge=0)
-    """Linear layers: the part that makes the gradient of the weight (stock hides the gradient's reduction behind it)."""
+    """Linears: weight-gradient part of backward, with which stock overlaps the input gradient's reduction."""
 
 
 class HalfProfile(Part):
@@ -89,34 +90,35 @@ class HalfProfile(Part):
 
     @property
     def saved_bytes(self) -> int:
-        """What the half holds when everything is kept: its input and every saved block."""
+        """Bytes if everything is kept: its input and every saved block."""
         return self.input_bytes + sum(tensor.bytes for tensor in self.tensors if tensor.saved_by)
 
 
 class BlockProfile(Part):
-    """An end of the model, one micro-batch: what lies before the first layer, or behind the last."""
+    """Embedding or output layer, one micro-batch."""
 
     forward_s: float = Field(default=0.0, ge=0)
     backward_s: float = Field(default=0.0, ge=0)
     saved_bytes: int = Field(default=0, ge=0)
-    """What it holds from forward to backward, what the last layer hands it included."""
+    """Bytes kept from forward to backward, including the last layer's output."""
 
 
 class ExpertHalf(HalfProfile):
-    """The MLP half of a layer of experts. Its items are counted without exchanges and collectives."""
+    """The MLP half of a layer with experts. Its items exclude communication."""
 
     exchange_s: float = Field(default=0.0, ge=0)
-    """Seconds of one all-to-all of rows among ranks that share experts; there are two in each pass. Those of probabilities are a
-    few bytes a row, and not counted."""
+    """Seconds of one all-to-all of rows among expert-parallel ranks, two per pass. Those of probabilities, a few bytes per row,
+    are not
+    counted."""
     cut_s: float = Field(default=0.0, ge=0)
-    """Seconds in which experts that are cut gather their rows, or scatter their sums; once each in each pass."""
+    """Seconds in which tensor-parallel experts gather their rows, or scatter their sums; once each per pass."""
     collective_s: float = Field(default=0.0, ge=0)
-    """Seconds of one collective of shared experts; there are two in each pass."""
+    """Seconds of one collective of shared experts, two per pass."""
     shared_rate: float = Field(default=0.0, ge=0, le=1)
-    """The share of their rate at which shared experts compute beside the exchanges; 0: they compute before them."""
+    """Relative rate of shared experts during the exchanges; 0: they compute before them."""
 
     def beside_s(self, passing: Pass, role: Role) -> float:
-        """Seconds of one exchange of rows, by the role of its item, behind which shared experts compute."""
+        """Return the seconds of one row exchange that overlap shared experts, by the role of its item."""
         if not self.shared_rate:
             return 0.0
         items = [self.items[name] for name in BESIDE[role]]
@@ -124,7 +126,7 @@ class ExpertHalf(HalfProfile):
         return min(self.shared_rate * self.exchange_s, computed_s)
 
     def waits_s(self, passing: Pass) -> float:
-        """Seconds of one pass in which it waits for other ranks."""
+        """Return the seconds of one pass that are exposed communication."""
         return 2 * (self.exchange_s + self.cut_s + self.collective_s) - sum(self.beside_s(passing, role) for role in BESIDE)
 
     @property
@@ -137,12 +139,12 @@ class ExpertHalf(HalfProfile):
 
     @property
     def communication_s(self) -> float:
-        """Seconds of both passes in which it waits for other ranks."""
+        """Exposed communication of both passes."""
         return self.waits_s("fwd") + self.waits_s("bwd")
 
 
 class LinkPoint(Part):
-    """One measured message. For all-gather and reduce-scatter `bytes` is the size of the whole (gathered) tensor."""
+    """One message. For all-gather and reduce-scatter, `bytes` is the size of the gathered tensor."""
 
     kind: LinkKind
     bytes: int = Field(ge=1)
@@ -150,7 +152,7 @@ class LinkPoint(Part):
 
 
 class Shape(Part):
-    """What the figures were measured for; a profile of another shape is refused by the planner."""
+    """Configuration that the figures are for; the planner refuses a profile of another shape."""
 
     hidden: int
     ffn: int
@@ -167,40 +169,39 @@ class Shape(Part):
     implementation: Implementation = "local"
     qk_norm: bool = False
     kv_channels: int | None = None
-    """The width of a head where it is not hidden / heads."""
+    """Width of a head, if not hidden / heads."""
     latent: LatentSizes | None = None
-    """The sizes of multi-latent attention."""
+    """Multi-latent attention."""
     fp8: Recipe | None = None
-    """The FP8 recipe of its linears."""
+    """FP8 recipe of its linears."""
     experts: Experts | None = None
     expert: int = 1
     expert_tensor: int = 1
-    """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
+    """Ranks that share a layer's experts, and that split each expert; 1 without experts."""
     mtp: int = 0
-    """Layers of multi-token prediction, whose figures are a layer's and the head's."""
+    """Layers of multi-token prediction, with the figures of a layer and of the output layer."""
     opaque: tuple[Opaque, ...] = ()
-    """What some layers have that nobody looks into."""
+    """Opaque halves of some layers."""
     kinds: tuple[KindName, ...] = ()
-    """Kinds of what fills a half, in every layer, that no other key speaks of."""
+    """Further kinds of every layer's halves that no other key selects."""
 
     @property
     def te(self) -> bool:
-        """Whether the layers are Transformer Engine's."""
         return self.implementation == "transformer_engine"
 
     @property
     def facts(self) -> Facts:
-        """What decides which kinds fill the halves of layers without experts."""
+        """Facts that select the kinds of the halves of layers without experts."""
         return Facts(te=self.te, latent=self.latent, kinds=self.kinds)
 
     @property
     def sections_with_experts(self) -> tuple[Section, Section]:
-        """What fills those of a layer of experts."""
+        """Sections of a layer with experts."""
         return sections_of(self.facts._replace(experts=True))
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """What fills the halves of a layer without experts."""
+        """Sections of a layer without experts."""
         return halves_of(self.facts)
 
 
@@ -208,30 +209,29 @@ LATER = (
     *("qk_norm", "kv_channels", "latent", "fp8", "experts", "expert", "expert_tensor", "context_exchange", "context_levels"),
     *("kinds", "opaque", "mtp"),
 )
-"""What shapes did not always say: by default it changes nothing."""
+"""Fields added later; their defaults change nothing."""
 
 
 class Source(Part):
-    """Where the figures came from."""
+    """Origin of the figures."""
 
     how: Literal["measured", "analytic"]
     machine: str
-    """What was measured on, as a person would say it."""
+    """Machine name for people."""
     made_by: str
-    """Our version, and the versions of torch and megatron-core."""
+    """Versions of megatron-lynx, torch and megatron-core."""
     repetitions: int = Field(ge=1)
-    """Every figure is the median of so many."""
+    """Repetitions whose median each figure is."""
     interconnect: str = "as found"
-    """What lay between the ranks: a shaped link, loopback, NVLink."""
+    """Link between the ranks: shaped, loopback, NVLink."""
     stood_in_for: str | None = None
-    """What was missing and replaced by a stand-in: the seconds then describe no real device."""
+    """Missing part that a stand-in replaced: the seconds then describe no real device."""
     fusions: tuple[Fusion, ...] | None = None
-    """Megatron's fusions that the measured layers had on. None: not known, as in profiles from before it was written down, which
-    were measured without; and in those that were not measured."""
+    """Megatron's fusions in the measured layers. Unknown (None) in older profiles, measured without any, and in estimates."""
 
     @property
     def caution(self) -> str | None:
-        """What whoever uses the seconds is to be told."""
+        """Warning for users of the seconds."""
         if (missing := self.stood_in_for) is None:
             return None
         return f"seconds were measured with a stand-in for {missing}, and describe no real device: only bytes are right"
@@ -246,23 +246,24 @@ class Profile(Part):
     attention: HalfProfile
     mlp: HalfProfile
     experts: ExpertHalf | None = None
-    """What stands in place of `mlp` in layers of experts; none: there are no such layers."""
+    """Replaces `mlp` in layers with experts; None without."""
     opaque: Mapping[OpaqueName, HalfProfile] = {}
-    """What stands in place of a half that nobody looks into, with the seconds that it waits for other ranks."""
+    """Replaces opaque halves; seconds include their communication."""
     links: tuple[LinkPoint, ...] = ()
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()
     """Final norm, output projection and loss."""
     head_summand_s: float = Field(default=0.0, ge=0)
-    """Each piece more of a head in pieces: its weight's gradient is read, and written with a summand more. Measured by nobody."""
+    """Additional seconds per piece of an output layer in pieces, which reads and accumulates its weight gradient again. Always
+    estimated."""
     interference: float = Field(default=1.0, ge=1.0)
-    """How many times longer a replay takes while a collective is under way."""
+    """Slowdown of a recomputation during a collective."""
     host_time: HostTime | None = None
-    """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
+    """Host seconds to issue a layer. Unknown (None) in older profiles."""
     hiding: Hiding = "stock"
-    """Nobody measures it: the job says it (`config.overlap`)."""
+    """Set by the job (`config.overlap`), never measured."""
     messages_between_passes: bool = False
-    """Whether stages with several chunks exchange messages between passes, not behind them. The job says that, too."""
+    """Whether stages with several chunks exchange messages between passes instead of overlapped. Set by the job."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -291,25 +292,25 @@ class Profile(Part):
         return costs
 
     def of(self, section: Section) -> HalfProfile:
-        """The figures of what fills a half."""
+        """Return the figures of a half's section."""
         costs: HalfProfile | None = self.opaque.get(section.name) if section.opaque else getattr(self, section.profiled_as)  # type: ignore[call-overload]
         assert costs is not None, "a profile with such a section has its figures"
         return costs
 
     @property
     def message_bytes(self) -> int:
-        """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
+        """Bytes of a layer's tensor-parallel collective: the residual stream on all rows."""
         return self.attention.input_bytes * (self.shape.tensor if self.shape.sequence_parallel else 1)
 
     def gathered_input(self, message_bytes: int) -> int:
-        """Bytes that the gather of a column-parallel linear's input moves; in FP8 it is cast before."""
+        """Return the bytes of gathering a column-parallel linear's input, which FP8 casts first."""
         return message_bytes if self.shape.fp8 is None else cast_bytes(self.shape.fp8, message_bytes // BF16_BYTES)
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
-        """Seconds of one message, on straight lines between the measured sizes.
+        """Return the seconds of one message, interpolated linearly between the sizes.
 
-        Beyond the largest the last line goes on; below the smallest everything is latency. One point alone is taken to be
-        all bandwidth. A kind without any point costs nothing: no group in what was measured sends it.
+        Above the largest size the last line is extended; below the smallest the time is constant. A single point is taken as pure
+        bandwidth. A kind without points costs nothing: the profiled layout does not send it.
         """
         points = sorted((point.bytes, point.seconds) for point in self.links if point.kind == kind)
         if not points or not size_bytes:
@@ -323,13 +324,13 @@ class Profile(Part):
 
     @property
     def host_adam(self) -> HostAdam | None:
-        """How fast the host's CPU steps an optimizer, where that is known."""
+        """Optimizer rate of the host's CPU, if known."""
         return None if self.host_time is None else self.host_time.adam
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON, less what came later and is off, what only few plans depend on, and host time
-        (see `Job.digest`): what a plan records as its origin."""
+        """SHA-256 of the profile's canonical JSON without later fields at their defaults, rarely used fields, and host time (see
+        `Job.digest`); plans record it as their origin."""
         off: dict[str, Any] = dict.fromkeys(as_by_default(self, ("opaque", "hiding", "messages_between_passes")), True)
         off |= {"host_time": True, "head_summand_s": True, "shape": as_by_default(self.shape, LATER)}
         if self.experts is None or self.shape.experts is None:
@@ -341,7 +342,7 @@ class Profile(Part):
 
 
 def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str]:
-    """Items that the half does not have, or lacks."""
+    """Return items that the half does not have, or lacks."""
     problems = []
     if set(half.items) != set(items):
         problems.append(f"{where}.items are {sorted(half.items)}, needed {sorted(items)}")
@@ -351,17 +352,17 @@ def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str
 
 
 def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
-    """Names that are no items of the tensor's half."""
+    """Return names that are not items of the tensor's half."""
     known = ", ".join(items)
     made = [] if tensor.made_by in ("input", *items) else [f"{where}.made_by is {tensor.made_by!r}, needed one of input, {known}"]
     return made + [f"{where}.saved_by has {name!r}, needed some of {known}" for name in tensor.saved_by if name not in items]
 
 
 def shape_of(job: Job) -> Shape:
-    """What a profile of this job is a profile of."""
+    """Return the shape of a job's profile."""
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm", "mtp")
-    experts = None if model.experts is None else model.experts.one_after_the_other  # the same layers
+    experts = None if model.experts is None else model.experts.one_after_the_other  # the layers are the same
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": experts}
     usual = model.latent is not None or model.query_width == model.hidden
     facts |= {
@@ -379,7 +380,7 @@ def shape_of(job: Job) -> Shape:
 
 
 def hiding_of(job: Job) -> Hiding:
-    """What the GEMMs of a job hide for certain. Userbuffers may hide nothing more, at worst."""
+    """Return the collectives that a job certainly overlaps. In the worst case, userbuffers overlap no more."""
     return "stock" if job.overlap.linears or job.parallel.sequence_parallel else "nothing"
 
 
@@ -389,5 +390,5 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write it as YAML, whole or not at all. Raises `ConfigError` where the path cannot be written."""
+    """Write a profile as YAML, atomically. Raises `ConfigError` if the path cannot be written."""
     write_whole(path, write_yaml(profile.model_dump(mode="json")))

@@ -1,9 +1,9 @@
-"""The roofline of one device: how long its kernels take, by the FLOPs they compute and the bytes they move.
+"""Roofline of one device: kernel time from FLOPs and bytes moved.
 
     seconds of a kernel  =  start and end  +  max( FLOPs / achieved matrix rate ,  bytes moved / achieved memory rate )
-                                              the larger a GEMM, the nearer to its cluster's best: `config.cluster.Matmul`
+                                              the rate grows with the size of a GEMM: `config.cluster.Matmul`
 
-A GEMM beside a collective loses a share of its rate, so what stock Megatron hides behind linears is not free.
+A GEMM slows down during a collective, so stock's overlap with linears is not free.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from megatron_lynx.profiler.shape import LayerShape
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of both passes."""
-
     forward_s: float
     backward_s: float
 
@@ -33,21 +31,21 @@ class Passes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What one device of a job achieves."""
+    """Achieved rates of one device of a job."""
 
     matmul: Matmul
     hbm: Link
     dtype: Literal["fp32", "bf16"]
     ring: Link
-    """The link between context-parallel ranks, or between groups of them."""
+    """Link between context-parallel ranks, or between groups of them."""
     traders: Link
-    """The link between context-parallel ranks that trade heads."""
+    """Link between context-parallel ranks of an all-to-all."""
     casts: Casts | None
-    """What casts to FP8 move; none where linears compute in the model's type."""
+    """Costs of FP8 casts; None if linears compute in the model's type."""
     fp8_speed: float
-    """How many times faster the GEMMs of linears are than in the model's type. In FP4 they reach the share that FP8's do."""
+    """Speedup of linears' GEMMs over the model's type. FP4 reaches the same share of its peak as FP8."""
     beside_s: tuple[float, float]
-    """Seconds of the collectives that stock Megatron runs beside the dgrad, and beside the wgrad, of a column-parallel linear."""
+    """Seconds of the collectives that stock overlaps with a column-parallel linear's dgrad and wgrad."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -69,24 +67,26 @@ class Roofline:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
 
     def linear_s(self, flops: float, moved_bytes: float) -> float:
-        """A GEMM of a layer's linear, in FP8 where that is asked for."""
+        """Return the seconds of a layer's linear GEMM, in FP8 if configured."""
         return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
 
     def cast_s(self, cast: tuple[int, int]) -> float:
-        """Seconds of a cast, given as bytes moved and kernels, as `Casts` has them."""
+        """Return the seconds of a cast of (bytes moved, kernels)."""
         moved, kernels = cast
         return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
 
     def attention_s(self, flops: float, moved_bytes: float, kernel: AttentionKernel) -> float:
-        """Attention in fused kernels."""
+        """Return the seconds of fused attention."""
         return self._seconds(self.matmul.attention_s(flops, self.dtype, kernel), moved_bytes)
 
     def batched_s(self, count: int, flops: float, moved_bytes: float) -> float:
-        """So many GEMMs of one shape in one kernel, each only as efficient as its own size lets it be. FLOPs and bytes of all."""
+        """Return the seconds of `count` GEMMs of one shape in one kernel, each as efficient as its size allows. FLOPs and
+        bytes are
+        totals."""
         return self._seconds(count * self.matmul.gemm_s(flops / count, self.dtype), moved_bytes)
 
     def slowed_s(self, alone_s: float, collective_s: float) -> float:
-        """A GEMM beside a collective, which may outlast it."""
+        """Return the seconds of a GEMM during a collective, which may outlast it."""
         lost = self.matmul.beside_collective
         return min(alone_s + lost * collective_s, alone_s / (1 - lost))
 
@@ -95,13 +95,14 @@ class Roofline:
 
 
 def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
-    """Seconds of kernels that compute next to nothing, one after the other."""
+    """Return the seconds of consecutive memory-bound kernels."""
     forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
     return Passes(forward_s, backward_s)
 
 
 def _beside_s(job: Job) -> tuple[float, float]:
-    """The input gathered again beside the dgrad, under sequence parallelism; its gradient reduced beside the wgrad."""
+    """Return the seconds of the input's all-gather during dgrad (sequence parallelism), and of its gradient's reduction during
+    wgrad."""
     tensor = job.parallel.tensor
     if tensor == 1 or hiding_of(job) == "nothing":
         return 0.0, 0.0
@@ -113,7 +114,7 @@ def _beside_s(job: Job) -> tuple[float, float]:
 
 
 def link_among(cluster: Cluster, ranks: int) -> Link:
-    """The link between neighbours among so many consecutive ranks. Ranks below one PCIe switch share its uplink."""
+    """Return the link between neighbours among consecutive ranks. Ranks on one PCIe switch share its uplink."""
     assert cluster.pcie is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     assert cluster.node is not None, "checked by Roofline.of"
@@ -125,7 +126,8 @@ def link_among(cluster: Cluster, ranks: int) -> Link:
 
 
 def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> int:
-    """The fewest members of a group in one node: `first`, `first + stride`, ... Counts repeat after `stride` whole nodes."""
+    """Return the minimum number of members in one node, of a group `first`, `first + stride`, ... Counts repeat after `stride`
+    nodes."""
     if stride >= node_gpus:
         return 1
     begin, end = (rank // node_gpus for rank in (first, first + stride * (members - 1)))
@@ -137,5 +139,5 @@ def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> i
 
 
 def _members_below(node: int, first: int, stride: int, members: int, node_gpus: int) -> int:
-    """Members of a group in nodes before this one."""
+    """Return the number of a group's members in earlier nodes."""
     return min(members, max(0, -((first - node * node_gpus) // stride)))

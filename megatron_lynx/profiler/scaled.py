@@ -1,4 +1,4 @@
-"""A profile with the seconds that a run has shown: of each kind of half, of collectives and exchanges, and of all passes."""
+"""Corrects a profile's seconds by a run: by kind of half, for collectives and exchanges, and for whole passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PartT = TypeVar("PartT", bound=BaseModel)
 
 
 def as_learned(profile: Profile, learned: Learned | None) -> Profile:
-    """The profile with what a run has taught, as a plan states it. None: the profile as it is.
+    """Return the profile with a run's corrections; unchanged for None.
 
-    As they are stay: copies from and to the host, host time (Python's), and the optimizer's update, which no profile has.
+    Host copies, host time (Python's) and the optimizer's update, which profiles do not contain, stay as they are.
     """
     if learned is None:
         return profile
@@ -46,7 +46,7 @@ def _experts(half: ExpertHalf, learned: Learned) -> ExpertHalf:
 
 
 def _scaled(part: PartT, times: float) -> PartT:
-    """Every field of seconds multiplied, those of items, too."""
+    """Return a part with every field of seconds multiplied, including those of items."""
     found: dict[str, object] = {name: times * value for name, value in part if name.endswith("_s") or name == "seconds"}
     if (items := getattr(part, "items", None)) is not None:
         found |= {"items": {name: _scaled(item, times) for name, item in items.items()}}

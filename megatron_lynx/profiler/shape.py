@@ -1,7 +1,7 @@
-"""One layer of one rank by its shape: the sizes that formulas of every kind begin with.
+"""Sizes of one layer on one rank, the input of every kind's formulas.
 
 Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size, c context-parallel
-size. A rank works on s/c rows of each sequence; under sequence parallelism norms, dropouts and residuals on s/(tc).
+size. A rank has s/c rows of each sequence; norms, dropouts and residuals s/(tc) under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_lynx.profiler.quantized import cast_bytes
 
 FP32_BYTES = 4
 MASK_BYTES = 1
-"""One element of a dropout mask on CUDA."""
+"""Bytes per element of a dropout mask on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class LayerShape:
     parallel: Parallel
     micro: int
     device: Literal["cpu", "cuda"] = "cpu"
-    """Decides with `model.attention` whose kernels save what: see `kinds.saved`."""
+    """Selects, with `model.attention`, the kernels and their saved tensors: see `kinds.saved`."""
     ordered: OrderedAttention | None = None
-    """Of fused attention that must add up in one order, what that costs these devices."""
+    """Cost of deterministic fused attention on these devices."""
     lengths: Lengths | None = None
-    """Of packed sequences; None: each is as long as the model has it."""
+    """Lengths of packed sequences. Default: one sequence of the model's length."""
 
     @classmethod
     def of(cls, job: Job) -> LayerShape:
-        """Layers of jobs that differ in their pipeline alone are equal."""
+        """Return a job's layer shape. Jobs that differ only in their pipeline have equal ones."""
         given = job.parallel
         layout = Parallel(tensor=given.tensor, context=given.context, sequence_parallel=given.sequence_parallel)
         if given.context > 1 and given.context_exchange != "p2p":
@@ -49,7 +49,7 @@ class LayerShape:
 
     @property
     def seen(self) -> float:
-        """Pairs of queries and keys in the mean of all layers, over those that a causal mask leaves of a whole sequence."""
+        """Mean query-key pairs of all layers, relative to one causal sequence."""
         packed = 1.0 if self.lengths is None else self.lengths.seen(self.model.seq)
         return min(packed, self.model.seen)
 
@@ -85,69 +85,69 @@ class LayerShape:
 
     @property
     def scores(self) -> int:
-        """Elements of the attention matrix: own queries, all keys."""
+        """Elements of the score matrix: own queries, all keys."""
         return self.tokens * self.model.heads // self.parallel.tensor * self.model.seq
 
     @property
     def eager(self) -> bool:
-        """Whether every operator saves for itself, as in eager PyTorch."""
+        """Whether every operator saves its own tensors, as in eager PyTorch."""
         return self.model.attention == "unfused" and self.device == "cpu" and not self.model.uses_te
 
     @property
     def activation_apart(self) -> bool:
-        """Whether every operator of an MLP's activation saves for itself."""
+        """Whether every operator of the MLP's activation saves its own tensors."""
         return self.eager or not self.model.fuses_activation
 
     @property
     def sums_apart(self) -> bool:
-        """Whether the sum with the bias is a block of its own that is saved in place of what the GEMM made; or what ReLU made
-        is."""
+        """Whether the sum with the bias, or the output of eager ReLU, is a separate saved block instead of the GEMM's output."""
         squared = self.eager and self.model.activation == "squared_relu"
         return self.activation_apart and (self.model.bias or squared)
 
     @property
     def gates_apart(self) -> int:
-        """Blocks that a gated activation saves beside what it is given: the function of one half, what that was clamped to, and
-        the other half plus its offset."""
+        """Blocks that a gated activation saves besides its input: the activation of one half, its clamped values, and the other
+        half plus its
+        offset."""
         if not self.model.gated or not self.activation_apart:
             return 0
         return 1 + self.model.glu_offset + self.model.activation_clamped
 
     @property
     def added_gradient_bytes(self) -> int:
-        """Of one element of a gradient while it is added to a buffer in fp32: on a CPU it is copied into that type first."""
+        """Bytes per element of a gradient added to an fp32 buffer: on a CPU it is first copied to fp32."""
         element = self.model.element_bytes
         return element + (FP32_BYTES if self.device == "cpu" and element < FP32_BYTES else 0)
 
     @property
     def input_bytes(self) -> int:
-        """The input of a half: the residual stream."""
+        """Input of a half: the residual stream."""
         return self.own_tokens * self.model.hidden * self.model.element_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """The residual stream on all rows: what a tensor-parallel collective moves."""
+        """Residual stream on all rows: bytes of a tensor-parallel collective."""
         return self.tokens * self.model.hidden * self.model.element_bytes
 
     @property
     def gathered_input_bytes(self) -> int:
-        """The input of a column-parallel linear on all rows, as it is gathered: with FP8 after its cast."""
+        """Gathered input of a column-parallel linear on all rows, after its cast with FP8."""
         if self.model.fp8_recipe is None:
             return self.gathered_bytes
         return cast_bytes(self.model.fp8_recipe, self.tokens * self.model.hidden)
 
 
 def embedding_bytes(shape: LayerShape) -> int:
-    """What the embedding keeps of one micro-batch: its dropout's mask."""
+    """Return the bytes that the embedding keeps per micro-batch: its dropout mask."""
     size = shape.model.element_bytes if shape.eager else MASK_BYTES
     return size * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
 
 
 def head_bytes(shape: LayerShape) -> int:
-    """What the final norm and the output projection read: each its input."""
+    """Return the input bytes of the final norm and the output projection."""
     return 2 * shape.input_bytes
 
 
 def logits_bytes(shape: LayerShape) -> int:
-    """What the loss keeps, in fp32."""
+    """Return the fp32 bytes that the loss keeps."""
     return FP32_BYTES * shape.tokens * shape.model.vocab // shape.parallel.tensor

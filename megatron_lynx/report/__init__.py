@@ -1,7 +1,7 @@
-"""Draws what was planned, simulated, compared or run as one HTML file that zooms from a step to a half and needs no network.
+"""Draws a plan, simulation, comparison or run as one HTML file, zoomable from a step to a half, without a network.
 
-    plan, job, folder, trace ... ──given──> what there is ──contents──> Island (JSON) ──page──> report.html
-                                              └── rehearsed, planned for several budgets      └── draws it, decides nothing
+    plan, job, folder, trace ... ──given──> inputs ──contents──> Island (JSON) ──page──> report.html
+                                              └── rehearsed, planned for several budgets
 
-The page's scripts and styles are in `assets/`; everything that they show is a figure of the island.
+The page's scripts and styles are in `assets/`. They compute nothing: every figure is in the island.
 """

@@ -1,4 +1,4 @@
-"""Puts an island together: predicted and measured steps, tables, and the front of plans.
+"""Builds an island: predicted and measured steps, tables, and the front of plans.
 
 job, costs ──decide──> plan, simulated step, bytes by kind ┐
 plan, costs ──rehearse──> simulated step                   ├──> views, tables, tiles
@@ -42,20 +42,20 @@ from megatron_lynx.version import __version__
 
 @dataclass(frozen=True)
 class Asked:
-    """A report's inputs, and the figures to predict with."""
+    """Inputs of a report, and the figures to predict with."""
 
     given: Given
     job: Job | None
     costs: Profile | None
     reading: Reading | None
-    """The launch that the plan was made of."""
+    """Launch that the plan was made for."""
     budgets: int
-    """Plans on the front."""
+    """Number of plans on the front."""
     watch: Watch
 
 
 def contents(asked: Asked) -> Island:
-    """The page's contents. Raises ConfigError, PlanMismatch or Infeasible."""
+    """Return the page's contents. Raises ConfigError, PlanMismatch or Infeasible."""
     given = asked.given
     check_enough(given)
     plan, simulation, own = _predicted(asked)
@@ -83,7 +83,7 @@ def contents(asked: Asked) -> Island:
 
 
 def check_enough(given: Given) -> None:
-    """Raises ConfigError where there is nothing to draw, and for a run without the plan that it is to be seen beside."""
+    """Raise ConfigError if there is nothing to draw, or a run without its plan."""
     simulated = given.trace is not None and given.trace.simulated
     measured = [given.sources[kind] for kind in ("trace", "measurement", "outcome") if kind in given.sources]
     if given.plan is None and measured and not simulated:
@@ -95,7 +95,7 @@ def check_enough(given: Given) -> None:
 
 
 def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point]]:
-    """The plan, its step as far as there are figures, and its point on the front."""
+    """Return the plan, its simulated step if possible, and its point on the front."""
     given, costs = asked.given, asked.costs
     if given.plan is not None:
         job, simulation, figures = None if asked.job is None else as_planned(asked.job, given.plan), None, None
@@ -115,8 +115,9 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
 
 
 def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int]) -> Point:
-    """A plan from a file. `figures`: where its job is known, else those that it states. `measured_bytes`: what devices of a run
-    under it held at most, by stage."""
+    """Return the point of a plan from a file. `figures`: of its job, if known, else the plan's own. `measured_bytes`: measured
+    device
+    peaks by stage."""
     predicted = plan.stages[0].predicted
     passes_s = predicted.step_s if simulation is None else simulation.step_s
     step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
@@ -144,7 +145,7 @@ def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
 
 
 def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]:
-    """`own`: the plan's point."""
+    """Yield the page's tables. `own`: the plan's point."""
     given, job, costs, reading = asked.given, asked.job, asked.costs, asked.reading
     today: list[Table] = []
     read: list[Table] = []

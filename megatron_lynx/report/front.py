@@ -1,6 +1,6 @@
-"""The front of plans: a plan for each of several budgets, from the least memory to that of keeping everything.
+"""Front of plans over several budgets, from the least memory to that of keeping everything, with stock Megatron's settings.
 
-step │ o                                     what the fullest device holds, and the step; beside them stock Megatron's settings
+step │ o                                     step time over the memory of the fullest device
      │   o                                   ◇ full
      │      o
      │          o────o────o                  ◇ none
@@ -34,9 +34,9 @@ def stages_of(
     memory: Mapping[int, StageMemory] | None = None,
     measured_bytes: Mapping[int, int] | None = None,
 ) -> list[PointStage]:
-    """The entries of a plan, by stage and chunk. Seconds are the simulation's where there is one, else as the plan says.
+    """Return the entries of a plan by stage and chunk, with seconds of the simulation, by default the plan's own.
 
-    `memory`: of each stage at its fullest; without, as far as the plan says it.
+    `memory`: each stage's peak; by default as stated by the plan.
     """
     held = dict(_planned(plan)) if memory is None else {stage: (each.moment, used_kinds(each)) for stage, each in memory.items()}
     entries = sorted(plan.stages, key=lambda entry: (entry.stage, entry.chunk))
@@ -44,7 +44,7 @@ def stages_of(
 
 
 def _planned(plan: Plan) -> Iterator[tuple[int, tuple[str, dict[str, int]]]]:
-    """Of each stage whose memory the plan states the fullest moment, and its kinds."""
+    """Yield the fullest moment and its bytes by kind for each stage whose memory the plan states."""
     for entry in plan.stages:
         stated = entry.predicted.memory
         moments = {moment: entry.predicted.held_at(moment) or {} for moment in stated if moment != ALWAYS}
@@ -80,14 +80,14 @@ def _entry(
 
 
 def used_kinds(memory: StageMemory) -> dict[str, int]:
-    """Bytes by kind, without zeros; permanent ones first."""
+    """Return bytes by kind without zeros, permanent ones first."""
     return {name: size for name, size in memory.kinds.items() if size}
 
 
 def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
     section = rule.filling(half)
     replayed = rule.replays(half)
-    if rule.checkpoints(half):  # it names no items
+    if rule.checkpoints(half):  # checkpoints name no items
         section = plan.model.sections_of(rule.layers.last)[HALVES.index(half)]
         replayed = section.run_again(whole=rule.feeds(rule.layers.first, half))
     return Treatment(
@@ -105,7 +105,7 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
 
 
 def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
-    """Where a half is replayed."""
+    """Return where a half is recomputed."""
     if rule.checkpoints(half):
         rest = f", then {wait}" if (wait := rule.goes_on_in(half)) else ""
         return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
@@ -113,7 +113,7 @@ def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
 
 
 def _by_phase(steady: str | None, cooldown: str | None) -> Iterator[str]:
-    """A place, or the two of a half that is replayed elsewhere in cool-down."""
+    """Yield one window, or two if cool-down uses another."""
     if steady:
         yield steady
     if cooldown and cooldown != steady:
@@ -121,14 +121,14 @@ def _by_phase(steady: str | None, cooldown: str | None) -> Iterator[str]:
 
 
 STOCK = (NONE, SELECTIVE, FULL)
-"""Megatron's own settings, which need no further figure."""
+"""Stock settings that need no further parameter."""
 
 Watch = Callable[[int, int], None]
-"""Called with the number of budgets done, and of all."""
+"""Called with the finished and the total number of budgets."""
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
-    """A plan for each of `budgets` evenly spaced budgets, without infeasible ones and repetitions."""
+    """Yield a plan for each of `budgets` evenly spaced budgets, without infeasible and repeated ones."""
     least = max(memory.total for memory in least_memory(job, profile))
     most = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
     seen: set[tuple[int | None, float]] = set()
@@ -147,7 +147,7 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
 
 
 def point(decision: Decision, profile: Profile, label: str, budget_bytes: int | None, *, shown: bool = False) -> Point:
-    """A decision as a point of the front."""
+    """Return a decision as a point of the front."""
     figures = figures_of(decision.job, profile, decision.simulation)
     return Point(
         label=label,
@@ -161,7 +161,7 @@ def point(decision: Decision, profile: Profile, label: str, budget_bytes: int | 
 
 
 def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
-    """Stock Megatron's settings for the same job, nothing offloaded. Those that its kind of model does not have are left out."""
+    """Yield stock Megatron's settings for the same job, without offloading; settings that its model lacks are left out."""
     under, added_s = as_stock(job), update_s(job, profile)
     for setting in STOCK:
         try:

@@ -1,24 +1,24 @@
-"""Inputs of a report: files of every kind that this package writes, each recognised by its contents.
+"""Reads a report's inputs: any files that this package writes, recognized by their contents.
 
 plan.yaml, profile.yaml, jobs/demo          keys of YAML
 trace.json, measurement.json, ...           keys of JSON
-a folder                                    all of these that lie in it; others are passed over
+a folder                                    all of these in it; other files are ignored
 
-A trace for Perfetto, of a run (`--lynx-trace`), of `compare` or of `simulate --trace`, becomes a timeline.
+A Perfetto trace of a run (`--lynx-trace`), of `compare` or of `simulate --trace` becomes a timeline.
 
-{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}   ─> what the row is: a rank, or a simulated stage
+{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}   ─> the row: a rank, or a simulated stage
 {"ph": "X", "cat": "replay", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
-{"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> what is held from then on
+{"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> bytes from then on
 
-Answers of `megatron-lynx simulate --json` have passes over time, without their halves.
+The output of `megatron-lynx simulate --json` has passes over time, without their halves.
 
 {"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
 
-A traced run is one of the plan beside which it is to be shown, if there fit:
+A traced run matches the plan given with it by:
 
 ranks       a multiple of tensor x pipeline; Megatron counts them with the stage outermost: stage = rank // (ranks // pipeline)
 layers      each rank's are its stage's
-batch       no more micro-batches than the plan's, where the pipeline is flushed after each batch
+batch       at most the plan's micro-batches, if the pipeline is flushed after each batch
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReadTrace:
 
 
 def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
-    """Raises ConfigError with the events that cannot be read."""
+    """Return the timeline of a trace. Raises ConfigError with the events that cannot be read."""
     events = data["traceEvents"]
     if not isinstance(events, list):
         raise _unreadable(where, [Problem(f"{where}: traceEvents", type(events).__name__, "a list of events", ABOUT_TRACES)])
@@ -121,7 +121,7 @@ ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --jso
 
 @dataclass(frozen=True)
 class ReadSimulation:
-    """A simulated step, pass by pass. `figures`: of each stage, by their names in the file."""
+    """A simulated step by pass. `figures`: of each stage, by their names in the file."""
 
     passes_s: float
     timeline: Timeline
@@ -129,7 +129,7 @@ class ReadSimulation:
 
 
 def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
-    """Raises ConfigError where the file says something else."""
+    """Return the simulation of a file. Raises ConfigError if it is malformed."""
     try:
         rows = {int(stage["stage"]): tuple(_spans(stage["actions"])) for stage in data["stages"]}
         figures = tuple({key: value for key, value in stage.items() if key != "actions"} for stage in data["stages"])
@@ -151,7 +151,7 @@ def _spans(actions: list[Mapping[str, Any]]) -> Iterator[Span]:
 
 
 def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
-    """The stage of each row of a trace. Raises `PlanMismatch` where it is of another job than the plan."""
+    """Return the stage of each row of a trace. Raises `PlanMismatch` if the trace is of another job than the plan."""
     rows = list(trace.timeline.ranks)
     if plan is None or trace.simulated:
         stages = {row: row for row in rows}
@@ -218,19 +218,19 @@ KEYS: dict[FileKind, frozenset[str]] = {
     "measurement": frozenset(("subject", "settings", "machine")),
     "outcome": frozenset(("plan_digest", "reports")),
 }
-"""Keys by which a file is recognised: it has all of them."""
+"""Keys that identify a kind of file: it has all of them."""
 
 NEEDED = (
     "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, what `simulate --json` printed, or a folder of these"
 )
 
 MOST_TRACED_BYTES = GIB
-"""Largest JSON file: the trace of a step of a hundred thousand kernels has some 50 MiB."""
+"""Size limit of a JSON file. The trace of a step with a hundred thousand kernels has some 50 MiB."""
 
 
 @dataclass
 class Given:
-    """`names`: words of the command line; `sources`: the file of each kind."""
+    """Inputs. `names`: words of the command line; `sources`: the file of each kind."""
 
     names: tuple[str, ...]
     sources: dict[FileKind, str]
@@ -244,7 +244,7 @@ class Given:
 
 
 def given_in(names: Iterable[str]) -> Given:
-    """Reads everything that is named. Raises ConfigError with all that cannot be read, or is there twice."""
+    """Read all named inputs. Raises ConfigError with every unreadable or repeated one."""
     names = tuple(names)
     given = Given(names, {})
     problems: list[Problem] = []
@@ -289,7 +289,7 @@ def _read(kind: FileKind, file: str, data: Mapping[str, Any]) -> object:
     if kind == "simulation":
         return read_simulation(data, file)
     if kind == "measurement":
-        from megatron_lynx.measure.measurement import load_measurement  # needs torch, which the rest does not
+        from megatron_lynx.measure.measurement import load_measurement  # imports torch, which the rest does not
 
         return load_measurement(file)
     return {"plan": load_plan, "profile": load_profile, "job": load_job, "outcome": load_outcome}[kind](file)

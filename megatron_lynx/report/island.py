@@ -1,9 +1,9 @@
-"""The island: everything that the page draws, as one JSON object in it (`<script id="island" type="application/json">`).
+"""The island: the page's data as one JSON object (`<script id="island" type="application/json">`).
 
     views     a step, predicted and measured: rows of spans over time, and each stage's bytes
     points    plans for several budgets, and stock Megatron's settings: memory, step time, treatment of every half
-    tables    figures for the reader; the page formats and sorts them
-    tiles     the few figures at the top, predicted beside measured
+    tables    figures that the page formats and sorts
+    tiles     the main figures, predicted and measured
 
 Times of spans are whole nanoseconds from the step's beginning, other quantities seconds and bytes. Missing figures are null.
 
@@ -11,7 +11,7 @@ Times of spans are whole nanoseconds from the step's beginning, other quantities
                 <!-- island -->   the island's JSON
                 <!-- scripts -->  *.js, in the order of SCRIPTS, one script in one scope
 
-A content security policy in the page forbids every request, so that it works, and looks the same, without a network.
+The page's content security policy forbids all requests, so that it looks the same without a network.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_lynx.whole_file import write_whole
 VERSION = 1
 
 Unit = Literal["text", "s", "bytes", "count", "share"]
-"""How a cell is written: a share is a number from 0 to 1, shown in per cent."""
+"""Format of a cell. A share is a number from 0 to 1, shown in per cent."""
 
 Cell = str | float | int | None
 
 
 class Kind(TypedDict):
-    """A kind of bar: its lane, and its colour on a light and on a dark page. Later kinds lie over earlier ones."""
+    """A kind of bar: its lane, and its colours on light and dark pages. Later kinds are drawn over earlier ones."""
 
     name: str
     label: str
@@ -53,7 +53,7 @@ class Subject(TypedDict):
 
 
 class Spans(TypedDict):
-    """The spans of one row, by start: column by column, because there may be a hundred thousand."""
+    """The spans of one row by start, as columns, because there may be a hundred thousand."""
 
     subject: list[int]
     """Indices into the view's subjects."""
@@ -63,7 +63,7 @@ class Spans(TypedDict):
 
 
 class Memory(TypedDict):
-    """Bytes that a stage's layers hold from each time on until the next, by kind."""
+    """Bytes of a stage's layers from each time until the next, by kind."""
 
     time_ns: list[int]
     kinds: dict[str, list[int]]
@@ -74,7 +74,7 @@ class Row(TypedDict):
 
     label: str
     number: int
-    """Of the stage, in a predicted view, else of the rank."""
+    """Stage number in a predicted view, else rank."""
     stage: int
     spans: Spans
     memory: Memory | None
@@ -94,12 +94,12 @@ class Treatment(TypedDict):
     layers: str
     half: str
     items: list[tuple[str, Literal["keep", "replay"]]]
-    """In the order in which the layer runs them."""
+    """In execution order."""
     window: str
-    """Where it is replayed; empty where nothing is."""
+    """Where it is recomputed; empty if it is not."""
     gather: str
     deferred: list[str]
-    """Linears whose weight gradients are delayed, each with its waits."""
+    """Linears with delayed weight gradients, each with its waits."""
 
 
 class PointStage(TypedDict):
@@ -110,15 +110,15 @@ class PointStage(TypedDict):
     layers: str
     treatments: list[Treatment]
     offloaded_bytes: int
-    """Of every micro-batch."""
+    """Per micro-batch."""
     deferred_bytes: int
     """Limit of delayed weight gradients."""
     hidden_replay_s: float | None
     exposed_replay_s: float | None
     memory_bytes: dict[str, int]
-    """A device's bytes at its peak, by kind; empty where unknown."""
+    """Peak bytes of a device by kind; empty if unknown."""
     moment: str
-    """Of the peak."""
+    """When the peak occurs."""
     measured_bytes: int | None
 
 
@@ -130,9 +130,9 @@ class Point(TypedDict):
     budget_bytes: int | None
     memory_bytes: int | None
     step_s: float
-    """A whole step, the optimizer's update included."""
+    """A whole step, including the optimizer's update."""
     shown: bool
-    """Whether it is the plan that the rest of the page is about."""
+    """Whether it is the plan that the rest of the page shows."""
     stages: list[PointStage]
 
 
@@ -169,7 +169,7 @@ class Island(TypedDict):
     tiles: list[Tile]
     kinds: list[Kind]
     memory_kinds: list[Kind]
-    """The kinds of bytes; their lane says nothing."""
+    """Kinds of bytes; their lane is unused."""
     capacity_bytes: int | None
     views: list[View]
     points: list[Point]
@@ -183,11 +183,11 @@ SCRIPTS = (
     *("format", "element", "theme", "range", "lane", "raster", "row", "schedule", "gestures", "overview", "details"),
     *("memory", "table", "scatter", "plans", "tiles", "main"),
 )
-"""By their order: a script uses those before it."""
+"""In dependency order."""
 
 
 def write_page(island: Island, path: str | os.PathLike[str]) -> None:
-    """Write the page, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the page atomically. Raises ConfigError if it cannot be written."""
     write_whole(path, page(island))
 
 
@@ -207,7 +207,7 @@ def page(island: Island) -> str:
 
 
 def _inside_script(island: Island) -> str:
-    """JSON that cannot end the script element that it is in, whatever names are in it."""
+    """Return JSON that cannot end its script element, whatever names it contains."""
     return json.dumps(island, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

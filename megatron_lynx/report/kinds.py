@@ -1,10 +1,10 @@
-"""Kinds of bars and of bytes: names, lanes and colours. A kind that is not listed is drawn in grey.
+"""Kinds of bars and of bytes: names, lanes and colours. Unlisted kinds are grey.
 
-    compute         passes; waits are holes in it, and work in a wait covers its hole
+    compute         passes; waits are gaps, and work in a wait covers its gap
     communication   collectives and messages
-    copies          to the host and back
+    copies          to and from the host
 
-Hues are Okabe and Ito's, which readers with any colour vision tell apart; passes are two blues, one light and one dark.
+Hues are Okabe and Ito's, safe for any colour vision; passes are a light and a dark blue.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = (
     _kind("offload", "copy to the host", "#7d7a2f", "#b0ab4a", "copies"),
     _kind("reload", "copy back from the host", "#b5ad3c", "#ddd56a", "copies"),
 )
-"""Later kinds lie over earlier ones."""
+"""Later kinds are drawn over earlier ones."""
 
 FALLBACK = ("#8c8c8c", "#9d9d9d")
 """Colours of unlisted kinds, from traces of later releases."""
@@ -69,7 +69,7 @@ EXPOSED = (None, ON_DEMAND, FLUSHED)
 
 
 def kind_of(span: Span) -> str:
-    """The kind of a span's bar; a wait's is that of its communication."""
+    """Return the kind of a span's bar; a wait has that of its communication."""
     kind: str = span.kind
     exposed = span.window in EXPOSED
     if kind == "replay":
@@ -82,12 +82,12 @@ def kind_of(span: Span) -> str:
 
 
 def is_wait(span: Span) -> bool:
-    """Whether the compute stream waits for something meanwhile, so that its lane has a hole."""
+    """Return whether the compute stream waits during the span, which leaves a gap in its lane."""
     return span.kind in ("window", "recv")
 
 
 def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
-    """The used kinds in the order of `known`, then unlisted ones."""
+    """Return the used kinds in the order of `known`, then unlisted ones."""
     wanted, listed = set(used), list(known)
     unknown = sorted(wanted - {kind["name"] for kind in listed})
     return [kind for kind in listed if kind["name"] in wanted] + [
@@ -96,7 +96,7 @@ def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
 
 
 def subject_of(plan: Plan) -> str:
-    """Model, layout and batch in one line."""
+    """Return model, layout and batch in one line."""
     model, layout, batch = plan.model, plan.parallel, plan.batch
     chunks = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
@@ -108,7 +108,7 @@ def subject_of(plan: Plan) -> str:
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
-    """Sources and limits of the figures."""
+    """Yield sources and limits of the figures."""
     if plan is not None:
         note = f": {plan.provenance.note}" if plan.provenance.note else ""
         yield f"The plan was made by {plan.provenance.made_by}{note}."

@@ -1,9 +1,9 @@
-"""Figures and tables of a page: parts of a step, use of its waits, the outcome of a run, today's launch.
+"""Figures and tables of a page: parts of a step, use of its waits, the outcome of a run, the launch today.
 
-Figures of a step are taken from its spans alone, so that a simulated step and a traced one stand side by side.
+Figures of a step depend only on its spans, so that simulated and traced steps compare.
 
-wait      ├──────────── bwd.mlp.0 ────────────┤       used: what of replays (and of other tasks) lies inside it
-replays     ├─ attention(3) ─┤                        unused: the rest
+wait            ├──────────── bwd.mlp.0 ────────────┤       used: overlap with recomputations (and other tasks)
+recomputations    ├─ attention(3) ─┤                        unused: the rest
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ TASKS = ("hidden", "weight_gradient")
 """Kinds of work in waits."""
 
 EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy from the host"}
-"""Kinds of exposed bars, in words."""
+"""Names of exposed kinds."""
 
 
 @dataclass
 class WaitUse:
-    """All waits of one name of one row."""
+    """All waits of one name in one row."""
 
     count: int = 0
     seconds: float = 0.0
@@ -58,7 +58,7 @@ class WaitUse:
 
 
 def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
-    """Use of the waits of one row, by their name without the layer."""
+    """Return the use of one row's waits, by name without the layer."""
     found: dict[str, WaitUse] = defaultdict(WaitUse)
     tasks = sorted((span for span in spans if kind_of(span) in TASKS), key=lambda span: span.start_s)
     ends = sorted(span.end_s for span in tasks)
@@ -75,7 +75,7 @@ def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
 
 
 def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterator[Span]:
-    """The tasks that overlap a wait. Tasks follow one another, so starts and ends have one order."""
+    """Yield the tasks that overlap a wait. Tasks do not overlap each other, so starts and ends have the same order."""
     for task in tasks[bisect_left(ends, wait.start_s) :]:
         if task.start_s >= wait.end_s:
             return
@@ -84,12 +84,12 @@ def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterato
 
 
 def wait_name(span: Span) -> str:
-    """`bwd.mlp.0` for `bwd.mlp.0@3`."""
+    """Return `bwd.mlp.0` for `bwd.mlp.0@3`."""
     return (span.window or span.name).partition("@")[0]
 
 
 def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
-    """The table of waits of a view. `labels`: of the rows that are shown."""
+    """Return the table of a view's waits. `labels`: of the rows shown."""
     rows: list[list[Cell]] = [
         [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
     ]
@@ -100,7 +100,7 @@ def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table
 
 
 def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
-    """The exposed work of a view."""
+    """Return the table of a view's exposed work."""
     rows: list[list[Cell]] = []
     for row, label in labels.items():
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -121,7 +121,7 @@ class RowFigures:
     backward_s: float
     hidden_s: float
     exposed_s: float
-    """Recomputations on demand, and the rest of those that outlasted their wait."""
+    """Recomputations on demand, and the remainder of those that outlasted their wait."""
     waits_s: float
     unused_s: float
     collectives_s: float
@@ -170,12 +170,12 @@ class Seen:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of exposed replays on the stage that has most of them."""
+        """Seconds of exposed recomputations on the stage with most."""
         return max((row.exposed_s for row in self.rows.values()), default=0.0)
 
 
 def stage_table(views: Sequence[Seen]) -> Table:
-    """Where the step of every row goes, in all views."""
+    """Return the parts of every row's step in all views."""
     rows: list[list[Cell]] = []
     for seen in views:
         for row, figures in seen.rows.items():
@@ -205,7 +205,7 @@ WITH_UPDATE = "the optimizer's update included"
 def tiles_of(
     views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None, stated_s: float | None = None
 ) -> Iterator[Tile]:
-    """`stated_s`: the plan's own seconds of passes, for a plan without a simulation."""
+    """Yield the tiles. `stated_s`: seconds of passes stated by a plan without a simulation."""
     predicted = next((seen for seen in views if seen.name == "predicted"), None)
     measured = next((seen for seen in views if seen.name == "measured"), None)
     shown = next((point for point in points if point["shown"]), None)
@@ -226,7 +226,7 @@ def tiles_of(
 
 
 def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
-    """Raises `PlanMismatch` where the run was under another plan."""
+    """Raise `PlanMismatch` if the run was under another plan."""
     if outcome.plan_digest != plan.digest:
         found, needed = (f"{digest[:12]}..." for digest in (outcome.plan_digest, plan.digest))
         todo = f"give {outcome.plan}, as it was when the run began"
@@ -249,7 +249,7 @@ def _when(report: Report) -> str:
 
 
 def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
-    """Measured peaks, by stage."""
+    """Return measured peaks by stage."""
     rows = outcome.reports[-1].stages
     return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
 
@@ -263,7 +263,7 @@ def whole_step_s(outcome: RunOutcome) -> float | None:
 
 
 def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None]) -> float | None:
-    """The largest of all stages, from the latest report that has one."""
+    """Return the maximum over stages from the latest report that has the figure."""
     for report in reversed(outcome.reports):
         seconds = [value for row in report.stages if (value := figure(row)) is not None]
         if seconds:
@@ -272,7 +272,7 @@ def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None])
 
 
 def settings_table(measurement: Measurement) -> Table:
-    """A row for each setting that was timed."""
+    """Return a row per timed setting."""
     from megatron_lynx.compare import verdicts
 
     rows: list[list[Cell]] = []
@@ -294,7 +294,7 @@ def how_measured(measurement: Measurement) -> list[str]:
 
 
 def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> tuple[Table, Table]:
-    """The launch of a plan: its cost today beside the plan's (`own`), and the facts read from it."""
+    """Return tables of a plan's launch: its cost today and under the plan (`own`), and the facts read from it."""
     today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
     step_s = own["step_s"]
     rows: list[list[Cell]] = [["the plan", step_s, None, own["memory_bytes"] or 0]]

@@ -1,19 +1,19 @@
-"""A step over time as the page has it: spans column by column, each with an index of what it is about.
+"""Steps over time in the page's format: spans as columns, each with the index of its subject.
 
 Timeline ──rows, by stage──> Row: subject 3, micro-batch 0, starts at 1200 ns, lasts 800 ns
                                    └── subjects[3]: {kind: hidden, name: "replay attention(3)", layer: 3, ...}
 
-A wait has two bars: its communication, and the hole that it leaves in the compute lane.
+A wait has two bars: its communication, and the gap in the compute lane.
 
-predicted   a rehearsal; else what `simulate --trace` or `simulate --json` wrote
+predicted   a rehearsal; else a file of `simulate --trace` or `simulate --json`
 measured    the trace of a run under the plan
 
-In spans, a wait lasts until the work in it is over; on the page it ends where exposed work begins:
+In spans, a wait lasts until its work is complete; on the page it ends where exposed work begins:
 
-    wait       ├──────────────┤                 ├──────┤
-    replays    ├hidden┤exposed┤      ─>         ├hidden┤exposed┤
+    wait             ├──────────────┤                 ├──────┤
+    recomputations   ├hidden┤exposed┤      ─>         ├hidden┤exposed┤
 
-A run does not show the end of communication inside a wait: its recomputations in waits are one bar each.
+A run does not record the end of communication inside a wait: its recomputations in waits are one bar each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 NANO = 1e9
 
 MOST_SPANS = 400_000
-"""Limit of a view, for a file that mail servers accept; beyond it one rank of each stage is shown."""
+"""Limit of spans per view, so that mail servers accept the file; above it, one rank per stage is shown."""
 
 
 def view(
@@ -45,7 +45,7 @@ def view(
     stages: Mapping[int, int],
     memory: Mapping[int, Memory] | None = None,
 ) -> View:
-    """`stages`: of each of the timeline's rows (a stage, or a rank) the stage it belongs to; `memory` by row."""
+    """Return a view. `stages`: stage of each row (a stage, or a rank); `memory` by row."""
     index = _Subjects()
     shown = _shown(timeline, stages)
     first = min((span.micro_batch for row in shown for span in timeline.ranks[row] if span.micro_batch is not None), default=0)
@@ -63,12 +63,12 @@ def view(
 
 
 def memory_of(simulation: Simulation, stage: int) -> Memory:
-    """Bytes of a stage's layers: kept since forward, and recomputed."""
+    """Return the bytes of a stage's layers: kept since forward, and recomputed."""
     return by_kind(simulation.memory(stage), simulation.regenerated(stage))
 
 
 def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memory:
-    """A curve by kind; a moment with several changes has its peak and its last value."""
+    """Return a curve by kind; a time with several changes has its peak and its last value."""
     made = [(0.0, 0)] if regenerated is None else list(zip(regenerated.times_s, regenerated.bytes, strict=True))
     times: list[int] = []
     kept: list[int] = []
@@ -89,7 +89,7 @@ def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memor
 
 
 class _Subjects:
-    """What spans are about, each once."""
+    """Distinct subjects of spans."""
 
     def __init__(self) -> None:
         self.subjects: list[Subject] = []
@@ -122,7 +122,7 @@ def _bars(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
 
 
 def _shown(timeline: Timeline, stages: Mapping[int, int]) -> list[int]:
-    """The rows that are shown, by stage: all of them, or of each stage the one that ends last."""
+    """Return the rows to show by stage: all, or the one of each stage that ends last."""
     rows = sorted(timeline.ranks, key=lambda row: (stages[row], row))
     if sum(len(timeline.ranks[row]) for row in rows) <= MOST_SPANS:
         return rows
@@ -143,7 +143,7 @@ class Drawn:
 
 
 def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> list[Drawn]:
-    """What there is to see, predicted first. Raises `PlanMismatch` for a trace of another job."""
+    """Return the views, predicted first. Raises `PlanMismatch` for a trace of another job."""
     measured = None if given.trace is None or given.trace.simulated else _traced("measured", given, plan)
     return [each for each in (_predicted(given, plan, simulation), measured) if each is not None]
 
@@ -200,7 +200,7 @@ def _drawn(
 
 
 def trimmed(timeline: Timeline) -> Timeline:
-    """The same timeline, every wait ended where the first exposed bar in it begins."""
+    """Return the timeline with every wait ended at its first exposed bar."""
     return Timeline({row: tuple(_trimmed(spans)) for row, spans in timeline.ranks.items()})
 
 

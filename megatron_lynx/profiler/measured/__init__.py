@@ -1,13 +1,13 @@
-"""Measures one real layer on this machine: the seconds of every item forward and backward, and every memory block it saves.
+"""Measures one real layer on this machine: seconds of every item, forward and backward, and every saved memory block.
 
-    TransformerLayer ──HalfRun──> run again and again ──seconds──> of each item, forward and backward
-                                                      └─blocks───> what is saved, by whom, made by whom
+    TransformerLayer ──HalfRun──> repeated runs ──seconds──> per item, forward and backward
+                                                └─blocks───> saved blocks, the items that made and saved them
 
-A layer of Transformer Engine makes its norms inside of linears. They are run alone as well, and what the linear's node saved of
-them is told apart (`InnerNorm`).
+Transformer Engine's linears may contain norms. These norms are also run alone, and their part of the tensors that the linear's
+node saves is separated (`InnerNorm`).
 
-The layer is handed in, of one rank and without a group: a tensor-parallel shard is a layer with a share of the heads and of
-the FFN (`shard_arguments`), so that no communication is in the figures.
+The given layer is one tensor-parallel shard without a group: it has a part of the heads and of the FFN (`shard_arguments`), and
+its figures contain no communication.
 """
 
 from megatron_lynx.profiler.measured.blocks import held_bytes

@@ -1,7 +1,7 @@
-"""The memory blocks that a half's backward needs: how large, made by which item, saved by which.
+"""Memory blocks that a half's backward needs: size, the item that made each, and the items that saved it.
 
-A block is a storage: views of it count once and keep all of it. Two passes are recorded and held side by side; what both have
-in common (parameters, masks, rotary tables, the input) belongs to neither.
+A block is a storage: its views count once, and keep all of it. Two passes are recorded and kept alive together; blocks common to
+both (parameters, masks, rotary tables, the input) belong to neither.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class _Block:
 
 
 def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
-    """The memory blocks of one pass, and the bytes of each site's output.
-
-    Two passes are recorded and held: what both have in common (parameters, masks, rotary tables, the input) is not theirs.
-    """
+    """Return the memory blocks of one pass, and the output bytes of each site."""
     first, second = _recorded(run), _recorded(run)
     own = [block for address, block in second[0].items() if address not in first[0] and (block.saved_by or block.output)]
     tensors = tuple(
@@ -42,9 +39,11 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
 
 
 def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) -> int:
-    """What one pass of an end of the model saves, beyond what another pass saves, too (parameters, and an input both are given).
+    """Return the bytes that one pass of the embedding or output layer saves, without blocks common to two passes (parameters, and
+    a
+    shared input).
 
-    Blocks of tensors `width` wide are of own rows under sequence parallelism: of them, that share counts.
+    Under sequence parallelism, blocks of tensors `width` wide are sharded: divided by `sequence_shards`.
     """
     (first, _kept_first), (second, _kept_second) = _saved_by(run), _saved_by(run)
     own = [(size, last) for address, (size, last) in second.items() if address not in first]
@@ -52,7 +51,7 @@ def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) 
 
 
 def _saved_by(run: Callable[[], Tensor]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
-    """Bytes and last dimension of every saved block by address, and what is to be held so that none is used again."""
+    """Return bytes and last dimension of every saved block by address, and tensors to keep so that no address is reused."""
     blocks: dict[int, tuple[int, int]] = {}
     held: list[Tensor] = []
 
@@ -68,7 +67,7 @@ def _saved_by(run: Callable[[], Tensor]) -> tuple[dict[int, tuple[int, int]], li
 
 
 def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
-    """One pass under saved-tensor hooks. The third is to be held: it keeps every address seen from being used again."""
+    """Record one pass with saved-tensor hooks. Keep the third result, so that no address is reused."""
     blocks: dict[int, _Block] = {}
     outputs: dict[str, int] = {}
     held: list[Tensor] = []
@@ -112,7 +111,9 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
 
 
 def _tell_apart(blocks: dict[int, _Block], saved: tuple[Tensor | None, ...], norm: str, linear: str) -> None:
-    """Give the norm what the linear's node saved of it: its output for the linear, statistics for itself."""
+    """Assign the norm's part of a fused linear's saved tensors: the norm made all of them, the linear reads its output, the norm
+    its
+    statistics."""
     *output, mean, deviation = saved
     for parts, reader in ((output, linear), ((mean, deviation), norm)):
         for part in parts:
@@ -122,7 +123,7 @@ def _tell_apart(blocks: dict[int, _Block], saved: tuple[Tensor | None, ...], nor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether it is more than a wrapper around other tensors, such as a weight's copy in FP8."""
+    """Return False for wrappers around other tensors, such as a weight's FP8 copy."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:

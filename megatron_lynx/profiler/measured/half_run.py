@@ -1,4 +1,4 @@
-"""One half of a real layer, ready to be run again and again, with a call back at every door of a site.
+"""One half of a real layer that can be run repeatedly, with callbacks at the entry and exit of every site.
 
 start ─ [norm] ─ [linear_qkv] ─ (rotary) ─ [core_attention] ─ [linear_proj] ─ (bda) ─ end       [site]  (code)
 """
@@ -19,21 +19,22 @@ from megatron_lynx.nest import all_in
 
 @dataclass(frozen=True)
 class InnerNorm:
-    """The norm that a linear makes inside of itself (Transformer Engine's): no door of it can be watched."""
+    """A norm inside a Transformer Engine linear, which has no hooks."""
 
     item: str
-    """The name that plans have for this norm."""
+    """The norm's name in plans."""
     run: Callable[[Tensor], Any]
-    """Runs the norm alone, without a graph, as the linear runs it."""
+    """Runs the norm alone, without a graph, as the linear does."""
     saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
-    """What the linear's node saved of the norm, from its (outputs, arguments); the last two are statistics."""
+    """Returns the norm's tensors among those that the linear's node saved, from its (outputs, arguments); the last two are
+    statistics."""
     alone: Callable[[Tensor], Tensor]
-    """Runs the same kernels as a module of its own, so that their backward can be timed."""
+    """Runs the same kernels as a separate module, to time their backward."""
 
 
 @dataclass
 class HalfRun:
-    """One half, ready to be run again and again from the same input."""
+    """One half with its input."""
 
     section: Section
     forward: Callable[..., Any]
@@ -41,7 +42,7 @@ class HalfRun:
     input: Tensor
     sites: dict[str, nn.Module]
     inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
-    """By linear: the norm inside it."""
+    """The norm inside a linear, by linear."""
 
     def output(self) -> Tensor:
         result = self.forward(self.input.detach().requires_grad_(), **self.arguments)
@@ -66,12 +67,12 @@ class HalfRun:
 
 
 def sites_of(layer: Any, section: Section, *, norms: bool = True) -> dict[str, nn.Module]:
-    """The submodules of one half. `norms`: whether those are among them."""
+    """Return the submodules of one half, optionally without its norms."""
     return {item.name: attrgetter(item.path)(layer) for item in section.sites if norms or item.role != "norm"}
 
 
 def code_behind(section: Section, site: str | None) -> str:
-    """The item that code belongs to which runs after `site` (None: before the first)."""
+    """Return the item of the code after `site` (None: before the first site)."""
     return section.norm if site is None else section.code_behind.get(site, site)
 
 

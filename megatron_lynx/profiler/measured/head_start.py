@@ -1,15 +1,15 @@
-"""A head start for the host, under load: while it issues a pass that is timed, the device multiplies matrices before that pass.
+"""Queues matrix products on the device before each timed pass, so that the host issues the pass ahead of the device, under load.
 
-    without      host    [ issue a ][ issue b ][ issue c ]                    b's mark comes when the host got to b: Python's
-                 device             [a]        [b]        [c]                 time is in the seconds of a, b and c
+    without      host    [ issue a ][ issue b ][ issue c ]                    b's event waits for the host: Python's time is
+                 device             [a]        [b]        [c]                 included in a, b and c
 
-    with it      host    [ issue products, a, b, c ]
-                 device        [ products ..................... ][a][b][c]    the marks lie as far apart as the work takes
+    with         host    [ issue products, a, b, c ]
+                 device        [ products ..................... ][a][b][c]    events measure device time only
 
-What Python takes is measured by itself (`testbed.host_time`), and a simulated pass is never shorter than it. And a GPU at its
-limit of power lowers its clock: a layer of Llama 3 8B takes an H100 a sixth longer in a step of seconds than in passes between
-which it rests. So the products come for a while before the first pass, and before each one. On a CPU the host computes, and there
-are none.
+Host time is measured separately (`testbed.host_time`) and is a lower bound of simulated passes. A GPU at its power limit lowers
+its clock: in long steps, a layer of Llama 3 8B takes an H100 a sixth longer than in passes with pauses. So products also run for
+a
+while before the first pass. On a CPU there are none: the host computes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from megatron_lynx.runtime.device import Device
 
 LONGER = 2.0
-"""How many times as long as the host took for the pass before."""
+"""Duration of the products, relative to the host time of the previous pass."""
 SHORTEST_S, LONGEST_S = 0.01, 0.25
 WARM_UP_S = 1.0
 WIDTH = 8192
-"""Of the matrices: a product takes an A100 some 4 ms, an H100 1.5."""
+"""Matrix width: a product takes an A100 some 4 ms, an H100 1.5."""
 
 
 class HeadStart:
-    """Around everything that is issued for one pass on a device."""
+    """Context around issuing one pass on a device."""
 
     def __init__(self, device: Device, busy: Callable[[float], None] | None = None) -> None:
-        """`busy`: gives the device work for about so many seconds; None where the host computes."""
+        """`busy`: gives the device work for about this many seconds; None on a CPU."""
         self.device = device
         self._busy = busy
         self._host_s = 0.0
@@ -54,7 +54,7 @@ class HeadStart:
 
 
 def head_start_on(device: Device) -> HeadStart:
-    """Of passes on this device, which is under load from now on."""
+    """Return the context for passes on this device, after warming it up."""
     if device.where.type != "cuda":
         return HeadStart(device)
     products = _Products(device)
@@ -63,12 +63,12 @@ def head_start_on(device: Device) -> HeadStart:
 
 
 class _Products:
-    """Multiplications that last as long as is asked for."""
+    """Matrix products of a requested total duration."""
 
     def __init__(self, device: Device) -> None:
         self._factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
         self._product = torch.empty_like(self._factor)
-        for _ in range(2):  # the first one chooses its kernel
+        for _ in range(2):  # the first one selects its kernel
             begin = device.current.record(timed=True)
             self._multiply()
             end = device.current.record(timed=True)

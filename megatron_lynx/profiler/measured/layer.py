@@ -1,4 +1,4 @@
-"""One real layer, measured: both halves, item by item."""
+"""Measures both halves of a real layer by item."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def shard_arguments(job: Job) -> dict[str, Any]:
-    """Arguments of Megatron's `TransformerConfig` that make a layer without a group do the work of one tensor-parallel rank."""
+    """Return arguments of `TransformerConfig` that give a layer without a group the work of one tensor-parallel rank."""
     model, tensor = job.model, job.parallel.tensor
     return {
         "num_attention_heads": model.heads // tensor,
@@ -34,14 +34,14 @@ def shard_arguments(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TeLayer:
-    """What cannot be watched of a layer of Transformer Engine."""
+    """Facts about a Transformer Engine layer that hooks cannot observe."""
 
     norms: Mapping[Half, Mapping[str, InnerNorm]]
     """By half and linear."""
     flops: Mapping[str, int]
-    """FLOPs of each item: torch does not count those of Transformer Engine's extension."""
+    """FLOPs per item: torch does not count Transformer Engine's extension."""
     fp8: bool = False
-    """Whether its linears compute in FP8. Both GEMMs of a backward then count as long as the forward's."""
+    """Whether its linears compute in FP8. Each backward GEMM then counts as long as the forward's."""
 
 
 def measure_layer(
@@ -55,12 +55,13 @@ def measure_layer(
     repetitions: int = 9,
     te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
-    """Measures both halves of a `TransformerLayer`, which is in training mode. `sections`: what fills them.
+    """Measure both halves of a `TransformerLayer` in training mode. `sections`: their contents.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
-    `device` is what the layer is on: seconds are those of its clock.
-    `sequence_shards` is the tensor-parallel size under sequence parallelism: norms, dropouts and residuals then do that share
-    of the rows, and their figures are divided by it. In FP8 the caller has entered its context.
+    `device` is the layer's device, whose clock is used.
+    `sequence_shards` is the tensor-parallel size under sequence parallelism: figures of norms, dropouts and residuals, which work
+    on
+    a part of the rows, are divided by it. For FP8 the caller enters its context.
     """
 
     runs, head_start = list[HalfRun](), head_start_on(device)

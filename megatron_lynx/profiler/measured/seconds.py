@@ -1,11 +1,11 @@
-"""Seconds of every item, from marks at the doors of the sites.
+"""Seconds of every item, from events at the entry and exit of sites.
 
     forward    start ─ norm ─ linear_qkv ─ (rotary) ─ core_attention ─ linear_proj ─ (bda) ─ end        module hooks
     backward   end ─ (bda) ─ linear_proj ─ core_attention ─ (rotary) ─ linear_qkv ─ norm ─ start        gradient hooks
 
-A site's backward begins when the gradient of its output exists and ends when those of its arguments do; what lies between two
-sites is the code item there. A mark is an event on the device's compute stream, and the host waits at the end of a pass only,
-and has a head start (`head_start`): the time that it takes to issue each item is not in the item's figure.
+A site's backward lasts from the gradient of its output to those of its arguments; the time between two sites belongs to the code
+item there. Events are on the device's compute stream. The host waits only at the end of a pass, and has a head start
+(`head_start`), so that its time to issue an item is not included.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from megatron_lynx.runtime.device import Device, Event
 
 WARMUP = 2
-"""Passes before the first that counts: caches and allocators settle."""
+"""Passes before the first timed one: caches and allocators settle."""
 
 
 def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 9) -> BlockProfile:
-    """Forward and backward seconds of anything that returns one tensor with a gradient, such as the model's head and its loss.
+    """Time forward and backward of a function that returns one differentiable tensor, such as the output layer with its loss.
 
-    What it saves is asked of `blocks.held_bytes`: noting that takes time.
+    Its saved bytes are counted separately (`blocks.held_bytes`), because that takes time.
     """
     forward, backward = [], []
     head_start = head_start_on(device)
@@ -54,7 +54,7 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
 
 
 def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
+    """Return the median forward and backward seconds of each item. A norm inside a linear is separated from it."""
     passes = [_timed_pass(run, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     arguments = _read_and_made(run)[0]
@@ -67,8 +67,8 @@ def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple
 
 
 def _share_out(backward_s: dict[str, float], run: HalfRun, arguments: dict[str, Tensor]) -> None:
-    """Linears that read the same tensor have one gradient, which exists when the last of their backwards is over: by the sizes of
-    their weights."""
+    """Split the joint backward of linears that read the same tensor by their weights' sizes: its gradient exists when the last is
+    complete."""
     reading: dict[int, dict[str, int]] = {}
     for linear in run.section.linears:
         weights = run.sites[linear].get_parameter("weight").numel()
@@ -80,7 +80,7 @@ def _share_out(backward_s: dict[str, float], run: HalfRun, arguments: dict[str, 
 
 
 def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
-    """Forward and backward of the norm that a linear makes of these rows, alone: what of its seconds is not the linear's."""
+    """Return forward and backward seconds of a norm inside a linear, run alone on these rows."""
     rows = rows.requires_grad_()
     with torch.no_grad():
         forward_s = median_seconds(lambda: norm.run(rows), head_start, repetitions)
@@ -93,7 +93,7 @@ def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, rep
 
 
 def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], dict[str, float]]:
-    """One pass. A mark (item, event) ends that item's stretch; an item's stretches add up."""
+    """Time one pass. An event (item, event) ends an interval of that item; an item's intervals are summed."""
     device = head_start.device
     forward_marks: list[tuple[str, Event]] = []
     backward_marks: list[tuple[str, Event]] = []
@@ -106,7 +106,7 @@ def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], 
     def entered(name: str, arguments: Any) -> None:
         forward_marks.append((code[0], mark(device)))
         for tensor in all_in(Tensor, arguments):
-            on_gradient(tensor, name)  # when these gradients exist, the site's backward is over
+            on_gradient(tensor, name)  # the site's backward is complete when these gradients exist
 
     def left(name: str, outputs: Any) -> None:
         forward_marks.append((name, mark(device)))
@@ -137,8 +137,9 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 
 
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
-    """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone. Where its weight has a `main_grad`, wgrad
-    is added to it, as in training."""
+    """Return the (dgrad, wgrad) seconds of each linear's backward GEMMs, run alone. With a `main_grad`, wgrad accumulates into
+    it, as in
+    training."""
     arguments, outputs = (_as_matrices(tensors) for tensors in _read_and_made(run))
     result = {}
     for name in run.section.linears:
@@ -155,7 +156,7 @@ def _as_matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The first tensor that each site reads, and the first that it makes."""
+    """Return the first argument and the first output of each site."""
     arguments: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -176,7 +177,7 @@ def _weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tens
 
 
 def item_flops(run: HalfRun) -> dict[str, int]:
-    """FLOPs of each site's forward."""
+    """Return the FLOPs of each site's forward."""
 
     flops: dict[str, int] = {}
     with FlopCounterMode(display=False) as counter:
@@ -197,7 +198,7 @@ def median_seconds(call: Callable[[], Any], head_start: HeadStart, repetitions: 
 
 
 def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
-    """One call's seconds on the device. The host waits for its end."""
+    """Return one call's seconds on the device. The host waits for its end."""
     with head_start:
         begin = mark(head_start.device)
         call()
@@ -207,5 +208,5 @@ def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
 
 
 def mark(device: Device) -> Event:
-    """The point behind everything that the device was given to compute so far, on its own clock."""
+    """Record a timed event after all work queued so far."""
     return device.current.record(timed=True)
