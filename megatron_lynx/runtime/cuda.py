@@ -75,7 +75,7 @@ class CudaDevice(Device):
     """One GPU."""
 
     def __init__(self, where: torch.device) -> None:
-        self.where = where
+        super().__init__(where)
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._pending: list[tuple[Callable[[], object], list[CudaEvent]]] = []
         """Functions to call once all of their events are reached."""

@@ -1,4 +1,4 @@
-"""Streams and events of a device: the runtime orders copies and compute through these protocols.
+"""Streams and events of a device, by which the runtime orders copies and compute.
 
    compute    ── a ──┬──────────────── b ────────────────┬── current.wait(over) ── c
                      │ [1]                               │ [3]
@@ -8,13 +8,8 @@
 [2] the host continues; it blocks in `synchronize` only
 [3] compute issued from now on waits for the copy
 
-                CUDA (`cuda`)                              CPU
-   Stream       a CUDA stream                              the calling thread, which copies at once
-   current      torch's current stream of this thread      the same
-   Event        a CUDA event                               always reached
-   the clock    the device's                               the host's
-
-`tests/instruments/streams` has a third one: a CPU whose copies run in threads, as late as they may.
+A CPU's stream is the calling thread, its work has finished when the call returns, and its clock is the host's.
+`cuda` derives those of a GPU. `tests/instruments/streams` derives a CPU whose copies run in threads, as late as they may.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -30,44 +24,53 @@ from torch import Tensor
 Work = Callable[[], object]
 
 
-class Event(Protocol):
+class Event:
     """A point in a stream, reached when all work issued to the stream before it has finished."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
 
     @property
     def done(self) -> bool:
-        """Whether it is reached by now."""
+        return True
 
     def synchronize(self) -> None:
         """Wait for it on the host."""
 
     def seconds_since(self, begin: Event) -> float:
-        """Seconds on the device's clock; both events are reached, and were recorded as timed."""
+        """Return the seconds on the device's clock. Both events must be reached, and recorded as timed."""
+        return self._at_s - begin._at_s
 
 
-class Stream(Protocol):
+class Stream:
     """Runs its work in order, in parallel with other streams."""
 
     def run(self, work: Work) -> None:
-        """Call `work`, which issues to this stream. What `work` raises is raised here."""
+        """Call `work`, which issues to this stream. Errors of `work` are raised here."""
+        work()
 
     def wait(self, event: Event) -> None:
-        """Work issued from now on starts after the event."""
+        """Start work issued from now on after the event."""
 
     def record(self, *, timed: bool = False) -> Event:
         """Return the point after the work issued so far. `timed`: needed for `seconds_since`."""
+        return Event()
 
 
-class Device(Protocol):
+class Device:
     """One device that computes, and the memory of its host."""
 
-    where: torch.device
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
 
     @property
     def current(self) -> Stream:
         """The stream on which the calling thread computes. Inside `Stream.run` it is that stream."""
+        return CALLING_THREAD
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name, which no other library uses."""
+        """Return the stream of that name, which no other library uses."""
+        return Stream()
 
     def synchronize(self) -> None:
         """Wait on the host until every stream has finished the work issued so far."""
@@ -76,10 +79,11 @@ class Device(Protocol):
         """Keep a reference to an object until the event is reached."""
 
     def random_states(self) -> tuple[Tensor, ...]:
-        """States of the default generators that code on this device may draw from. Later draws do not change them."""
+        """Return states of the default generators of code on this device, which later draws do not change."""
+        return (torch.get_rng_state(),)
 
     def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        """Set the generators to these states."""
+        torch.set_rng_state(*states)
 
     def lock(self, memory: Tensor) -> None:
         """Page-lock host memory for asynchronous copies. Raises `RuntimeError` if that fails."""
@@ -88,65 +92,7 @@ class Device(Protocol):
         """Undo `lock` when the copies issued so far have finished. Destructors call it: it never waits."""
 
 
-@final
-class CpuEvent(Event):
-    """Reached when it is recorded."""
-
-    done = True
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Already reached."""
-
-    def seconds_since(self, begin: Event) -> float:
-        assert isinstance(begin, CpuEvent)
-        return self._at_s - begin._at_s
-
-
-@final
-class CpuStream(Stream):
-    """The calling thread."""
-
-    def run(self, work: Work) -> None:
-        work()
-
-    def wait(self, event: Event) -> None:
-        """Already reached."""
-
-    def record(self, *, timed: bool = False) -> Event:
-        return CpuEvent()
-
-
-@final
-class CpuDevice(Device):
-    """The CPU, whose memory is the host's."""
-
-    current: Stream = CpuStream()
-
-    def __init__(self, where: torch.device) -> None:
-        self.where = where
-
-    def stream(self, name: str) -> Stream:
-        return CpuStream()
-
-    def synchronize(self) -> None:
-        """All work has finished when the call that did it returns."""
-
-    def hold(self, held: object, until: Event) -> None:
-        """All events are reached."""
-
-    def random_states(self) -> tuple[Tensor, ...]:
-        return (torch.get_rng_state(),)
-
-    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(*states)
-
-    def lock(self, memory: Tensor) -> None:
-        """No copy needs it."""
-
-    unlock = lock
+CALLING_THREAD = Stream()
 
 
 def device_for(where: torch.device) -> Device:
@@ -165,4 +111,4 @@ def _made(where: torch.device) -> Device:
         from megatron_lynx.runtime.cuda import CudaDevice
 
         return CudaDevice(where)
-    return CpuDevice(where)
+    return Device(where)

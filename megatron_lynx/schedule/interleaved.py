@@ -67,7 +67,7 @@ def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group_si
 
 
 def goes_back_at_once(pipeline: int, stage: int, microbatches: int, chunk: int, chunks: int, group_size: int) -> bool:
-    """Return whether each forward of a chunk precedes its backward: on the last stage the last chunk's, in full groups."""
+    """Return whether each forward of a chunk is followed by its backward: on the last stage the last chunk's, in full groups."""
     return (stage, chunk) == (pipeline - 1, chunks - 1) and microbatches % group_size == 0
 
 

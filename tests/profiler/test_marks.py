@@ -10,7 +10,7 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.profiler.measured.half_run import HalfRun
 from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, SHORTEST_S, HeadStart
 from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
-from megatron_lynx.runtime.device import CpuDevice, Event, Stream
+from megatron_lynx.runtime.device import Device, Event, Stream
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
 
 
@@ -66,7 +66,7 @@ def test_a_block_is_waited_for_once_a_pass() -> None:
 def test_the_host_gets_a_head_start_as_long_as_its_pass_before() -> None:
     """Without it what Python takes between two launches is in the seconds of what comes behind."""
     given: list[float] = []
-    head_start = HeadStart(CpuDevice(torch.device("cpu")), given.append)
+    head_start = HeadStart(Device(torch.device("cpu")), given.append)
     for _ in range(3):
         with head_start:
             time.sleep(0.01)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.free_memory import FreeMemory, Pot
-from megatron_lynx.runtime.device import CpuDevice
+from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.offload.copier import Copier, Owner
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, Block, HostLimit, HostMemory, too_little
@@ -65,7 +65,7 @@ def test_a_host_without_memory_is_one_message() -> None:
 def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first forwards locked it, on all ranks of a host at once: seconds of each of the first steps."""
     locked = list[int]()
-    monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
+    monkeypatch.setattr(Device, "lock", lambda device, memory: locked.append(memory.nbytes))
     limit = HostLimit(10**6)
     made = Offloader({0: OffloadPolicy(6000, 1, 1, 2), 1: OffloadPolicy(900, 1, 1, 1, ragged=True)}, device=CPU, limit=limit)
     made.lock_ahead()
@@ -90,7 +90,7 @@ def test_a_host_that_does_not_give_what_it_promised_leaves_nothing_locked(monkey
     def lock(device: object, memory: object) -> None:
         raise RuntimeError("cudaHostRegister returned 2")
 
-    monkeypatch.setattr(CpuDevice, "lock", lock)
+    monkeypatch.setattr(Device, "lock", lock)
     limit = HostLimit(10**6)
     made = Offloader({0: OffloadPolicy(6000, 1, 1, 1), 1: OffloadPolicy(6000, 1, 1, 1)}, device=CPU, limit=limit)
     with pytest.raises(OffloadError, match="the host has too little memory"):
@@ -204,7 +204,7 @@ def test_blocks_as_large_as_asked_where_an_eighth_more_is_too_much() -> None:
 def test_memory_is_locked_for_one_micro_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it was page-locked at the end of the first forward: seconds, for tens of GB, in which the device idled."""
     locked = list[int]()
-    monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
+    monkeypatch.setattr(Device, "lock", lambda device, memory: locked.append(memory.nbytes))
     lender, held = memory(), []
     for number in range(1, 4):
         held.append(lender.lend(0, [1024, 512]))
@@ -274,7 +274,7 @@ def test_what_lent_blocks_keep_pinned_was_forgotten() -> None:
 def test_what_was_locked_ahead_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slab serves one micro-batch, one half and one chunk after another; sets for which it has no room are locked later."""
     locked = list[int]()
-    monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
+    monkeypatch.setattr(Device, "lock", lambda device, memory: locked.append(memory.nbytes))
     limit = HostLimit(10**6)
     lender = HostMemory("stage 1", CPU, limit)
     lender.lock(2 * (1024 + 512))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_lynx.runtime.device import CpuDevice, CpuEvent, CpuStream
+from megatron_lynx.runtime import device
 from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.log import COMPUTE, Event, Log
 
@@ -20,11 +20,11 @@ from tests.instruments.queues.log import COMPUTE, Event, Log
 def note_copies(undo: ExitStack, log: Log) -> None:
     """Note what the calling thread gives to streams, until `undo` is closed."""
     notes = _Notes(log)
-    replace(undo, CpuStream, "wait", notes.wait(CpuStream.wait))
-    replace(undo, CpuStream, "record", notes.record(CpuStream.record))
-    replace(undo, CpuStream, "run", notes.run(CpuStream.run))
-    replace(undo, CpuEvent, "synchronize", notes.synchronize(CpuEvent.synchronize))
-    replace(undo, CpuDevice, "synchronize", notes.synchronize_all(CpuDevice.synchronize))
+    replace(undo, device.Stream, "wait", notes.wait(device.Stream.wait))
+    replace(undo, device.Stream, "record", notes.record(device.Stream.record))
+    replace(undo, device.Stream, "run", notes.run(device.Stream.run))
+    replace(undo, device.Event, "synchronize", notes.synchronize(device.Event.synchronize))
+    replace(undo, device.Device, "synchronize", notes.synchronize_all(device.Device.synchronize))
 
 
 class _Notes:
@@ -33,7 +33,7 @@ class _Notes:
         self._thread = threading.get_ident()
         self._inside = False
         """Whether a call of a stream runs, whose calls of its own are not noted."""
-        self._events: weakref.WeakKeyDictionary[CpuEvent, Event] = weakref.WeakKeyDictionary()
+        self._events: weakref.WeakKeyDictionary[device.Event, Event] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 
@@ -85,7 +85,7 @@ class _Notes:
         return call
 
     def _name(self, stream: Any) -> str:
-        if stream is CpuDevice.current:
+        if stream is device.CALLING_THREAD:
             return COMPUTE
         if stream not in self._names:
             self._names[stream] = f"copies {next(self._numbers)}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lynx.runtime.device import CpuDevice, Device, Event, Stream
+from megatron_lynx.runtime.device import Device, Event, Stream
 from tests.instruments.posted import asked_at
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.move import Move, poison
@@ -91,11 +91,10 @@ class AsynchronousDevice(Device):
     """The CPU, with streams that are beside it. `found`: what its moves found wrong so far."""
 
     def __init__(self, where: torch.device, seed: int, listener: StreamListener | None = None) -> None:
-        self.where = where
+        super().__init__(where)
         self.listener = listener or StreamListener()
         self.moved = 0
         """How many copies were given to its streams."""
-        self._cpu = CpuDevice(where)
         self._delays = random.Random(seed)
         self._compute = AsynchronousStream(COMPUTE, CallingThread(), self)
         self._current = self._compute
@@ -153,18 +152,6 @@ class AsynchronousDevice(Device):
     def hold(self, held: object, until: Event) -> None:
         """The moves hold their tensors. They may begin now: nothing waits for them any more."""
         self.hurry()
-
-    def random_states(self) -> tuple[Tensor, ...]:
-        return self._cpu.random_states()
-
-    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        self._cpu.restore_random_states(states)
-
-    def lock(self, memory: Tensor) -> None:
-        self._cpu.lock(memory)
-
-    def unlock(self, memory: Tensor) -> None:
-        self._cpu.unlock(memory)
 
     def _look_back(self) -> None:
         """At the copies that are over; they are forgotten then."""
