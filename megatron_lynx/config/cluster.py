@@ -52,12 +52,10 @@ class Matmul(Part):
         return 1e12 * (self.bf16_tflop_per_s if dtype == "bf16" else self.fp32_tflop_per_s)
 
     def gemm_s(self, flops: float, dtype: Literal["fp32", "bf16"]) -> float:
-        """Compute seconds of one GEMM."""
         size = (flops / 2) ** (1 / 3)
         return flops * (size + self.half_size) / (size * self.efficiency * self.peak_flop_per_s(dtype)) if flops else 0.0
 
     def attention_s(self, flops: float, dtype: Literal["fp32", "bf16"], kernel: AttentionKernel = "usual") -> float:
-        """Compute seconds of fused attention."""
         asked = self.flash_attention_2_efficiency if kernel == "flash_attention_2" else None
         return flops / ((asked or self.attention_efficiency) * self.peak_flop_per_s(dtype))
 
@@ -107,7 +105,6 @@ class Link(Part):
 
     @property
     def byte_per_s(self) -> float:
-        """Rate that large messages reach."""
         return 1e9 * self.gb_per_s * self.efficiency
 
     def seconds(self, size_bytes: float) -> float:

@@ -62,7 +62,6 @@ class Communicator:
     use: Use = "collectives"
 
     def buffer_bytes(self, nccl: NcclChannels) -> int:
-        """Bytes of its buffers on one device."""
         mib = BASE_MIB + (self._of_collectives_mib(nccl) if self.use == "collectives" else self._of_peers_mib(nccl))
         return mib * MIB
 
@@ -85,7 +84,6 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
     """
 
     def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
-        """Return the group of every `stride`th rank."""
         return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)
 
     stage_ranks, model_ranks = gpus // layout.pipeline, layout.tensor * layout.pipeline

@@ -69,18 +69,15 @@ class Experts(Part):
 
     shared_beside: bool = False
     """Whether shared experts overlap the token exchange on their own stream (`--moe-shared-expert-overlap`). Megatron runs them
-    inside
-    its dispatcher then, so this needs `whole`."""
+    inside its dispatcher then, so this needs `whole`."""
 
     filled: bool = False
     """Whether routers pad each expert's rows to a multiple that FP8 needs (`--moe-router-padding-for-quantization`). Otherwise
-    rows are
-    padded before the experts' GEMMs."""
+    rows are padded before the experts' GEMMs."""
 
     dispatcher: Dispatcher = "alltoall"
     """Megatron's token dispatcher; deepep, hybridep: --moe-token-dispatcher-type flex with this backend. allgather (Megatron's
-    default):
-    every rank gathers all tokens."""
+    default): every rank gathers all tokens."""
     multiprocessors: int | None = Field(default=None, ge=2)
     """Multiprocessors of one dispatch kernel (`--moe-flex-dispatcher-num-sms`); None: Megatron's default. Not counted for
     alltoall."""
@@ -131,7 +128,6 @@ class Experts(Part):
 
     @property
     def section(self) -> Section:
-        """Section of the MLP half of a layer with experts."""
         facts = Facts(experts=True, shared_experts=bool(self.shared_ffn), dispatcher=self.dispatcher, overlapped=self.overlapped)
         return sections_of(facts)[1]
 

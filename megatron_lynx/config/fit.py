@@ -35,7 +35,6 @@ def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
 
 
 def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
-    """Yield problems of dividing layers over stages and chunks."""
     partition, pipeline = parallel.partition, parallel.pipeline
     if isinstance(partition, tuple):
         if sum(partition) != layers:
@@ -120,7 +119,6 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 
 
 def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
-    """Yield problems of layers left in bf16, by the rules of Megatron's `TransformerConfig`."""
     assert model.fp8 is not None
     most, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
     found = {name: getattr(model.fp8, name) for name in asked}

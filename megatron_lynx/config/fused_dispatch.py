@@ -43,8 +43,7 @@ NVLINK_CHUNK_BEYOND = 720
 RDMA_CHUNK = {16: 140, 64: 128}
 RDMA_CHUNK_BEYOND = 132
 """Tokens per channel and peer, by the largest number of ranks they hold for: the larger of dispatch and combine, rounded up to
-one
-send."""
+one send."""
 HYBRID_CHUNK = 64
 """HybridEP's buffers are multiples of this many tokens."""
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)

@@ -85,7 +85,6 @@ class LayerHostTime(Part):
         return own
 
     def layer_s(self, setting: Setting) -> float:
-        """Return the seconds of both halves, forward and backward."""
         return sum(each.forward_s + each.backward_s for each in (self.half(half).under(setting) for half in HALVES))
 
 
@@ -138,16 +137,13 @@ class HostTime(Part):
 
     @property
     def measured(self) -> tuple[Implementation, ...]:
-        """Measured implementations."""
         return tuple(each for each in LAYERS if getattr(self, each) is not None)
 
     def of(self, implementation: Implementation) -> LayerHostTime:
-        """Return the figures used for an implementation."""
         layer: LayerHostTime = getattr(self, self.taken_for(implementation))
         return layer
 
     def words_for(self, implementation: Implementation) -> str:
-        """Describe these figures for people."""
         taken = self.taken_for(implementation)
         if taken == implementation:
             return f"{LAYERS[taken]} on {self.cpu}"

@@ -104,8 +104,7 @@ class Beside(Part):
 
 class Budget(Part):
     """Memory that a plan may use. By default, on GPUs: the device's memory without its cluster's reserve and other processes; on
-    the
-    testbed the planner minimizes memory."""
+    the testbed the planner minimizes memory."""
 
     activation_mib: float | None = Field(default=None, gt=0, le=1e12)
     """Activations of one stage's layers, all micro-batches in flight, per rank."""
@@ -154,8 +153,7 @@ class Job(Part):
     policy: Policy = "planned"
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of a chunk's saved bytes that is offloaded to host memory; auto: the fastest share for plans, the smallest that fits
-    for
-    other policies."""
+    for other policies."""
     budget: Budget = Budget()
     schedule: Schedule = "flush"
     defer_updates: bool = True
@@ -274,8 +272,7 @@ class Job(Part):
     @property
     def keeps_gathered(self) -> bool:
         """Whether linears with an input gathered by sequence parallelism are never recomputed: they use a userbuffer, or their
-        weight
-        gradient needs a second gather."""
+        weight gradient needs a second gather."""
         return self.userbuffers or (self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe))
 
     @property
@@ -314,15 +311,14 @@ class Job(Part):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """Device memory for PyTorch's allocations, limited to the memory that a run found available; negative if the
-        reserve exceeds the device."""
+        """Device memory for PyTorch's allocations, limited to the memory that a run found available; negative if the reserve
+        exceeds the device."""
         stated, found = self.budget.memory_gib, self.learned.device_bytes
         own = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
         return own if found is None else min(own, found)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """NCCL communicators of the layout."""
         node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
         tied, experts = self.model.tied_embeddings or self.model.mtp > 0, self.model.experts
         dispatcher = None if experts is None else experts.dispatcher
@@ -330,7 +326,6 @@ class Job(Part):
 
     @property
     def fused_dispatch(self) -> FusedDispatch:
-        """Fused token dispatch, if the job uses it."""
         return FusedDispatch(self.model, self.parallel, self.batch.micro, self.cluster)
 
     @property
@@ -367,7 +362,6 @@ class Job(Part):
         return sum(layer in layers for layer in self.layers_of(stage, chunk)) if layers else 0
 
     def experts_on(self, stage: int) -> int:
-        """Return the count of layers with experts in a stage over all chunks."""
         return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
 
     def kinds_of(self, stage: int, chunk: int = 0) -> Counter[LayerKind]:
@@ -375,7 +369,6 @@ class Job(Part):
         return self.model.kinds_of(self.layers_of(stage, chunk))
 
     def kinds_on(self, stage: int) -> Counter[LayerKind]:
-        """Return the count of layers by kind in a stage over all chunks."""
         return self.model.kinds_of(chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks)))
 
     def halves_on(self, stage: int) -> Counter[Section]:

@@ -53,7 +53,6 @@ IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_bucket
 
 
 def as_by_default(part: BaseModel, names: Iterable[str]) -> set[str]:
-    """Return the fields that have their default."""
     return {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
 
 

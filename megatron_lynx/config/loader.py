@@ -47,8 +47,8 @@ def bundled_configs() -> Path:
 def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Job:
     """Load and validate a job file. `path` may also name a bundled one: `jobs/demo`.
 
-    `overrides` replace single values, by path in the job (`{"batch.micro": 2}`).
-    Raises `ConfigError` with every problem of the job and of the files it names.
+    `overrides` replace single values, by path in the job (`{"batch.micro": 2}`). Raises `ConfigError` with every problem of the
+    job and of the files it names.
     """
     overrides = overrides or {}
     file = job_path(path)
@@ -115,8 +115,7 @@ def load_model(name: str, where: str) -> Model:
 
 def _named(name: str, where: str, kind: str) -> Path:
     """Return the file of a name on a command line: a path, or a bundled file, also by a unique prefix of its name, with or
-    without its
-    folder, in any case."""
+    without its folder, in any case."""
     with suppress(ConfigError):
         return _found(name, Path(), where, kind)
     bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}

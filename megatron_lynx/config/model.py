@@ -39,16 +39,14 @@ class Fp8(Part):
     recipe: Recipe = "delayed"
     parameters: bool = False
     """Whether the linears' weights are stored in FP8 (`--fp8-param-gather`), and gathered so by the distributed optimizer.
-    Otherwise
-    they stay in the model's type, with copies in FP8."""
+    Otherwise they stay in the model's type, with copies in FP8."""
     first_in_bf16: int = Field(default=0, ge=0)
     """Layers at the start that compute in bf16 (`--first-last-layers-bf16`, `--num-layers-at-start-in-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
     """Layers at the end that compute in bf16 (`--num-layers-at-end-in-bf16`)."""
     copies_kept: bool | None = None
     """Whether a checkpointed half keeps the FP8 copy of its last linear's input, so that this linear is not recomputed; None: a
-    plan
-    takes the faster one."""
+    plan takes the faster one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -146,8 +144,7 @@ class Model(Part):
 
     mtp: int = Field(default=0, ge=0, le=64)
     """Layers of multi-token prediction (`--mtp-num-layers`): on the last stage, like its last layer, each with its own
-    projection, norms
-    and loss. Plans keep all their activations."""
+    projection, norms and loss. Plans keep all their activations."""
 
     opaque: tuple[Opaque, ...] = ()
     """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
@@ -238,12 +235,10 @@ class Model(Part):
         return self.implementation == "transformer_engine"
 
     def fuses(self, fusion: Fusion) -> bool:
-        """Return whether a fusion is enabled, on GPUs."""
         return self.fusions is None or fusion in self.fusions
 
     @property
     def fuses_rotary(self) -> bool:
-        """Whether RoPE is one kernel."""
         return self.fuses("rope") if self.latent is None else self.latent.fused_rotary
 
     @property
@@ -269,7 +264,6 @@ class Model(Part):
 
     @property
     def fp8_parameters(self) -> bool:
-        """Whether the linears' weights are stored in FP8."""
         return self.fp8 is not None and self.fp8.parameters
 
     @property
@@ -279,7 +273,6 @@ class Model(Part):
 
     @property
     def shared_experts(self) -> bool:
-        """Whether layers with experts have shared ones."""
         return self.experts is not None and self.experts.shared_ffn > 0
 
     @property
@@ -299,7 +292,6 @@ class Model(Part):
 
     @property
     def experts_whole(self) -> bool:
-        """Whether plans keep halves with experts whole, on the device."""
         return self.experts is not None and self.experts.whole
 
     @property
@@ -333,16 +325,13 @@ class Model(Part):
         )
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        """Return the count of each kind among these layers."""
         return Counter(self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
-        """Return the figures of an opaque half."""
         return next(each for each in self.opaque if each.section is section)
 
     @property
     def alike(self) -> bool:
-        """Whether all layers are of one kind."""
         return len(self.kinds_of(range(1, self.layers + 1))) == 1
 
     @property
@@ -367,8 +356,7 @@ class Model(Part):
     @property
     def query_width(self) -> int:
         """Columns of all queries, and rows of the attention's output projection: h, unless `kv_channels` differs. With latent
-        attention,
-        rows of the output projection only."""
+        attention, rows of the output projection only."""
         return self.heads * (self.head_size if self.latent is None else self.latent.value_head_size)
 
     @property

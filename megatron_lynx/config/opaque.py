@@ -4,8 +4,7 @@ opaque: [{kind: own_attention, layers: [1-3], parameters: 33554432, kept_bytes: 
 
 Bytes and FLOPs are per token and weights per layer, over all tensor-parallel ranks, which share them equally. Launches with
 `--linear-attention-freq`, `--attention-output-gate` or Mamba layers get them from the formulas below, read in the named code.
-They
-were not measured, so bytes are multiplied by `MARGIN`. e: element bytes, h: width of the residual stream.
+They were not measured, so bytes are multiplied by `MARGIN`. e: element bytes, h: width of the residual stream.
 
     gated delta net   k, v widths of keys and values, a value heads of k', v'       `GatedDeltaNet.forward` (0.16 to 0.19), and
                                                                                     `ChunkGatedDeltaRuleFunction` of fla

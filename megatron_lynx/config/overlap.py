@@ -29,8 +29,7 @@ class Overlap(Part):
     """Whether gradients are reduced by bucket during the last micro-batch's backward."""
     bucket_parameters: int | None = Field(default=None, ge=1)
     """Minimum parameters per bucket; None: Megatron's default, the larger of 40 million and a million per rank that shares them.
-    Unused
-    without overlapped reductions."""
+    Unused without overlapped reductions."""
     buckets: int | None = Field(default=None, ge=1)
     """Number of buckets of a rank's parameters, instead of `bucket_parameters`."""
     padded_buckets: bool = False
@@ -44,12 +43,10 @@ class Overlap(Part):
     """Whether stages with several chunks overlap messages with passes. Stages with one chunk never do."""
     userbuffers: bool = False
     """Whether Transformer Engine overlaps pieces of tensor-parallel exchanges with pieces of their GEMMs. Its gain cannot be
-    predicted, so
-    the step is priced as a range."""
+    predicted, so the step is priced as a range."""
     weight_gradients: Literal["auto", "none", "deferred"] = "auto"
     """Whether a plan may delay weight gradients into waits. Needs Megatron's fused weight gradients (default on GPUs) or
-    Transformer
-    Engine's store. auto: on GPUs, not on the testbed; deferred: everywhere."""
+    Transformer Engine's store. auto: on GPUs, not on the testbed; deferred: everywhere."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Overlap:

@@ -37,8 +37,8 @@ class Parallel(Part):
     partition: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of every virtual stage, in layer order, if they differ: p numbers, or p x v with v chunks per stage.
 
-    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers, only the embedding, the loss, or nothing.
-    If None: equal. auto: as equal as possible, until a plan chooses the fastest (with `layers_per_chunk`, with as many chunks).
+    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers, only the embedding, the loss, or nothing. If None:
+    equal. auto: as equal as possible, until a plan chooses the fastest (with `layers_per_chunk`, with as many chunks).
     """
     microbatch_group: int | None = Field(default=None, ge=1)
     """Consecutive micro-batches per chunk (interleaved 1F1B); None: as many as stages."""
@@ -46,14 +46,12 @@ class Parallel(Part):
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
     scattered_messages: bool = False
     """Whether each tensor-parallel rank sends a part of a message between stages, gathered by the receivers. Sequence parallelism
-    splits
-    messages already."""
+    splits messages already."""
     distributed_optimizer: bool = False
     """Whether optimizer state is sharded over the ranks that share parameters (context x data parallel)."""
     optimizer_instances: int = Field(default=1, ge=1)
     """Groups of these ranks that each shard the whole state (`--num-distributed-optimizer-instances`). Gradients are reduced
-    within a
-    group, then between groups."""
+    within a group, then between groups."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Parallel:
@@ -83,8 +81,7 @@ class Parallel(Part):
     @property
     def context_groups(self) -> tuple[int, int]:
         """Context-parallel ranks of the all-to-all and of the ring: (1, c) with p2p, (c, 1) with a2a. Their product is c; unused
-        with
-        all_gather."""
+        with all_gather."""
         if self.context_exchange == "a2a+p2p" and self.context_levels is not None:
             return self.context_levels
         return (self.context, 1) if self.context_exchange == "a2a" else (1, self.context)

@@ -88,8 +88,7 @@ def _with(block: BlockProfile, more: Passes) -> BlockProfile:
 
 def on_cluster(profile: Profile, job: Job) -> Profile:
     """Return a profile measured elsewhere, on one device for example, with the links of the job's cluster, and its host time if
-    the
-    profile has none. Raises as `analytic_profile` does."""
+    the profile has none. Raises as `analytic_profile` does."""
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
     host_time = profile.host_time or job.cluster.host_time
@@ -98,7 +97,6 @@ def on_cluster(profile: Profile, job: Job) -> Profile:
 
 
 def _said_by(job: Job) -> dict[str, Any]:
-    """Return the fields that follow from the job alone."""
     return {"hiding": hiding_of(job), "messages_between_passes": not job.overlap.messages}
 
 
@@ -109,7 +107,6 @@ def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:
 
 
 def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
-    """Return the cost of final norm, output projection on all rows, and loss."""
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
     norm = kernels_s(norm_kernels(shape), roof)

@@ -51,17 +51,14 @@ class Kernels(NamedTuple):
 
 
 def one_kernel(forward: int, backward: int) -> Kernels:
-    """Return one kernel per pass, none for a pass without bytes."""
     return Kernels(tuple(moved for moved in (forward,) if moved), tuple(moved for moved in (backward,) if moved))
 
 
 def norm_kernels(shape: LayerShape) -> Kernels:
-    """Return the kernels of a norm of the residual stream."""
     return one_kernel(2 * shape.input_bytes, 3 * shape.input_bytes)
 
 
 def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
-    """Return the kernels of an MLP activation with `width` output columns."""
     made, given = (model.element_bytes * rows * columns for columns in (width, _given_width(model, width)))
     vector = model.element_bytes * _given_width(model, width) if model.bias else 0
     if model.fuses_activation:
@@ -71,8 +68,7 @@ def activation_kernels(model: Model, rows: int, width: int) -> Kernels:
 
 def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
     """Return the kernels of the experts' activation, multiplied by each row's probability: fused for SwiGLU, and for squared ReLU
-    if
-    the launch enables it."""
+    if the launch enables it."""
     if model.fuses_activation and (model.gated or (model.experts is not None and model.experts.weighted_relu)):
         return activation_kernels(model, rows, width)
     made, probabilities = model.element_bytes * rows * width, model.element_bytes * rows

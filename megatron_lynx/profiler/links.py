@@ -75,7 +75,6 @@ def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: tor
 
 
 def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """Return a function that sends one message and returns on arrival."""
     if kind == "p2p":
         whole = torch.zeros(max(1, size_bytes // 4), device=device)
         return lambda: _pass_on(whole, group)
@@ -106,7 +105,6 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
 
 
 def slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    """Return the maximum over the ranks of the group."""
     most = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return float(most.item())

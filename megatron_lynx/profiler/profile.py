@@ -38,8 +38,7 @@ from megatron_lynx.yaml_file import read_yaml, write_yaml
 
 Hiding = Literal["nothing", "stock", "userbuffers"]
 """Tensor-parallel collectives that stock overlaps with GEMMs: none; those of a column-parallel linear's backward; all, each with
-its
-own linear."""
+its own linear."""
 
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Messages between tensor-parallel ranks, between stages, and to or from host memory, one direction at a time."""
@@ -74,8 +73,6 @@ class ItemProfile(Part):
 
 
 class HalfProfile(Part):
-    """One half of one layer, one micro-batch."""
-
     input_bytes: int = Field(ge=0)
     items: dict[str, ItemProfile]
     tensors: tuple[SavedTensor, ...]
@@ -95,8 +92,6 @@ class HalfProfile(Part):
 
 
 class BlockProfile(Part):
-    """Embedding or output layer, one micro-batch."""
-
     forward_s: float = Field(default=0.0, ge=0)
     backward_s: float = Field(default=0.0, ge=0)
     saved_bytes: int = Field(default=0, ge=0)
@@ -108,8 +103,7 @@ class ExpertHalf(HalfProfile):
 
     exchange_s: float = Field(default=0.0, ge=0)
     """Seconds of one all-to-all of rows among expert-parallel ranks, two per pass. Those of probabilities, a few bytes per row,
-    are not
-    counted."""
+    are not counted."""
     cut_s: float = Field(default=0.0, ge=0)
     """Seconds in which tensor-parallel experts gather their rows, or scatter their sums; once each per pass."""
     collective_s: float = Field(default=0.0, ge=0)
@@ -139,7 +133,6 @@ class ExpertHalf(HalfProfile):
 
     @property
     def communication_s(self) -> float:
-        """Exposed communication of both passes."""
         return self.waits_s("fwd") + self.waits_s("bwd")
 
 
@@ -171,9 +164,7 @@ class Shape(Part):
     kv_channels: int | None = None
     """Width of a head, if not hidden / heads."""
     latent: LatentSizes | None = None
-    """Multi-latent attention."""
     fp8: Recipe | None = None
-    """FP8 recipe of its linears."""
     experts: Experts | None = None
     expert: int = 1
     expert_tensor: int = 1
@@ -181,9 +172,7 @@ class Shape(Part):
     mtp: int = 0
     """Layers of multi-token prediction, with the figures of a layer and of the output layer."""
     opaque: tuple[Opaque, ...] = ()
-    """Opaque halves of some layers."""
     kinds: tuple[KindName, ...] = ()
-    """Further kinds of every layer's halves that no other key selects."""
 
     @property
     def te(self) -> bool:
@@ -191,17 +180,14 @@ class Shape(Part):
 
     @property
     def facts(self) -> Facts:
-        """Facts that select the kinds of the halves of layers without experts."""
         return Facts(te=self.te, latent=self.latent, kinds=self.kinds)
 
     @property
     def sections_with_experts(self) -> tuple[Section, Section]:
-        """Sections of a layer with experts."""
         return sections_of(self.facts._replace(experts=True))
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """Sections of a layer without experts."""
         return halves_of(self.facts)
 
 
@@ -213,11 +199,8 @@ LATER = (
 
 
 class Source(Part):
-    """Origin of the figures."""
-
     how: Literal["measured", "analytic"]
     machine: str
-    """Machine name for people."""
     made_by: str
     """Versions of megatron-lynx, torch and megatron-core."""
     repetitions: int = Field(ge=1)
@@ -292,7 +275,6 @@ class Profile(Part):
         return costs
 
     def of(self, section: Section) -> HalfProfile:
-        """Return the figures of a half's section."""
         costs: HalfProfile | None = self.opaque.get(section.name) if section.opaque else getattr(self, section.profiled_as)  # type: ignore[call-overload]
         assert costs is not None, "a profile with such a section has its figures"
         return costs
@@ -324,7 +306,6 @@ class Profile(Part):
 
     @property
     def host_adam(self) -> HostAdam | None:
-        """Optimizer rate of the host's CPU, if known."""
         return None if self.host_time is None else self.host_time.adam
 
     @property
@@ -342,7 +323,6 @@ class Profile(Part):
 
 
 def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str]:
-    """Return items that the half does not have, or lacks."""
     problems = []
     if set(half.items) != set(items):
         problems.append(f"{where}.items are {sorted(half.items)}, needed {sorted(items)}")
@@ -352,14 +332,12 @@ def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str
 
 
 def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
-    """Return names that are not items of the tensor's half."""
     known = ", ".join(items)
     made = [] if tensor.made_by in ("input", *items) else [f"{where}.made_by is {tensor.made_by!r}, needed one of input, {known}"]
     return made + [f"{where}.saved_by has {name!r}, needed some of {known}" for name in tensor.saved_by if name not in items]
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a job's profile."""
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm", "mtp")
     experts = None if model.experts is None else model.experts.one_after_the_other  # the layers are the same

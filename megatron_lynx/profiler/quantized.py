@@ -36,7 +36,6 @@ def cast_bytes(recipe: Recipe, count: int) -> int:
 
 
 def buffer_bytes(recipe: Recipe, count: int) -> int:
-    """Return the bytes of `count` FP8 or FP4 weights, rowwise, in the optimizer's buffer."""
     return count * STORED[recipe].bits // 8
 
 
@@ -55,8 +54,7 @@ def saved_bytes(recipe: Recipe, rows: int, columns: int) -> int:
 
 def normed_bytes(recipe: Recipe, rows: int, columns: int, *, gathered: bool) -> int:
     """Return the saved bytes of a linear with a fused norm. `gathered`: by sequence parallelism. FP4 then keeps both directions,
-    though
-    only one is gathered again (`LayerNormLinear`, 2.9 to 2.20)."""
+    though only one is gathered again (`LayerNormLinear`, 2.9 to 2.20)."""
     kept = saved_bytes(recipe, rows, columns)
     by_rows = saved_bytes(recipe, columns, rows) - SCALE_BYTES if gathered and recipe == "nvfp4" else 0
     return kept + by_rows
@@ -64,8 +62,7 @@ def normed_bytes(recipe: Recipe, rows: int, columns: int, *, gathered: bool) -> 
 
 def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool, held: bool = False) -> int:
     """Return the bytes that a linear stores besides its weight. `transposes`: see `config.cluster.Fp8Units`. `held`: the weight
-    itself is
-    in FP8, rowwise; else these are its copies."""
+    itself is in FP8, rowwise; else these are its copies."""
     count = rows * columns
     if held and STORED[recipe].held_in_buffer:
         return weight_bytes(recipe, rows, columns, transposes=transposes) - buffer_bytes(recipe, count)

@@ -31,8 +31,6 @@ class Passes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Achieved rates of one device of a job."""
-
     matmul: Matmul
     hbm: Link
     dtype: Literal["fp32", "bf16"]
@@ -71,18 +69,15 @@ class Roofline:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
 
     def cast_s(self, cast: tuple[int, int]) -> float:
-        """Return the seconds of a cast of (bytes moved, kernels)."""
         moved, kernels = cast
         return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
 
     def attention_s(self, flops: float, moved_bytes: float, kernel: AttentionKernel) -> float:
-        """Return the seconds of fused attention."""
         return self._seconds(self.matmul.attention_s(flops, self.dtype, kernel), moved_bytes)
 
     def batched_s(self, count: int, flops: float, moved_bytes: float) -> float:
-        """Return the seconds of `count` GEMMs of one shape in one kernel, each as efficient as its size allows. FLOPs and
-        bytes are
-        totals."""
+        """Return the seconds of `count` GEMMs of one shape in one kernel, each as efficient as its size allows. FLOPs and bytes
+        are totals."""
         return self._seconds(count * self.matmul.gemm_s(flops / count, self.dtype), moved_bytes)
 
     def slowed_s(self, alone_s: float, collective_s: float) -> float:
@@ -95,7 +90,6 @@ class Roofline:
 
 
 def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
-    """Return the seconds of consecutive memory-bound kernels."""
     forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
     return Passes(forward_s, backward_s)
 
@@ -114,7 +108,6 @@ def _beside_s(job: Job) -> tuple[float, float]:
 
 
 def link_among(cluster: Cluster, ranks: int) -> Link:
-    """Return the link between neighbours among consecutive ranks. Ranks on one PCIe switch share its uplink."""
     assert cluster.pcie is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     assert cluster.node is not None, "checked by Roofline.of"

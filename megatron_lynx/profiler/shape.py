@@ -22,8 +22,6 @@ MASK_BYTES = 1
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer of one tensor-parallel rank."""
-
     model: Model
     parallel: Parallel
     micro: int
@@ -85,7 +83,6 @@ class LayerShape:
 
     @property
     def scores(self) -> int:
-        """Elements of the score matrix: own queries, all keys."""
         return self.tokens * self.model.heads // self.parallel.tensor * self.model.seq
 
     @property
@@ -107,8 +104,7 @@ class LayerShape:
     @property
     def gates_apart(self) -> int:
         """Blocks that a gated activation saves besides its input: the activation of one half, its clamped values, and the other
-        half plus its
-        offset."""
+        half plus its offset."""
         if not self.model.gated or not self.activation_apart:
             return 0
         return 1 + self.model.glu_offset + self.model.activation_clamped
@@ -138,7 +134,6 @@ class LayerShape:
 
 
 def embedding_bytes(shape: LayerShape) -> int:
-    """Return the bytes that the embedding keeps per micro-batch: its dropout mask."""
     size = shape.model.element_bytes if shape.eager else MASK_BYTES
     return size * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
 
@@ -149,5 +144,4 @@ def head_bytes(shape: LayerShape) -> int:
 
 
 def logits_bytes(shape: LayerShape) -> int:
-    """Return the fp32 bytes that the loss keeps."""
     return FP32_BYTES * shape.tokens * shape.model.vocab // shape.parallel.tensor

@@ -116,8 +116,7 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
 
 def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int]) -> Point:
     """Return the point of a plan from a file. `figures`: of its job, if known, else the plan's own. `measured_bytes`: measured
-    device
-    peaks by stage."""
+    device peaks by stage."""
     predicted = plan.stages[0].predicted
     passes_s = predicted.step_s if simulation is None else simulation.step_s
     step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s

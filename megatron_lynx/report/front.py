@@ -105,7 +105,6 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
 
 
 def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
-    """Return where a half is recomputed."""
     if rule.checkpoints(half):
         rest = f", then {wait}" if (wait := rule.goes_on_in(half)) else ""
         return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
@@ -147,7 +146,6 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
 
 
 def point(decision: Decision, profile: Profile, label: str, budget_bytes: int | None, *, shown: bool = False) -> Point:
-    """Return a decision as a point of the front."""
     figures = figures_of(decision.job, profile, decision.simulation)
     return Point(
         label=label,

@@ -33,8 +33,6 @@ Cell = str | float | int | None
 
 
 class Kind(TypedDict):
-    """A kind of bar: its lane, and its colours on light and dark pages. Later kinds are drawn over earlier ones."""
-
     name: str
     label: str
     lane: Literal["compute", "communication", "copies"]
@@ -43,8 +41,6 @@ class Kind(TypedDict):
 
 
 class Subject(TypedDict):
-    """The subject of one or many spans."""
-
     kind: str
     name: str
     layer: int | None
@@ -89,8 +85,6 @@ class View(TypedDict):
 
 
 class Treatment(TypedDict):
-    """Treatment of one half in a range of layers."""
-
     layers: str
     half: str
     items: list[tuple[str, Literal["keep", "replay"]]]

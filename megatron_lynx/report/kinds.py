@@ -41,10 +41,8 @@ KINDS = (
     _kind("offload", "copy to the host", "#7d7a2f", "#b0ab4a", "copies"),
     _kind("reload", "copy back from the host", "#b5ad3c", "#ddd56a", "copies"),
 )
-"""Later kinds are drawn over earlier ones."""
 
 FALLBACK = ("#8c8c8c", "#9d9d9d")
-"""Colours of unlisted kinds, from traces of later releases."""
 
 MEMORY_KINDS = (
     _kind("kept", "kept by layers", "#4d87bd", "#3b6ea3"),
@@ -96,7 +94,6 @@ def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
 
 
 def subject_of(plan: Plan) -> str:
-    """Return model, layout and batch in one line."""
     model, layout, batch = plan.model, plan.parallel, plan.batch
     chunks = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
@@ -108,7 +105,6 @@ def subject_of(plan: Plan) -> str:
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
-    """Yield sources and limits of the figures."""
     if plan is not None:
         note = f": {plan.provenance.note}" if plan.provenance.note else ""
         yield f"The plan was made by {plan.provenance.made_by}{note}."

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement
 
 TASKS = ("hidden", "weight_gradient")
-"""Kinds of work in waits."""
 
 EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy from the host"}
-"""Names of exposed kinds."""
 
 
 @dataclass
@@ -89,7 +87,6 @@ def wait_name(span: Span) -> str:
 
 
 def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
-    """Return the table of a view's waits. `labels`: of the rows shown."""
     rows: list[list[Cell]] = [
         [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
     ]
@@ -100,7 +97,6 @@ def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table
 
 
 def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
-    """Return the table of a view's exposed work."""
     rows: list[list[Cell]] = []
     for row, label in labels.items():
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -115,8 +111,6 @@ def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> T
 
 @dataclass(frozen=True)
 class RowFigures:
-    """Seconds of one row's step, by kind."""
-
     forward_s: float
     backward_s: float
     hidden_s: float
@@ -175,7 +169,6 @@ class Seen:
 
 
 def stage_table(views: Sequence[Seen]) -> Table:
-    """Return the parts of every row's step in all views."""
     rows: list[list[Cell]] = []
     for seen in views:
         for row, figures in seen.rows.items():
@@ -249,7 +242,6 @@ def _when(report: Report) -> str:
 
 
 def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
-    """Return measured peaks by stage."""
     rows = outcome.reports[-1].stages
     return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
 
@@ -272,7 +264,6 @@ def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None])
 
 
 def settings_table(measurement: Measurement) -> Table:
-    """Return a row per timed setting."""
     from megatron_lynx.compare import verdicts
 
     rows: list[list[Cell]] = []

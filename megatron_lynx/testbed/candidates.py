@@ -42,7 +42,6 @@ class Candidate:
     fields: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     known_to_fail: str | None = None
-    """Reason why it is not tried, if any."""
     offloads: bool = False
     """Whether stock's fine-grained offloading is on. On CPU ranks its copies are synchronous: they are counted, but not timed."""
 
@@ -80,7 +79,6 @@ def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
-    """Yield every other set of `recompute_modules`, including those that fail."""
     facts = Facts.of(job)
     for count in range(1, len(MODULES) + 1):
         for modules in combinations(MODULES, count):
@@ -91,8 +89,7 @@ def module_sets(job: Job) -> Iterator[Candidate]:
 
 def offload_sets(job: Job) -> Iterator[Candidate]:
     """Yield the distinct sets of `offload_modules`, alone and with `recompute_modules`. Megatron's minimum tensor size is lowered
-    to fit
-    the small models."""
+    to fit the small models."""
     least = max(1, LayerShape.of(job).input_bytes // job.model.element_bytes // 4)
     for setting in offered_sets(job, least=least):
         if setting.offload:
@@ -113,19 +110,16 @@ def blocks(job: Job) -> Iterator[Candidate]:
 
 
 def without_windows(plan: Plan) -> Plan:
-    """Return the plan with every recomputation and gather on demand."""
     return plan.with_stages(
         stage.model_copy(update={"ahead_depth": 0, "rules": tuple(map(_on_demand, stage.rules))}) for stage in plan.stages
     )
 
 
 def with_offload(plan: Plan, offload: Offload) -> Plan:
-    """Return the plan with this offload on every stage."""
     return plan.with_stages(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
 
 
 def without_deferral(plan: Plan) -> Plan:
-    """Return the plan with no weight gradient delayed."""
     return plan.with_stages(_undeferred(stage) for stage in plan.stages)
 
 

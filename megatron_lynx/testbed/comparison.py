@@ -27,7 +27,6 @@ MOST_OPPONENTS = 3
 """Opponents timed besides stock full: those that recompute least among settings of no more bytes than ours."""
 
 Announce = Callable[[str], AbstractContextManager[object]]
-"""Shows progress to the user during the block."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Comparison:
 
     @property
     def gradients_equal(self) -> bool:
-        """Whether the gradients of all our settings equal stock's in every bit."""
         return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
 
 
@@ -70,7 +68,6 @@ def compare(
 
 
 def subject_of(job: Job) -> str:
-    """Describe the trained job in one line."""
     model, parallel = job.model, job.parallel
     kind = "Llama-like" if model.activation == "swiglu" else "GPT-like"
     sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
@@ -82,7 +79,6 @@ def subject_of(job: Job) -> str:
 
 
 def field_of(census: Census) -> list[Counted]:
-    """Return the settings to time."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
     return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]

@@ -79,7 +79,6 @@ class OneGenerator(tuple[torch.Generator, ...]):
 
 
 def answer_device_calls(undo: ExitStack) -> None:
-    """Replace the functions of devices, streams and events."""
     answers = {
         "current_device": lambda: CPU,
         "device": OnlyDevice,
@@ -119,7 +118,6 @@ def answer_random_numbers(undo: ExitStack) -> None:
 
 
 def answer_placement(undo: ExitStack) -> None:
-    """Replace placement on CUDA by the CPU."""
     for name in FACTORIES:
         replace(undo, torch, name, with_device_on_cpu(getattr(torch, name)))
     replace(undo, torch.Tensor, "to", with_device_on_cpu(torch.Tensor.to))
@@ -129,7 +127,6 @@ def answer_placement(undo: ExitStack) -> None:
 
 
 def answer_exchanges(undo: ExitStack) -> None:
-    """Replace the all-to-all of token dispatch."""
     original = torch.distributed.all_to_all_single
 
     @functools.wraps(original)
@@ -171,15 +168,12 @@ def with_cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_cuda(place: Any) -> bool:
-    """Return whether a `device` argument names CUDA."""
     if isinstance(place, str):
         return place.startswith("cuda")
     return isinstance(place, torch.device) and place.type == "cuda"
 
 
 class OnlyDevice(nullcontext[None]):
-    """`torch.cuda.device` as a no-op."""
-
     def __init__(self, device: Any) -> None:
         super().__init__()
 
@@ -211,7 +205,6 @@ def is_not_about_cpu_state(record: logging.LogRecord) -> bool:
 
 
 def stay(holder: Any, *args: Any, **kwargs: Any) -> Any:
-    """`.cuda()` as a no-op."""
     return holder
 
 
@@ -225,8 +218,7 @@ UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
 
 def stand_in_for_missing_modules() -> StandIn:
     """Provide modules that megatron.core imports and this machine lacks, until the returned handle is removed. Call before
-    importing
-    Megatron.
+    importing Megatron.
 
     Installed modules are left alone. Provided are `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
     (`stand_in_for_compiled_parts`), modules that import triton unguarded (their functions do nothing: training without padded or
@@ -243,8 +235,6 @@ def stand_in_for_missing_modules() -> StandIn:
 
 
 class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the missing modules only."""
-
     def __init__(self) -> None:
         self._no_triton = importlib.util.find_spec("triton") is None
 
@@ -278,8 +268,6 @@ def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.
 
 
 class Inert(ModuleType):
-    """A module whose every function does nothing."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

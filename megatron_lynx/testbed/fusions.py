@@ -37,7 +37,6 @@ FIELDS: dict[Fusion, str] = {
     "bias_activation": "bias_activation_fusion",
     "rope": "apply_rope_fusion",
 }
-"""Field of TransformerConfig by fusion."""
 
 
 def fusions_of(job: Job) -> tuple[Fusion, ...]:
@@ -56,14 +55,12 @@ def fusions_of(job: Job) -> tuple[Fusion, ...]:
 
 
 def fusion_fields(job: Job) -> dict[str, bool]:
-    """Return fields of TransformerConfig."""
     return {field: name in fusions_of(job) for name, field in FIELDS.items()}
 
 
 def compiler_for(job: Job) -> Backend | None:
     """Return the `torch.compile` backend of the job's ranks: torch's default, or aot_eager on a CPU without a C++ compiler; None
-    without
-    compiled fusions."""
+    without compiled fusions."""
     if not {"bias_dropout", "bias_activation"} & set(fusions_of(job)):
         return None
     cpu_can = shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -71,7 +68,6 @@ def compiler_for(job: Job) -> Backend | None:
 
 
 def fusion_problems(job: Job) -> list[Problem]:
-    """Return the problems of configured fusions that this machine does not support."""
     model, said = job.model, job.model.fusions or ()
     problems, needed = [], "a GPU and Transformer Engine, whose kernel it is"
     without_te = job.cluster.device == "cpu" or importlib.util.find_spec(TRANSFORMER_ENGINE) is None
@@ -96,10 +92,8 @@ def stand_in_for_compiler(backend: Backend) -> StandIn:
     """Make `torch.compile` use this backend until the returned handle is removed.
 
     Call it before importing Megatron, whose `jit_fuser` is `torch.compile`, and before the CUDA emulation: torch's compiler
-    builds
-    tables of torch's own functions. `aot_eager` traces, guards and runs torch's kernels: it needs no C++ compiler, and its bits
-    equal
-    uncompiled code's. `inductor` is torch's default, and draws different dropout masks.
+    builds tables of torch's own functions. `aot_eager` traces, guards and runs torch's kernels: it needs no C++ compiler, and its
+    bits equal uncompiled code's. `inductor` is torch's default, and draws different dropout masks.
     """
     import torch._dynamo
     from torch._dynamo import trace_rules
@@ -149,7 +143,6 @@ def adds_up_in_place(job: Job) -> bool:
 
 
 def deferring_job(job: Job) -> Job:
-    """Return the job with delayed weight gradients enabled."""
     return job.model_copy(update={"overlap": job.overlap.model_copy(update={"weight_gradients": "deferred"})})
 
 
@@ -159,7 +152,6 @@ def fused_gradient_fields(job: Job) -> dict[str, Any]:
 
 
 def fused_gradients(job: Job) -> AbstractContextManager[object]:
-    """Provide the extension during the block, if the job's models need it."""
     return stand_in_for_fused_gradient() if adds_up_in_place(job) else nullcontext()
 
 

@@ -115,7 +115,6 @@ def _drop_groups() -> None:
 
 
 def shut_down() -> None:
-    """Destroy Megatron's groups and torch.distributed."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -154,7 +153,6 @@ class _OnOneDevice(c10d.ProcessGroupGloo):
 
 @cache
 def _devices() -> list[Any]:
-    """Return the devices of the interfaces in the environment, or of this machine's host name."""
     named = next((os.environ[name] for name in INTERFACES if os.environ.get(name)), "")
     interfaces = [interface for interface in named.split(",") if interface]
     make = c10d.ProcessGroupGloo

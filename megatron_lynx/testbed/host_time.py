@@ -142,8 +142,7 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
 
 def slowest(found: Sequence[LayerHostTime]) -> LayerHostTime:
     """Return the figures of the rank that takes longest to recompute everything, with the largest offloading difference of all
-    ranks: the
-    last of two stages offloads nothing."""
+    ranks: the last of two stages offloads nothing."""
 
     def us(passes: HostPasses) -> float:
         return passes.forward_us + passes.backward_us
@@ -167,7 +166,6 @@ def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
 
 
 def _job(asked: Asked, **layout: Any) -> Job:
-    """Return a job that accumulates weight gradients in place, as launches do."""
     gpu, kind = torch.cuda.is_available(), asked.implementation
     size = ON_GPU if gpu else {}
     attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
@@ -194,8 +192,7 @@ def _deferring(job: Job) -> Iterator[Candidate]:
 
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:
     """Return the time of one layer and micro-batch under every setting, stock's model, and its step's ratio of wall-clock to
-    processor
-    time: well above 1 if other processes run, or the host waits for the device."""
+    processor time: well above 1 if other processes run, or the host waits for the device."""
     alone, all_layers = subjects_of(_with_one_layer(job), [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
     found = least_of_steps(all_layers, asked.rounds, asked.steps)
@@ -208,7 +205,6 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
-    """Return each setting's difference to keeping everything, for one layer and micro-batch."""
     kept = Candidate("kept", plan=uniform_plan(job, "none"))
     found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
@@ -220,7 +216,6 @@ def _with_one_layer(job: Job) -> Job:
 
 
 def offloading_all(plan: Plan) -> Plan:
-    """Return the plan with all that can be offloaded offloaded."""
     return with_offload(plan, Offload(bytes=2**30, smallest_tensor_bytes=0))
 
 
@@ -249,7 +244,6 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
 
 
 def _passes(spent: Spent) -> HostPasses:
-    """Round to tenths of microseconds."""
     return HostPasses(forward_us=round(1e6 * spent.forward_s, 1), backward_us=round(1e6 * spent.backward_s, 1))
 
 
@@ -269,8 +263,6 @@ def issuing_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Spent:
-    """Host seconds of forwards and backwards."""
-
     forward_s: float = 0.0
     backward_s: float = 0.0
 
@@ -311,8 +303,7 @@ def spent_in_steps(
 
 def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
     """Return each half's share of a stock layer's forward and backward. Backward is split at the gradient of the one tensor
-    between two
-    halves."""
+    between two halves."""
     subject.uncleared_step()
     clock = issuing_clock(subject.device)
     forward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)

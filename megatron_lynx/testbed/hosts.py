@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.fusions import Backend
 
 LONGEST_RUN_S = 1800.0
-"""Time limit of a run on ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Hosts:
 
     @property
     def description(self) -> str:
-        """One sentence about the network."""
         return "one rank, no links" if self.ranks == 1 else self.network.description
 
     def run(
@@ -90,7 +88,6 @@ def _facts(job: Job, network: Links) -> LinkFacts:
 
 
 def _check(job: Job) -> None:
-    """Raise every reason why the job's ranks cannot run here."""
     problems = []
     if job.cluster.device == "cuda" and (found := _gpus()) < job.gpus:
         problems.append(

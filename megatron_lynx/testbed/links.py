@@ -42,7 +42,6 @@ LATENCY_S = 50e-6
 """From the departure of the last byte to its arrival, about that of a few switches. The link is free meanwhile."""
 
 MOST_TRANSFERS = 1024
-"""Limit of transfers in flight."""
 
 TRANSFER = np.dtype([("key", "u8"), ("members", "i8"), ("bytes", "f8", 2), ("arrival_s", "f8")])
 """A collective posted by some members: their count, bytes sent from each host, and arrival time (inf: not started)."""
@@ -64,7 +63,6 @@ class Links:
 
     @property
     def description(self) -> str:
-        """One sentence about the network."""
         if self.rate_mbit is None:
             return "ranks talk over this machine's loopback, unshaped"
         return f"two emulated hosts, joined by a link of {self.rate_mbit:g} Mbit/s each way"
@@ -135,7 +133,6 @@ class Link:
         return self._shared["transfers"]
 
     def _add(self, key: int, members: int, sent_bytes: float) -> None:
-        """Register this rank; the last member starts the transfer."""
         with self._locked():
             now_s = time.monotonic()
             live = self._transfers["arrival_s"] >= now_s
@@ -191,7 +188,6 @@ def bytes_sent(operation: str, args: tuple[Any, ...], ranks: list[int], rank: in
 
 
 def _ends(operation: str, ranks: list[int], rank: int, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return sender, receiver and tag of a message; empty for a collective."""
     if operation not in ("send", "recv"):
         return ()
     peer, tag = ranks[args[1]], args[2] if len(args) > 2 else 0
@@ -241,8 +237,7 @@ class Works:
     """Gives gloo's works the semantics of NCCL's: several waits are allowed, and a message may be dropped without a wait.
 
     Replaces methods of `ProcessGroup` and `Work.wait`, which Megatron's own calls, coalesced ones and `batch_isend_irecv` all
-    use.
-    With `LYNX_LINK` in the environment, works cross that link.
+    use. With `LYNX_LINK` in the environment, works cross that link.
     """
 
     def __init__(self) -> None:

@@ -44,8 +44,6 @@ HOST_ROUNDS = 6
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Measurements of one rank."""
-
     halves: dict[Half, HalfProfile]
     embedding: BlockProfile
     head: BlockProfile
@@ -90,7 +88,6 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
 
 def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
-    """Return the host time of layers with the CPU's Adam rate."""
     found = host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], cpu)
     adams = [each.adam for each in figures if each.adam is not None]
     return found if found is None or not adams else found.model_copy(update={"adam": adam_of_ranks(adams)})
@@ -104,7 +101,6 @@ def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> Hos
 
 
 def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> RankFigures:
-    """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.fusions import fused_gradients
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.host_time import asked_by, measure_layers
@@ -164,7 +160,6 @@ def _hidden(job: Job, chunk: Any) -> torch.Tensor:
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments that the block passes to each layer besides its input."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if job.model.position != "rope" or job.model.latent is not None:  # latent attention makes its own
@@ -236,8 +231,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
 
 def check_measurable(job: Job) -> None:
     """Raise `ConfigError` for layers that cannot be measured: context parallelism and experts, which communicate with further
-    ranks, FP8,
-    and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
+    ranks, FP8, and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
     todo = "plan for a described cluster: seconds and bytes then follow from shapes"
     if job.parallel.context > 1:
         problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
@@ -305,8 +299,6 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class AdamFigures:
-    """Million parameters per second of one rank."""
-
     together: float
     alone: float | None
     """Measured on rank 0 only."""
@@ -314,7 +306,6 @@ class AdamFigures:
 
 
 def measure_adam(rank: int) -> AdamFigures:
-    """Runs inside `RankPool`, on all ranks, after groups are made."""
     optimizer = _optimizer()
     torch.distributed.barrier()
     together = _million_per_s(optimizer)

@@ -33,7 +33,6 @@ def main() -> None:
 
 
 def die_with_parent() -> None:
-    """Exit when the parent does, or at once if it is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.pop("LYNX_PARENT")):
         sys.exit("the parent of this rank is gone")

@@ -117,7 +117,6 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Kill all ranks and wait for their exit."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -196,6 +195,5 @@ class RankPool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

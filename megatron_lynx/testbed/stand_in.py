@@ -78,17 +78,14 @@ STAND_INS = "TESTBED_STAND_INS"
 
 
 def named_stand_ins() -> Any:
-    """Return the module that the environment names, or None."""
     return importlib.import_module(name) if (name := os.environ.get(STAND_INS)) else None
 
 
 def transformer_engine_can_run() -> bool:
-    """Return whether Transformer Engine can be imported, with its compiled library or a stand-in."""
     return importlib.util.find_spec(TRANSFORMER_ENGINE) is not None and (has_compiled_extension() or STAND_INS in os.environ)
 
 
 def has_compiled_extension() -> bool:
-    """Return whether Transformer Engine's compiled library is next to its Python package."""
     found = importlib.util.find_spec(TRANSFORMER_ENGINE)
     folders = [] if found is None else found.submodule_search_locations or []
     return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))

@@ -85,7 +85,6 @@ class Subject:
             yield installation
 
     def step(self) -> list[torch.Tensor]:
-        """Run forward, backward and reductions of one step; return its losses."""
         with self._quietly():
             return self.training.step(self.batches)
 
@@ -132,12 +131,10 @@ def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether both have the same names with equal tensors."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def most_of_all_ranks(figures: Sequence[int], device: torch.device) -> list[int]:
-    """Return the maximum of each figure over all ranks."""
     most = torch.tensor(figures, dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return [int(figure) for figure in most.tolist()]
@@ -160,8 +157,6 @@ def forget_offloaded() -> None:
 
 @dataclass(frozen=True)
 class Lap:
-    """Timing of one setting on one rank."""
-
     step_s: tuple[float, ...]
     events: list[Span]
     """Events of an additional traced step; empty without a plan."""
@@ -198,13 +193,10 @@ def _trace(subject: Subject) -> list[Span]:
 
 
 Bits = dict[str, torch.Tensor]
-"""Losses and gradients, by name."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts of one setting on one rank."""
-
     candidate: Candidate
     use: MemoryUse
     most_resident_bytes: int
@@ -295,7 +287,6 @@ def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> N
 
 
 def _failing(job: Job) -> list[Skipped]:
-    """Return the module sets that stock Megatron cannot train with, and why."""
     from megatron_lynx.testbed.groups import initialise
 
     alone = _alone(job)

@@ -47,8 +47,7 @@ MODULES = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """Variables in which Megatron passes the attention kernel to Transformer Engine. It refuses a model that differs from their
-values,
-which an earlier model of this process may have set."""
+values, which an earlier model of this process may have set."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -182,8 +181,7 @@ def build_model(
 
     Needs an initialised `parallel_state`. Weights depend only on `seed` and names. RNG states change, so seed them afterwards
     (`groups.seed_random_numbers`). `overrides`: fields of TransformerConfig, such as stock recomputation. With `weights_of`
-    nothing is
-    drawn: the chunks share its parameters, and may differ from it in `overrides`.
+    nothing is drawn: the chunks share its parameters, and may differ from it in `overrides`.
     """
     config = transformer_config(job, **overrides)
     for variable in ATTENTION:
@@ -224,8 +222,7 @@ def _build_chunk(
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of Megatron's local layers of a stage or chunk, with our norms, and a core attention for context
-    parallelism and
-    for latent attention, which Megatron's own does not support."""
+    parallelism and for latent attention, which Megatron's own does not support."""
     if config.num_moe_experts:
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         layers, block.layer_norm = block.layer_specs, Norm
@@ -312,8 +309,7 @@ class Norm:
 
 class LatentCore(DotProductAttention):  # type: ignore[misc]
     """Megatron's local core attention for latent attention. From 0.15 to 0.19 it is called with the widths of keys and values,
-    but does
-    not accept them.
+    but does not accept them.
 
     It takes the value width from `config.kv_channels`, and that of queries and keys from the tensors.
     """
@@ -356,8 +352,7 @@ def _forget_built(weight: torch.nn.Parameter) -> None:
 
 def global_name(chunk: GPTModel, name: str) -> str:
     """Return a parameter's name in the unsplit model of local layers: layers counted over all stages, experts over all ranks, one
-    name
-    for tied embeddings."""
+    name for tied embeddings."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     for fused, own in SAME.items():

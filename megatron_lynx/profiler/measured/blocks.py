@@ -27,7 +27,6 @@ class _Block:
 
 
 def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
-    """Return the memory blocks of one pass, and the output bytes of each site."""
     first, second = _recorded(run), _recorded(run)
     own = [block for address, block in second[0].items() if address not in first[0] and (block.saved_by or block.output)]
     tensors = tuple(
@@ -40,8 +39,7 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
 
 def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) -> int:
     """Return the bytes that one pass of the embedding or output layer saves, without blocks common to two passes (parameters, and
-    a
-    shared input).
+    a shared input).
 
     Under sequence parallelism, blocks of tensors `width` wide are sharded: divided by `sequence_shards`.
     """
@@ -112,8 +110,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
 
 def _tell_apart(blocks: dict[int, _Block], saved: tuple[Tensor | None, ...], norm: str, linear: str) -> None:
     """Assign the norm's part of a fused linear's saved tensors: the norm made all of them, the linear reads its output, the norm
-    its
-    statistics."""
+    its statistics."""
     *output, mean, deviation = saved
     for parts, reader in ((output, linear), ((mean, deviation), norm)):
         for part in parts:

@@ -22,7 +22,6 @@ class InnerNorm:
     """A norm inside a Transformer Engine linear, which has no hooks."""
 
     item: str
-    """The norm's name in plans."""
     run: Callable[[Tensor], Any]
     """Runs the norm alone, without a graph, as the linear does."""
     saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
@@ -34,15 +33,12 @@ class InnerNorm:
 
 @dataclass
 class HalfRun:
-    """One half with its input."""
-
     section: Section
     forward: Callable[..., Any]
     arguments: dict[str, Any]
     input: Tensor
     sites: dict[str, nn.Module]
     inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
-    """The norm inside a linear, by linear."""
 
     def output(self) -> Tensor:
         result = self.forward(self.input.detach().requires_grad_(), **self.arguments)
@@ -67,7 +63,6 @@ class HalfRun:
 
 
 def sites_of(layer: Any, section: Section, *, norms: bool = True) -> dict[str, nn.Module]:
-    """Return the submodules of one half, optionally without its norms."""
     return {item.name: attrgetter(item.path)(layer) for item in section.sites if norms or item.role != "norm"}
 
 

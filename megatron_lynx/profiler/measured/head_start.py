@@ -8,8 +8,7 @@
 
 Host time is measured separately (`testbed.host_time`) and is a lower bound of simulated passes. A GPU at its power limit lowers
 its clock: in long steps, a layer of Llama 3 8B takes an H100 a sixth longer than in passes with pauses. So products also run for
-a
-while before the first pass. On a CPU there are none: the host computes.
+a while before the first pass. On a CPU there are none: the host computes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ WIDTH = 8192
 
 
 class HeadStart:
-    """Context around issuing one pass on a device."""
-
     def __init__(self, device: Device, busy: Callable[[float], None] | None = None) -> None:
         """`busy`: gives the device work for about this many seconds; None on a CPU."""
         self.device = device

@@ -37,7 +37,6 @@ class TeLayer:
     """Facts about a Transformer Engine layer that hooks cannot observe."""
 
     norms: Mapping[Half, Mapping[str, InnerNorm]]
-    """By half and linear."""
     flops: Mapping[str, int]
     """FLOPs per item: torch does not count Transformer Engine's extension."""
     fp8: bool = False
@@ -57,11 +56,9 @@ def measure_layer(
 ) -> dict[Half, HalfProfile]:
     """Measure both halves of a `TransformerLayer` in training mode. `sections`: their contents.
 
-    `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
-    `device` is the layer's device, whose clock is used.
-    `sequence_shards` is the tensor-parallel size under sequence parallelism: figures of norms, dropouts and residuals, which work
-    on
-    a part of the rows, are divided by it. For FP8 the caller enters its context.
+    `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables). `device`
+    is the layer's device, whose clock is used. `sequence_shards` is the tensor-parallel size under sequence parallelism: figures
+    of norms, dropouts and residuals, which work on a part of the rows, are divided by it. For FP8 the caller enters its context.
     """
 
     runs, head_start = list[HalfRun](), head_start_on(device)

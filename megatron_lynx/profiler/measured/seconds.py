@@ -138,8 +138,7 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Return the (dgrad, wgrad) seconds of each linear's backward GEMMs, run alone. With a `main_grad`, wgrad accumulates into
-    it, as in
-    training."""
+    it, as in training."""
     arguments, outputs = (_as_matrices(tensors) for tensors in _read_and_made(run))
     result = {}
     for name in run.section.linears:
@@ -156,7 +155,6 @@ def _as_matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the first argument and the first output of each site."""
     arguments: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -177,8 +175,6 @@ def _weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tens
 
 
 def item_flops(run: HalfRun) -> dict[str, int]:
-    """Return the FLOPs of each site's forward."""
-
     flops: dict[str, int] = {}
     with FlopCounterMode(display=False) as counter:
 
