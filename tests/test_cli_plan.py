@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.cli.launches import Asked, command_with
+from megatron_lynx.cli.launches import command_with
+from megatron_lynx.cli.options import Subject
 from megatron_lynx.config import load_job
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
@@ -49,7 +50,8 @@ def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
     planned(tmp_path, "--memory-gib", 70)
     provenance = load_plan(tmp_path / "plan.yaml").provenance
     assert provenance.asked == f"--memory-gib 70 {JOB}"
-    assert Asked(("torchrun", "a b.py"), "h100-80g", 8).again({}) == "--cluster h100-80g --gpus 8 -- torchrun 'a b.py'"
+    asked = Subject(words=["torchrun", "a b.py"], cluster="h100-80g", gpus=8)
+    assert asked.again({}) == "--cluster h100-80g --gpus 8 -- torchrun 'a b.py'"
 
 
 def test_layers_measured_on_one_gpu_plan_a_cluster(tmp_path: Path) -> None:

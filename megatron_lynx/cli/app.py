@@ -1,17 +1,19 @@
-"""The typer application, and how errors end a command.
+"""The typer application, how commands register, and how errors end a command.
 
 command ─> LynxError ─> stderr: every problem                exit 1: the answer is no, 2: the request is wrong
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -56,8 +58,34 @@ def _boundary() -> Iterator[None]:
 OUTPUT_CLOSED = 141
 """Exit status of a command whose output is no longer read, as shells report for SIGPIPE."""
 
-
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command. Each field of a parameter that is a dataclass becomes an option."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        kind = groups.get(parameter.name)
+        if kind is None:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        types = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = parameter.empty if field.default is MISSING else field.default
+            option = parameter.replace(name=field.name, kind=parameter.KEYWORD_ONLY)
+            parameters.append(option.replace(default=default, annotation=types[field.name]))
+
+    def flat(**values: Any) -> None:
+        made = {name: kind(**{field.name: values.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()}
+        function(**made, **values)
+
+    flat.__name__, flat.__doc__ = function.__name__, function.__doc__
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command()(flat)
+    return function
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,8 +108,7 @@ def megatron_lynx(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
     schema: Annotated[
-        bool,
-        typer.Option("--json-schema", help="Print the JSON schema of what --json prints.", callback=_print_schema, is_eager=True),
+        bool, typer.Option("--json-schema", help="Print the JSON schema of --json.", callback=_print_schema, is_eager=True)
     ] = False,
 ) -> None:
     """Overlapped recomputation for Megatron-LM: activation memory made cheap."""

@@ -86,13 +86,6 @@ def lengths_of(text: str) -> dict[str, float]:
         return lengths_in(Path(text))
 
 
-def number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def costs_of(job: Job, profile_file: Path | None) -> Profile:
     """Seconds and bytes of a job's layers and links. Links of a described cluster replace measured ones."""
     from megatron_lynx.profiler.analytic import analytic_profile, on_cluster

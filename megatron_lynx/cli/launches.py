@@ -10,10 +10,8 @@ megatron-lynx estimate --cluster h100 --gpus 64 --model llama3-70b     a model, 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,145 +20,88 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import job_named, mention_experts
+from megatron_lynx.cli.options import Subject
 from megatron_lynx.cli.terminal import say, show, show_lines
+from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
-    from megatron_lynx.launch_arguments.today import Today
     from megatron_lynx.plan import Plan
 
-UNCLEAR = "it is not clear what is asked"
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The subject of a command."""
-
-    words: tuple[str, ...]
-    cluster: str | None = None
-    gpus: int | None = None
-    strict: bool = False
-    """Whether unknown flags are refused."""
-    model: str | None = None
-    """A model's name or file, instead of a job or launch."""
-
-    @property
-    def is_launch(self) -> bool:
-        """Whether it is a launch, which needs a cluster, and not a job file."""
-        return self.cluster is not None and self.model is None
-
-    @property
-    def job_file(self) -> Path | None:
-        from megatron_lynx.config.loader import job_path
-
-        return None if self.is_launch or self.model is not None else job_path(self.words[0])
-
-    def again(self, more: Mapping[str, object | None]) -> str:
-        """Shell words for the same subject. `more`: options with their values."""
-        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **more}
-        options = [word for name, value in given.items() if value is not None for word in (name, _written(value))]
-        return shlex.join([*options, *(["--"] if self.is_launch else []), *self.words])
-
-
-def _written(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value.value if isinstance(value, Enum) else value)
-
-
-def asked_about(
-    words: list[str] | None,
-    cluster: str | None,
-    gpus: int | None = None,
-    launch_file: Path | None = None,
-    *,
-    strict: bool = False,
-    bridge: str | None = None,
-    model: str | None = None,
-) -> Asked:
-    """Read the subject. Raises `ConfigError` with all problems if it is unclear."""
-    from megatron_lynx.errors import ConfigError
+def asked_about(subject: Subject) -> Subject:
+    """The subject with all its words, those of a file or a container included. Raises `ConfigError` if it is unclear."""
+    from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
     from megatron_lynx.launch_arguments.files import read_launch_file
 
-    words = words or []
-    if bridge is not None:
-        from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
-
-        words = [CONTAINER, bridge, *words]
-    if launch_file is None:
-        asked = Asked(tuple(words), cluster, gpus, strict, model)
-    elif words:
-        raise ConfigError(UNCLEAR, [_both(launch_file, words)])
+    words, cluster, file = subject.words or [], subject.cluster, subject.launch_file
+    if subject.bridge is not None:
+        words = [CONTAINER, subject.bridge, *words]
+    if file is not None and words:
+        problems = [Problem(f"--launch-file {file}", f"also {words[0]!r}", "a file, or a launch behind --, not both")]
     else:
-        file = read_launch_file(launch_file)
-        if cluster is None and file.cluster is not None:
-            say(f"cluster {file.cluster}, as {launch_file} says", err=True)
-        asked = Asked(file.words, cluster or file.cluster, gpus, strict, model)
-    if problems := _unclear(asked, launch_file):
-        raise ConfigError(UNCLEAR, problems)
-    return asked
+        if file is not None:
+            read = read_launch_file(file)
+            if cluster is None and read.cluster is not None:
+                say(f"cluster {read.cluster}, as {file} says", err=True)
+            words, cluster = [*read.words], cluster or read.cluster
+        subject = replace(subject, words=words, cluster=cluster, bridge=None)
+        problems = list(_unclear(subject, words))
+    if problems:
+        raise ConfigError("it is not clear what is asked", problems)
+    return subject
 
 
-def _both(launch_file: Path, words: list[str]) -> Any:
-    from megatron_lynx.errors import Problem
-
-    return Problem(f"--launch-file {launch_file}", f"also {words[0]!r}", "a file, or a launch behind --, not both")
-
-
-def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
+def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
     """Problems of the subject; for a launch without a cluster also the launch's own."""
     from megatron_lynx.config.loader import bundled_configs
-    from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.launch_arguments import read_launch
 
-    if asked.model is not None:
-        return list(_unclear_model(asked))
-    if asked.is_launch:
-        return [] if asked.words else [Problem("LAUNCH", "nothing", "a launch after --, or --launch-file FILE")]
-    if not asked.words:
-        return [Problem("JOB", "nothing", "a job file, or --cluster C -- LAUNCH")]
-    if launch_file is not None or any(word.startswith("--") or word.endswith(".py") for word in asked.words):
+    if subject.model is not None:
+        if words:
+            yield Problem("--model", f"also {words[0]!r}", "a model, or a job or a launch, not both")
+        if subject.cluster is None:
+            yield Problem("--cluster", "nothing", "where the model is to be trained: h100, or a file")
+        if subject.gpus is None:
+            yield Problem("--gpus", "nothing", "on how many of its GPUs")
+    elif subject.is_launch:
+        if not words:
+            yield Problem("LAUNCH", "nothing", "a launch after --, or --launch-file FILE")
+    elif not words:
+        yield Problem("JOB", "nothing", "a job file, or --cluster C -- LAUNCH")
+    elif subject.launch_file is not None or any(word.startswith("--") or word.endswith(".py") for word in words):
         known = ", ".join(sorted(path.stem for path in (bundled_configs() / "clusters").glob("*.yaml")))
         needed = f"where the launch is to run: {known}, or a file"
-        found: list[Any] = [Problem("--cluster", "nothing", needed, "megatron-lynx COMMAND --cluster h100-80g -- LAUNCH")]
+        yield Problem("--cluster", "nothing", needed, "megatron-lynx COMMAND --cluster h100-80g -- LAUNCH")
         try:
-            return [*found, *read_launch(asked.words, gpus=asked.gpus, strict=asked.strict).problems]
+            yield from read_launch(words, gpus=subject.gpus, strict=subject.strict).problems
         except ConfigError as error:
-            return [*found, *error.problems]
-    problems = [Problem(word, "a second job", "one job, or --cluster C before a launch") for word in asked.words[1:2]]
-    if asked.gpus is not None:
-        problems.append(Problem("--gpus", str(asked.gpus), "a launch: with a job file, its own figure counts"))
-    return problems
+            yield from error.problems
+    else:
+        yield from (Problem(word, "a second job", "one job, or --cluster C before a launch") for word in words[1:2])
+        if subject.gpus is not None:
+            yield Problem("--gpus", str(subject.gpus), "a launch: with a job file, its own figure counts")
 
 
-def _unclear_model(asked: Asked) -> Iterator[Any]:
-    from megatron_lynx.errors import Problem
-
-    if asked.words:
-        yield Problem("--model", f"also {asked.words[0]!r}", "a model, or a job or a launch, not both")
-    if asked.cluster is None:
-        yield Problem("--cluster", "nothing", "where the model is to be trained: h100, or a file")
-    if asked.gpus is None:
-        yield Problem("--gpus", "nothing", "on how many of its GPUs")
-
-
-def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
+def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> tuple[Job, Reading | None]:
     """The job, and for a launch how it was read. Warns of unknown flags."""
-    from megatron_lynx.cli.inputs import job_named
     from megatron_lynx.launch_arguments import job_of, read_launch
 
+    words = asked.words or []
     if asked.model is not None:
-        return job_of_model(asked, changes or {}, planning=planning), None
+        return job_of_model(asked, changes, planning=planning), None
     if asked.cluster is None:
-        return job_named(asked.words[0], changes), None
-    reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
-    job = job_of(reading, asked.cluster, changes or {})
+        return job_named(words[0], changes), None
+    reading = read_launch(words, gpus=asked.gpus, planning=planning, strict=asked.strict)
+    job = job_of(reading, asked.cluster, changes)
     warn_of_reading(reading, job)
     return job, reading
 
 
-def job_of_model(asked: Asked, changes: Mapping[str, Any], *, planning: bool) -> Job:
+def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> Job:
     """A job of a model. Chooses a layout and a batch, and prints them."""
-    from megatron_lynx.cli.inputs import mention_experts
     from megatron_lynx.config import Job
     from megatron_lynx.config.loader import load_cluster, load_model, override
     from megatron_lynx.search.candidate import in_words
@@ -195,19 +136,8 @@ def show_understood(reading: Reading) -> None:
     show_lines(*remarks(reading))
 
 
-def priceable(reading: Reading) -> Today:
-    """The launch's present setting. Raises `ConfigError` if it cannot be priced."""
-    from megatron_lynx.errors import ConfigError, Problem
-
-    if reading.today.not_priced:
-        problems = [Problem("today", why, "", "plan, or price the launch without it") for why in reading.today.not_priced]
-        raise ConfigError("what this launch does today cannot be priced", problems)
-    return reading.today
-
-
 def warn_of_reading(reading: Reading, job: Job) -> None:
     """Warn of unknown flags, costly defaults, assumed loads of experts, and the loss of reinforcement learning."""
-    from megatron_lynx.cli.inputs import mention_experts
     from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
     from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
     from megatron_lynx.launch_arguments.table import unknown_in_words, unsaid
@@ -217,21 +147,17 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     for line in (unknown_in_words(reading), *unsaid(reading)):
         if line is not None:
             say(f"warning: {line}", err=True)
-    for option in _misplaced(reading):
-        say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
+    commands = cast("TyperGroup", get_command(app)).commands.values()
+    own = {name for command in commands for parameter in command.params for name in parameter.opts}
+    for option in dict.fromkeys(words.split()[0].partition("=")[0] for words in reading.given.unknown):
+        if option in own:
+            say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
     mention_experts(job, reading.given)
     if learns_from_rollouts(reading.given):
         shape = LayerShape.of(job)
         found, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
         say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)
         say(f"  may hold {found} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
-
-
-def _misplaced(reading: Reading) -> Iterator[str]:
-    """Our own options among the unknown flags of a launch."""
-    commands = cast("TyperGroup", get_command(app)).commands.values()
-    own = {name for command in commands for parameter in command.params for name in parameter.opts}
-    yield from dict.fromkeys(option for words in reading.given.unknown if (option := words.split()[0].partition("=")[0]) in own)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

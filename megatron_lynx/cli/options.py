@@ -1,15 +1,14 @@
-"""Arguments and options that several commands take."""
+"""Options that several commands take. Groups are dataclasses: `app.command` makes each field an option."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from megatron_lynx.cli.inputs import number_or_word
+from typer import Argument, BadParameter, Option
 
 
 def _names_of(kind: str) -> Callable[[str], list[str]]:
@@ -23,212 +22,150 @@ def _names_of(kind: str) -> Callable[[str], list[str]]:
     return names
 
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
-
-
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
-
-
-JobOrLaunch = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="JOB | --cluster C -- LAUNCH",
-        help="A job file, or a bundled one: jobs/demo. With --cluster: a Megatron launch, as in `-- torchrun ... pretrain_gpt.py "
-        "--num-layers 32 ...`, or its arguments alone.",
-        show_default=False,
-    ),
-]
-
-
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="CLUSTER",
-        help="Where the launch is to run: h100 (h100-80g), or a file.",
-        autocompletion=_names_of("clusters"),
-    ),
-]
-
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="In place of a job or a launch, with --cluster and --gpus: a catalogued model (llama3-70b), or a file, in the "
-        "smallest layout that fits.",
-        autocompletion=_names_of("models"),
-        show_default=False,
-    ),
-]
-
-
-LaunchFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--launch-file",
-        metavar="FILE",
-        help="The launch, one word a line, or - for standard input; '# cluster: C' in its header stands for --cluster.",
-        show_default=False,
-    ),
-]
-
-
-BridgeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bridge",
-        metavar="MODULE:RECIPE|FILE",
-        help="Of Megatron-Bridge, not a launch: a function that returns its ConfigContainer, or one in a file. Behind -- its "
-        "settings: model.seq_length=8192.",
-        show_default=False,
-    ),
-]
-
-
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Refuse flags that Megatron does not know. Without: planned, with a warning.")
-]
-
-
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Also what was read of the launch, and what each stage does.")
-]
-
-
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs of the launch, where its launcher does not say.")
-]
-
-
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the job; without one, it is measured.")
-]
-
-
-LayersOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="PROFILE",
-        help="Measured layers. Without: the cluster's figures, or, where it has none, measured here.",
-    ),
-]
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
-
-
-class Inexact(StrEnum):
-    """Parts of a plan that need not equal stock in every bit."""
-
-    HEAD = "head"
-
-
-InexactOption = Annotated[
-    list[Inexact] | None,
-    typer.Option(
-        "--inexact",
-        metavar="head",
-        help="Let the head run in pieces where that helps: the last stage holds fewer logits, and the gradient of the head's "
-        "weight is summed in another order than stock's. Without: as the job says (head), else every bit is stock's.",
-    ),
-]
+def number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def finite(figure: float | None) -> float | None:
     if figure is not None and not 0 < figure < float("inf"):
-        raise typer.BadParameter(f"found {figure}, needed a number above 0")
+        raise BadParameter(f"found {figure}, needed a number above 0")
     return figure
 
 
-FromRunOption = Annotated[
+PlanFile = Annotated[Path, Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+JobName = Annotated[str, Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
+ClusterOption = Annotated[
+    str | None,
+    Option(metavar="CLUSTER", help="Cluster of the launch: h100 (h100-80g), or a file.", autocompletion=_names_of("clusters")),
+]
+LAUNCH_FILE = "The launch, one word a line, or - for standard input; '# cluster: C' in its header stands for --cluster."
+LaunchFileOption = Annotated[Path | None, Option(metavar="FILE", help=LAUNCH_FILE, show_default=False)]
+VerboseOption = Annotated[bool, Option("--verbose", "-v", help="Also print how the launch was read, and the work of each stage.")]
+LayersOption = Annotated[
     Path | None,
-    typer.Option(
-        "--from-run",
-        metavar="OUTCOME",
-        help="The lynx_outcome.json of a run under a plan for the same: planned with what was measured.",
-        show_default=False,
+    Option(
+        "--profile", metavar="PROFILE", help="Measured layers. Default: the cluster's figures, or, without any, measured here."
     ),
 ]
-OptimizerOption = Annotated[
-    str | None,
-    typer.Option("--optimizer-offload", metavar="SHARE", help="Of the optimizer, to the host: in [0, 1], or auto."),
-]
-LengthsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--lengths",
-        metavar="MEAN|FILE",
-        help="Of sequences that are packed: their mean in tokens, or a file of lengths. Attention is priced by them.",
-        show_default=False,
-    ),
-]
-MemoryOption = Annotated[
-    float | None,
-    typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
-]
-HostMemoryOption = Annotated[
-    float | None,
-    typer.Option("--host-memory-gib", callback=finite, metavar="GIB", help="Of each node's host. Without: the cluster's."),
-]
-OffloadOption = Annotated[
-    str | None,
-    typer.Option(
-        "--offload-ratio", metavar="RATIO", help="Of activations to the host: in [0, 1], or auto. Instead of the job's."
-    ),
-]
-ShareOption = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-share",
-        min=0.01,
-        max=1.0,
-        metavar="SHARE",
-        help="Of each device's memory, what training may take.",
-    ),
-]
+ProfileOption = Annotated[Path | None, Option("--profile", metavar="PROFILE", help="Measured layers.", show_default=False)]
+JobOption = Annotated[str | None, Option("--job", metavar="JOB", help="The plan's job, if the plan does not name it.")]
+AsJson = Annotated[bool, Option("--json", help="Print the answer as JSON, for programs.")]
 
 
-HoldOption = Annotated[
-    float | None,
-    typer.Option(
-        "--experts-hold",
-        callback=finite,
-        metavar="LOAD",
-        help="The bytes hold where one rank's experts get so many times a balanced share of the tokens.",
-    ),
-]
-LoadOption = Annotated[
-    float | None,
-    typer.Option(
-        "--experts-load",
-        callback=finite,
-        metavar="LOAD",
-        help="The fullest rank's experts get so many times a balanced share of the tokens: seconds and bytes. Below 1 where "
-        "tokens are dropped.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A job, a launch with its cluster, or a model."""
+
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="JOB | --cluster C -- LAUNCH",
+            help="A job file, or a bundled one: jobs/demo. With --cluster: a Megatron launch, as in `-- torchrun ... "
+            "pretrain_gpt.py --num-layers 32 ...`, or its arguments alone.",
+            show_default=False,
+        ),
+    ] = None
+    cluster: ClusterOption = None
+    gpus: Annotated[int | None, Option(metavar="N", min=1, help="GPUs of the launch, if its launcher does not say.")] = None
+    bridge: Annotated[
+        str | None,
+        Option(
+            metavar="MODULE:RECIPE|FILE",
+            help="Instead of a launch, Megatron-Bridge's ConfigContainer: a function that returns one, or a file. Settings "
+            "follow --: model.seq_length=8192.",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        Option(
+            metavar="MODEL",
+            help="Instead of a job or a launch, with --cluster and --gpus: a catalogued model (llama3-70b), or a file, in the "
+            "smallest layout that fits.",
+            autocompletion=_names_of("models"),
+            show_default=False,
+        ),
+    ] = None
+    launch_file: LaunchFileOption = None
+    strict: Annotated[bool, Option("--strict", help="Refuse flags that Megatron does not know, instead of a warning.")] = False
+
+    @property
+    def is_launch(self) -> bool:
+        """Whether it is a launch, which needs a cluster, and not a job file."""
+        return self.cluster is not None and self.model is None
+
+    @property
+    def job_file(self) -> Path | None:
+        from megatron_lynx.config.loader import job_path
+
+        return None if self.is_launch or self.model is not None else job_path((self.words or [""])[0])
+
+    def again(self, more: Mapping[str, object | None]) -> str:
+        """Shell words for the same subject. `more`: options with their values."""
+        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **more}
+        written = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in given.items()}
+        options = [word for name, value in given.items() if value is not None for word in (name, written[name])]
+        return shlex.join([*options, *(["--"] if self.is_launch else []), *(self.words or [])])
 
 
-def expert_changes(load: float | None, hold: float | None) -> dict[str, object]:
-    """Values of a job's experts, by their place. A load replaces the `holds` of a launch."""
-    said: dict[str, object] = {} if hold is None else {"model.experts.holds": hold}
-    return said if load is None else {"model.experts.load": load, "model.experts.holds": hold}
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    load: Annotated[
+        float | None,
+        Option(
+            "--experts-load",
+            callback=finite,
+            metavar="LOAD",
+            help="Tokens of the fullest rank's experts, over a balanced share: priced in seconds and bytes. Below 1 if tokens "
+            "are dropped.",
+        ),
+    ] = None
+    hold: Annotated[
+        float | None,
+        Option(
+            "--experts-hold",
+            callback=finite,
+            metavar="LOAD",
+            help="As --experts-load, but priced in bytes alone: such a load still fits.",
+        ),
+    ] = None
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """Values of a job, by their place. A load replaces the `holds` of a launch."""
+        said: dict[str, object] = {} if self.hold is None else {"model.experts.holds": self.hold}
+        return said if self.load is None else {"model.experts.load": self.load, "model.experts.holds": self.hold}
 
 
-def budget_changes(
-    memory_gib: float | None, share: float | None, offload_ratio: str | None = None, host_memory_gib: float | None = None
-) -> dict[str, object]:
-    """Values of a job's budget, by their place."""
-    if memory_gib is not None and share is not None:
-        raise typer.BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
-    ratio = None if offload_ratio is None else number_or_word(offload_ratio)
-    said = {
-        "budget.memory_gib": memory_gib,
-        "budget.share": share,
-        "offload_ratio": ratio,
-        "cluster.node.host_memory_gib": host_memory_gib,
-    }
-    return {place: value for place, value in said.items() if value is not None}
+@dataclass(frozen=True, kw_only=True)
+class Budget(ExpertLoad):
+    memory_gib: Annotated[
+        float | None,
+        Option(callback=finite, metavar="GIB", help="Memory of each device. Default: the job's or cluster's."),
+    ] = None
+    share: Annotated[
+        float | None,
+        Option("--memory-share", min=0.01, max=1.0, metavar="SHARE", help="Usable share of each device's memory."),
+    ] = None
+    host_memory_gib: Annotated[
+        float | None, Option(callback=finite, metavar="GIB", help="Memory of each node's host. Default: the cluster's.")
+    ] = None
+    offload_ratio: Annotated[
+        str | None,
+        Option(metavar="RATIO", help="Share of activations that go to the host: in [0, 1], or auto. Default: the job's."),
+    ] = None
+
+    @property
+    def changes(self) -> dict[str, object]:
+        if self.memory_gib is not None and self.share is not None:
+            raise BadParameter("found --memory-gib, too: needed one of the two", param_hint="--memory-share")
+        said = {
+            "budget.memory_gib": self.memory_gib,
+            "budget.share": self.share,
+            "offload_ratio": None if self.offload_ratio is None else number_or_word(self.offload_ratio),
+            "cluster.node.host_memory_gib": self.host_memory_gib,
+        }
+        return {place: value for place, value in said.items() if value is not None} | super().changes

@@ -1,10 +1,13 @@
-"""Commands that make plans and show them: profile, plan, explain, simulate."""
+"""Commands about plans: advise, plan, explain, simulate, report; and profile."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -12,49 +15,51 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import check_writable, profile_in_words
-from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, lengths_of, measured_here, number_or_word, taught
-from megatron_lynx.cli.launches import Asked, asked_about, command_with, job_or_launch, understood_as_json
+from megatron_lynx.cli.app import app, command
+from megatron_lynx.cli.inputs import (
+    costs_of,
+    figures_for,
+    hosts_of,
+    job_named,
+    job_path,
+    lengths_of,
+    measured_here,
+    mention_experts,
+    taught,
+    warn_of,
+)
+from megatron_lynx.cli.launches import (
+    asked_about,
+    command_with,
+    job_or_launch,
+    show_understood,
+    understood_as_json,
+    warn_of_reading,
+)
 from megatron_lynx.cli.options import (
     AsJson,
-    BridgeOption,
-    ClusterOption,
-    FromRunOption,
-    GpusOption,
-    HoldOption,
-    HostMemoryOption,
-    Inexact,
-    InexactOption,
+    Budget,
     JobName,
-    JobOrLaunch,
-    LaunchFileOption,
+    JobOption,
     LayersOption,
-    LengthsOption,
-    LoadOption,
-    MemoryOption,
-    ModelOption,
-    OffloadOption,
-    OptimizerOption,
     PlanFile,
-    ShareOption,
-    StrictOption,
+    ProfileOption,
+    Subject,
     VerboseOption,
-    budget_changes,
-    expert_changes,
+    number_or_word,
 )
-from megatron_lynx.cli.terminal import in_progress, say, show, show_json, show_lines
+from megatron_lynx.cli.terminal import in_progress, say, show, show_json, show_lines, show_screen
+from megatron_lynx.errors import Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.advise import Answer
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
-    from megatron_lynx.profiler.profile import Profile
 
 
-@app.command()
+@command
 def profile(
     job_file: JobName,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PROFILE", help="Where to write it.", show_default=False)],
@@ -74,28 +79,113 @@ def profile(
         show(profile_in_words(measured, output))
 
 
-@app.command()
+@command
+def advise(
+    subject: Subject, budget: Budget, profile_file: LayersOption = None, verbose: VerboseOption = False, as_json: AsJson = False
+) -> None:
+    """Compare the launch today, stock's best setting, a plan, and neighbouring layouts. Writes nothing."""
+    from megatron_lynx.advise import answered
+    from megatron_lynx.advise import as_json as as_json_of
+    from megatron_lynx.advise.today import asked_launch
+
+    asked, refused = asked_about(subject), tuple[Problem, ...]()
+    if not asked.is_launch or asked.cluster is None:
+        job, reading = job_or_launch(asked, budget.changes, planning=True)
+    else:
+        launch = asked_launch(asked.words or [], asked.cluster, asked.gpus, budget.changes, strict=asked.strict)
+        job, reading, refused = launch.job, launch.reading, launch.refused
+        warn_of_reading(launch.reading, job)
+    costs = costs_of(job, profile_file)
+    with in_progress("comparing layouts"):
+        copies = reading is not None and budget.offload_ratio is None
+        answer = answered(job, costs, reading, refused=refused, near=profile_file is None, copies=copies)
+    if as_json:
+        from megatron_lynx.planner.summary import summary
+
+        details = {} if answer.decision is None else summary(answer.decision, costs)
+        show_json({**details, **as_json_of(answer), **understood_as_json(reading)})
+    else:
+        _show_answer(answer, verbose=verbose)
+    if answer.plan is None:
+        raise typer.Exit(1)
+
+
+def _show_answer(answer: Answer, *, reasons: bool = True, learned: Sequence[str] = (), verbose: bool = False) -> None:
+    """`verbose`: also how the launch was read, each stage's work, and the launch lines of neighbours."""
+    from megatron_lynx.advise import screen
+    from megatron_lynx.plan.explanation import explanation
+
+    show_screen(screen(answer, reasons=reasons))
+    if learned:
+        say("\n".join(learned))
+    if not verbose:
+        return
+    if answer.reading is not None:
+        show_understood(answer.reading)
+    if (decision := answer.decision) is not None:
+        show(explanation(decision.plan))
+        say("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
+    for number, near in enumerate(answer.near, start=1):
+        line = answer.command(near)
+        say(f"\n{number}. {answer.changed(near)}" + ("" if line is None else f"\n\n{line}"))
+
+
+class Inexact(StrEnum):
+    HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Budget, Subject):
+    """The subject of a plan, and its options."""
+
+    optimizer_offload: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Share of the optimizer that goes to the host: in [0, 1], or auto.")
+    ] = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MEAN|FILE",
+            help="Lengths of packed sequences: their mean in tokens, or a file. Attention is priced by them.",
+            show_default=False,
+        ),
+    ] = None
+    inexact: Annotated[
+        list[Inexact] | None,
+        typer.Option(
+            metavar="head",
+            help="head: run the head in pieces if that helps. The last stage holds fewer logits, and the gradient of the head's "
+            "weight is summed in another order than stock's. Default: as in the job, else all bits are stock's.",
+        ),
+    ] = None
+
+    @property
+    def changes(self) -> dict[str, object]:
+        share, lengths = self.optimizer_offload, self.lengths
+        changes = super().changes
+        changes |= {} if share is None else {"optimizer.offload": number_or_word(share)}
+        changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
+        return changes | ({"head.pieces": "auto"} if self.inexact else {})
+
+    def read(self) -> tuple[Subject, Job, Reading | None]:
+        asked = asked_about(self)
+        return asked, *job_or_launch(asked, self.changes, planning=True)
+
+
+@command
 def plan(
     context: typer.Context,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
-    words: JobOrLaunch = None,
-    cluster: ClusterOption = None,
-    gpus: GpusOption = None,
-    bridge: BridgeOption = None,
-    model: ModelOption = None,
-    launch_file: LaunchFileOption = None,
-    strict: StrictOption = False,
-    memory_gib: MemoryOption = None,
-    share: ShareOption = None,
-    host_memory_gib: HostMemoryOption = None,
-    offload_ratio: OffloadOption = None,
-    optimizer_offload: OptimizerOption = None,
-    load: LoadOption = None,
-    hold: HoldOption = None,
-    lengths: LengthsOption = None,
-    inexact: InexactOption = None,
+    request: Request,
     profile_file: LayersOption = None,
-    run_file: FromRunOption = None,
+    run_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            metavar="OUTCOME",
+            help="The lynx_outcome.json of an earlier run of the same job: its measurements correct the predictions.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -106,21 +196,28 @@ def plan(
     from megatron_lynx.planner.summary import summary
     from megatron_lynx.profiler.profile import save_profile
 
-    asked, job, reading = _requested(**context.params)
-    measured = _measured_beside(output) if profile_file is None and job.cluster.matmul is None else None
-    check_writable(output, measured, read=[profile_file, launch_file, run_file, asked.job_file])
+    asked, job, reading = request.read()
+    measures = profile_file is None and job.cluster.matmul is None
+    measures = measures and (output.is_file() or not output.exists())  # and not a device or a pipe
+    measured = output.with_name(f"{output.stem}.profile.yaml") if measures else None
+    check_writable(output, measured, read=[profile_file, request.launch_file, run_file, asked.job_file])
     job, costs, lesson = taught(job, profile_file, run_file)
     if measured is not None:
         save_profile(costs, measured)
         context.params["profile_file"] = measured
         say(f"wrote {measured}: what was measured here", err=True)
     with in_progress("making the plan"):
-        answer = answered(job, costs, reading, near=False, copies=reading is not None and offload_ratio is None)
+        answer = answered(job, costs, reading, near=False, copies=reading is not None and request.offload_ratio is None)
+    learned = () if lesson is None else lesson.lines
     if (decision := answer.decision) is None:
-        if lesson is not None:
-            say("\n".join(lesson.lines), err=True)
-        _say_no(answer, as_json=as_json)
-        return
+        if learned:
+            say("\n".join(learned), err=True)
+        if as_json:
+            show_json(as_json_of(answer))
+        else:
+            _show_answer(answer, reasons=False)
+        assert answer.error is not None, "there is no plan, and the planner has said why"
+        raise answer.error
     origin = {"asked": asked.again(_options(context)), "job": job.digest, **({} if lesson is None else lesson.origin)}
     provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
@@ -130,60 +227,18 @@ def plan(
         plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
         show_json({**own, **plan_, **summary(decision, costs), **found, **understood_as_json(reading)})
         return
-    show_answer(answer)
-    if lesson is not None:
-        say("\n".join(lesson.lines))
-    if verbose:
-        show_details(answer)
-    say(f"wrote {output}; {_launched(answer, output, chosen=optimizer_offload is not None)}")
-
-
-def _requested(
-    *,
-    words: list[str] | None,
-    cluster: str | None,
-    gpus: int | None,
-    bridge: str | None,
-    model: str | None,
-    launch_file: Path | None,
-    strict: bool,
-    memory_gib: float | None,
-    share: float | None,
-    offload_ratio: str | None,
-    host_memory_gib: float | None,
-    optimizer_offload: str | None,
-    load: float | None,
-    hold: float | None,
-    lengths: str | None,
-    inexact: list[Inexact] | None,
-    **_: object,
-) -> tuple[Asked, Job, Reading | None]:
-    """The subject and the job that the options of `plan` describe."""
-    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
-    changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
-    changes |= {} if lengths is None else {"batch.lengths": lengths_of(lengths)}
-    changes |= {"head.pieces": "auto"} if inexact else {}
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
-    return asked, *job_or_launch(asked, planning=True, changes=changes)
-
-
-def _measured_beside(output: Path) -> Path | None:
-    """Path of a profile that is measured for a plan; None if the plan goes to a device or a pipe."""
-    return None if output.exists() and not output.is_file() else output.with_name(f"{output.stem}.profile.yaml")
-
-
-OF_THE_REQUEST = ("words", "cluster", "gpus", "bridge", "model", "launch_file", "strict")
-"""Parameters of `plan` that are in `Asked`."""
-OF_THE_ANSWER = ("output", "verbose", "as_json")
+    _show_answer(answer, learned=learned, verbose=verbose)
+    say(f"wrote {output}; {_launched(answer, output, chosen=request.optimizer_offload is not None)}")
 
 
 def _options(context: typer.Context) -> dict[str, object]:
-    """The other options of `plan` that are given, by name."""
+    """The given options of `plan`, by name, but for those in `Subject.again` and those that change only the answer."""
+    others = {*(field.name for field in fields(Subject)), "output", "verbose", "as_json"}
     given = {}
     for each in context.command.params:
         value = context.params.get(each.name or "")
         value = next(iter(value), None) if isinstance(value, list | tuple) else value
-        if value is not None and each.name not in (*OF_THE_REQUEST, *OF_THE_ANSWER):
+        if value is not None and each.name not in others:
             given[each.opts[0]] = value
     return given
 
@@ -196,18 +251,15 @@ def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
     if (asked := plan.provenance.asked) is None:
         return None
     group = cast("TyperGroup", get_command(app))
-    context = group.commands["plan"].make_context("plan", ["-o", os.devnull, *shlex.split(asked)])
-    _, job, reading = _requested(**context.params)
+    given = group.commands["plan"].make_context("plan", ["-o", os.devnull, *shlex.split(asked)]).params
+    _, job, reading = Request(**{field.name: given[field.name] for field in fields(Request)}).read()
     if plan.provenance.job not in (None, job.digest):
         say(f"warning: `megatron-lynx plan {asked}` is another job now than when the plan was made", err=True)
-    return job, reading, context.params["profile_file"]
+    return job, reading, given["profile_file"]
 
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
-    """The command or flags to launch with. `chosen`: whether the plan's options, not the launch, decide about the optimizer's
-    share on
-    the host.
-    """
+    """The command or flags to launch with. `chosen`: an option of `plan` decides the optimizer's share on the host."""
     from megatron_lynx.launch_arguments.optimizer_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
@@ -225,19 +277,7 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *own], [*without, *lost])}"
 
 
-def _say_no(answer: Answer, *, as_json: bool) -> None:
-    """Print the launch without a plan, and what would fit. Raises the planner's error."""
-    from megatron_lynx.advise import as_json as as_json_of
-
-    if as_json:
-        show_json(as_json_of(answer))
-    else:
-        show_answer(answer, reasons=False)
-    assert answer.error is not None, "there is no plan, and somebody has said why"
-    raise answer.error
-
-
-@app.command()
+@command
 def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
     """Show a plan, stage by stage: kept and recomputed items, windows, and predictions."""
     from megatron_lynx.plan import load_plan
@@ -250,27 +290,19 @@ def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
         show(explanation(plan))
 
 
-@app.command()
+@command
 def simulate(
     plan_file: PlanFile,
-    profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the plan's job.", show_default=False)
-    ] = None,
-    job_file: Annotated[
-        str | None,
-        typer.Option(
-            "--job",
-            metavar="JOB",
-            help="The plan's job, where the plan does not say it: its cluster has figures, too.",
-        ),
-    ] = None,
+    profile_file: ProfileOption = None,
+    job_file: JobOption = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate one step under a plan: bubbles, exposed recomputations, memory of each stage. `report` draws it."""
     from megatron_lynx.cost.host import HostReport
+    from megatron_lynx.errors import LynxError
     from megatron_lynx.plan import load_plan
-    from megatron_lynx.planner import figures_of
+    from megatron_lynx.planner import as_planned, figures_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
     from megatron_lynx.timeline import write_trace
@@ -279,7 +311,13 @@ def simulate(
     check_writable(trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with in_progress("simulating a step"):
         plan = load_plan(plan_file)
-        job, costs = _job_and_figures(plan, profile_file, job_file)
+        job = None if job_file is None else job_named(job_file)
+        if job is None:
+            with nullcontext() if profile_file is None else suppress(LynxError):  # with a profile, the job may be gone
+                if (origin := planned_from(plan)) is not None:
+                    job, profile_file = origin[0], profile_file or origin[2]
+        costs = figures_for(plan, profile_file, job)
+        job = None if job is None else as_planned(job, plan)
         reduced = job is not None and job.overlap.gradients
         simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
         own = None if job is None else figures_of(job, costs, simulation)
@@ -289,27 +327,57 @@ def simulate(
             write_trace(simulation.timeline(), trace, "stage", memory)
     if as_json:
         show_json({**figures.as_json(simulation, update_s), **({} if own is None else {"memory_bytes": own.memory_bytes})})
-    else:
-        show(figures.table(simulation, update_s))
-        if own is not None:
-            say(f"fullest device: {format_bytes(own.memory_bytes)}")
-        show_lines(*HostReport.of(costs, simulation.host_bound).lines)
-        if trace is not None:
-            say(f"wrote {trace}")
+        return
+    show(figures.table(simulation, update_s))
+    if own is not None:
+        say(f"fullest device: {format_bytes(own.memory_bytes)}")
+    show_lines(*HostReport.of(costs, simulation.host_bound).lines)
+    if trace is not None:
+        say(f"wrote {trace}")
 
 
-def _job_and_figures(plan: Plan, profile_file: Path | None, job_file: str | None) -> tuple[Job | None, Profile]:
-    """The given job, else the plan's, as it is under the plan, and figures to simulate with. Measures nothing.
+@command
+def report(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT...",
+            help="A plan, a job, the folder that compare wrote, a run's trace with its plan, what simulate --json printed: files "
+            "and folders, each recognised by its contents.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="HTML", help="Where to write it.")] = Path("report.html"),
+    profile_file: ProfileOption = None,
+    job_file: JobOption = None,
+    budgets: Annotated[
+        int, typer.Option("--budgets", min=0, max=100, metavar="N", help="Plans on the front of memory and time; 0: no front.")
+    ] = 12,
+) -> None:
+    """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
+    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+    from megatron_lynx.profiler.profile import load_profile
+    from megatron_lynx.profiler.scaled import as_learned
+    from megatron_lynx.report.contents import Asked, contents
+    from megatron_lynx.report.given import given_in
+    from megatron_lynx.report.island import write_page
 
-    With a profile, the plan's job need not exist any more.
-    """
-    from megatron_lynx.errors import LynxError
-    from megatron_lynx.planner import as_planned
-
-    job = None if job_file is None else job_named(job_file)
-    if job is None:
-        with nullcontext() if profile_file is None else suppress(LynxError):
-            if (origin := planned_from(plan)) is not None:
-                job, profile_file = origin[0], profile_file or origin[2]
-    costs = figures_for(plan, profile_file, job)
-    return None if job is None else as_planned(job, plan), costs
+    given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
+    check_writable(output, read=map(Path, given.sources.values()))
+    if given.job is not None:
+        mention_experts(given.job)
+    job, reading, costs = given.job if job_file is None else job_named(job_file), None, given.profile
+    if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
+        job, reading, own = origin
+        costs = costs if costs is not None or own is None else load_profile(own)
+    if costs is not None:
+        warn_of(costs)
+    if job is not None and job.cluster.matmul is not None:
+        costs = analytic_profile(job) if costs is None else on_cluster(costs, job)
+    if given.plan is not None and (learned := given.plan.provenance.learned) is not None:  # earlier runs correct all prices
+        job = None if job is None else job.model_copy(update={"learned": learned})
+        costs = None if costs is None else as_learned(costs, learned)
+    with in_progress("plans made") as watch:
+        island = contents(Asked(given, job, costs, reading, budgets, watch))
+    write_page(island, output)
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")

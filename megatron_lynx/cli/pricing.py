@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_lynx.cli.answers import show_estimate, show_published
-from megatron_lynx.cli.app import app
+from megatron_lynx.cli.app import command
 from megatron_lynx.cli.inputs import named_in, whole_numbers_in
-from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, show_understood, understood_as_json
-from megatron_lynx.cli.options import (
-    AsJson,
-    BridgeOption,
-    ClusterOption,
-    GpusOption,
-    HoldOption,
-    HostMemoryOption,
-    JobOrLaunch,
-    LaunchFileOption,
-    LoadOption,
-    MemoryOption,
-    ModelOption,
-    OffloadOption,
-    ShareOption,
-    StrictOption,
-    VerboseOption,
-    budget_changes,
-    expert_changes,
-)
+from megatron_lynx.cli.launches import asked_about, job_or_launch, show_understood, understood_as_json
+from megatron_lynx.cli.options import AsJson, Budget, ExpertLoad, Subject, VerboseOption
 from megatron_lynx.cli.terminal import in_progress, say, show, show_json
+from megatron_lynx.errors import ConfigError, Problem
 
 
-@app.command()
+@command
 def estimate(
-    words: JobOrLaunch = None,
-    cluster: ClusterOption = None,
-    gpus: GpusOption = None,
-    bridge: BridgeOption = None,
-    model: ModelOption = None,
-    launch_file: LaunchFileOption = None,
-    strict: StrictOption = False,
-    memory_gib: MemoryOption = None,
-    share: ShareOption = None,
-    host_memory_gib: HostMemoryOption = None,
-    load: LoadOption = None,
-    hold: HoldOption = None,
+    subject: Subject,
+    budget: Budget,
     profile_file: Annotated[
-        Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers. Default: the cluster's figures.")
     ] = None,
-    offload_ratio: OffloadOption = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,11 +33,12 @@ def estimate(
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
-    changes = budget_changes(memory_gib, share, offload_ratio, host_memory_gib) | expert_changes(load, hold)
-    asked = asked_about(words, cluster, gpus, launch_file, strict=strict, bridge=bridge, model=model)
-    job, reading = job_or_launch(asked, planning=False, changes=changes)
+    job, reading = job_or_launch(asked_about(subject), budget.changes, planning=False)
     measured = None if profile_file is None else load_profile(profile_file)
-    today = None if reading is None else priceable(reading)
+    today = None if reading is None else reading.today
+    if today is not None and today.not_priced:
+        problems = [Problem("today", why, "", "plan, or price the launch without it") for why in today.not_priced]
+        raise ConfigError("what this launch does today cannot be priced", problems)
     answer = estimated(job, measured, None if today is None else today.setting)
     launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
@@ -81,20 +54,18 @@ def estimate(
         raise typer.Exit(1)
 
 
-@app.command()
+@dataclass(frozen=True, kw_only=True)
+class Searched(Subject):
+    gpus: Annotated[int, typer.Option(metavar="N", help="Devices to spread the job over.", show_default=False)] = field()
+
+
+@command
 def search(
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
-    words: JobOrLaunch = None,
-    cluster: ClusterOption = None,
-    bridge: BridgeOption = None,
-    model: ModelOption = None,
-    launch_file: LaunchFileOption = None,
-    strict: StrictOption = False,
-    load: LoadOption = None,
-    hold: HoldOption = None,
-    top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show; each is simulated.")] = 10,
+    subject: Searched,
+    expected: ExpertLoad,
+    top: Annotated[int, typer.Option("--top", metavar="K", help="Number of layouts to simulate and show.")] = 10,
     policies: Annotated[
-        str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
+        str | None, typer.Option("--policies", metavar="A,B", help="Policies to try. Default: all.", show_default=False)
     ] = None,
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
@@ -105,7 +76,7 @@ def search(
         typer.Option(
             "--schedules",
             metavar="A,B",
-            help="Of flush, interleaved, double-buffered (gradients one update old); without, the first two, and the job's.",
+            help="flush, interleaved, double-buffered (gradients one update old). Default: the first two, and the job's.",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +85,7 @@ def search(
         typer.Option(
             "--context",
             metavar="A,B",
-            help="Context-parallel sizes to try, with plans, too; without, all, but plans for the job's own size alone.",
+            help="Context-parallel sizes to try. Default: all, with plans only for the job's own size.",
             show_default=False,
         ),
     ] = None,
@@ -129,10 +100,11 @@ def search(
     of_policies = POLICIES if policies is None else named_in(policies)
     of_schedules = None if schedules is None else named_in(schedules)
     sizes = None if context is None else whole_numbers_in(context, "--context")
-    of_model = None if model is None else gpus
-    asked = asked_about(words, cluster, of_model, launch_file, strict=strict, bridge=bridge, model=model)
-    own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else of_model
-    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False, changes=expert_changes(load, hold))
+    gpus = subject.gpus
+    asked = asked_about(Subject(**vars(subject) | {"gpus": gpus if subject.model is not None else None}))
+    if asked.is_launch and not command_line(asked.words or []).gpus:
+        asked = replace(asked, gpus=gpus)
+    job, _ = job_or_launch(asked, expected.changes, planning=False)
     with in_progress("layouts ranked") as watch:
         ranking = searched(
             job,
@@ -152,7 +124,7 @@ def search(
         say(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
 
 
-@app.command()
+@command
 def validate(as_json: AsJson = False) -> None:
     """Recompute published results, and print the error of each."""
     from megatron_lynx.published import all_rows

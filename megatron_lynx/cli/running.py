@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_lynx.cli.answers import make_folder, show_findings, show_held, show_schedules, show_simulated, write_comparison
-from megatron_lynx.cli.app import app
+from megatron_lynx.cli.app import command
 from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
-from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
-from megatron_lynx.cli.options import (
-    AsJson,
-    ClusterOption,
-    HoldOption,
-    JobOrLaunch,
-    LaunchFileOption,
-    LoadOption,
-    MemoryOption,
-    ProfileOption,
-    ShareOption,
-    StrictOption,
-    budget_changes,
-    expert_changes,
-)
+from megatron_lynx.cli.launches import asked_about, job_or_launch
+from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, ProfileOption, Subject
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
 
@@ -35,49 +23,42 @@ if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import Profile
 
 
-@app.command()
+@command
 def compare(
-    words: JobOrLaunch = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
+    subject: Subject,
+    budget: Budget,
+    plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Default: a plan is made.")] = None,
     profile_file: ProfileOption = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
     warmups: Annotated[int, typer.Option("--steps-warmup", min=0, help="Steps of each setting before those.")] = 1,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the reports go.")] = Path(
         "build/compare"
     ),
-    cluster: ClusterOption = None,
-    memory_gib: MemoryOption = None,
-    share: ShareOption = None,
-    load: LoadOption = None,
-    hold: HoldOption = None,
-    launch_file: LaunchFileOption = None,
-    strict: StrictOption = False,
     simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings that fit, simulated."),
+        bool, typer.Option("--simulate", help="Train nothing: simulate the plan and stock's fastest settings that fit.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a job on this machine under stock Megatron's settings and under a plan, side by side.
 
-    With --simulate nothing is trained, and the GPUs of the job or launch need not be here. A job without flushes is only
-    simulated,
-    next to the same job with flushes.
+    With --simulate nothing is trained, and the GPUs of the job or launch need not be here. A job without flushes is always
+    simulated, next to the same job with flushes.
     """
     from megatron_lynx.compare import as_json as rows_as_json
     from megatron_lynx.compare import print_report
     from megatron_lynx.planner import as_planned
     from megatron_lynx.testbed.comparison import compare as run
 
-    changes = budget_changes(memory_gib, share) | expert_changes(load, hold)
-    asked = asked_about(words, cluster, None, launch_file, strict=strict)
-    job, reading = job_or_launch(asked, planning=True, changes=changes)
+    asked = asked_about(subject)
+    job, reading = job_or_launch(asked, budget.changes, planning=True)
     if asked.cluster is not None and not simulate:
         problem = Problem("--cluster", asked.cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])
     make_folder(output)
     if job.schedule == "double_buffered":
-        _compare_schedules(job, plan_file, profile_file, output, as_json)
+        from megatron_lynx.search.schedules import side_by_side
+
+        _show_rows(side_by_side(job, *plan_and_costs(job, plan_file, profile_file, output)), show_schedules, as_json)
         return
     if simulate:
         _compare_simulated(job, reading, plan_file, profile_file, output, as_json)
@@ -126,24 +107,19 @@ def _compare_simulated(
     ours = SimulatedRow("ours", step, figures.memory_bytes, ours=True)
     release = NEWEST if reading is None else reading.given.release
     rows = side_by_side(as_stock(job), costs, ours, budget_bytes, release, first)
-    if as_json:
-        show_json({"rows": [row.as_json for row in rows]})
-    else:
-        show_simulated(rows)
+    _show_rows(rows, show_simulated, as_json)
+    if not as_json:
         show_lines(verdict(rows, budget_bytes))
 
 
-def _compare_schedules(job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
-    from megatron_lynx.search.schedules import side_by_side
-
-    rows = side_by_side(job, *plan_and_costs(job, plan_file, profile_file, output))
+def _show_rows(rows: list[Any], show: Callable[[list[Any]], None], as_json: bool) -> None:
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
     else:
-        show_schedules(rows)
+        show(rows)
 
 
-@app.command()
+@command
 def hooks(as_json: AsJson = False) -> None:
     """List the functions of the installed megatron-core that are hooked, and whether they are as recorded."""
     with announced("reading megatron-core"):
@@ -163,7 +139,7 @@ def hooks(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@command
 def doctor(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
@@ -188,13 +164,14 @@ def doctor(
     from megatron_lynx.config.loader import load_cluster
     from megatron_lynx.doctor import findings
 
-    asked = Asked(tuple(words or ()), cluster) if launch_file is None else asked_about(words, cluster, None, launch_file)
+    asked = Subject(words=words or [], cluster=cluster, launch_file=launch_file)
+    asked = asked if launch_file is None else asked_about(asked)
     if asked.cluster is not None:
         load_cluster(asked.cluster, "--cluster")
     with announced("looking around"):
         quieten_megatron()
-        measured = host_time_here(list(asked.words)) if host_time else None
-        found = list(findings(asked.words, measured=measured, cluster=asked.cluster, plan_file=plan_file))
+        measured = host_time_here(asked.words or []) if host_time else None
+        found = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in found]})
     else:
