@@ -179,7 +179,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
 def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
     """Estimate of stock Megatron's setting. Without figures its bytes are known, except those of copies in flight."""
     if costs is None:
-        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
+        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).memory())
         return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
     price = priced(job, costs, setting)
     return Estimate(

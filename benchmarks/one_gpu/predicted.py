@@ -11,12 +11,10 @@ from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import StockSetting
-from megatron_lynx.stock.price import priced, schedule_of
+from megatron_lynx.stock.price import Pricing, priced
 from megatron_lynx.stock.stage import StockStage
 
 IN_PASSES = ("forward", "loss", "head_backward", "backward", "embedding_backward")
@@ -48,8 +46,7 @@ class Predicted:
 
 def of_stock(job: Job, profile: Profile, setting: StockSetting) -> Predicted:
     memory = priced(job, profile, setting).stages[0]
-    run = _stock_step(job, profile, setting)
-    alone = _stock_step(job, without_host(profile), setting)
+    run, alone = (Pricing(job, costs, setting).step() for costs in (profile, without_host(profile)))
     stage = StockStage(job, setting, 0)
     stays = sum(layer.stays for layer in stage.chunks[0])
     return _predicted(job, profile, run, alone, memory, stays)
@@ -68,14 +65,6 @@ def of_plan(job: Job, profile: Profile, plan: Plan) -> Predicted:
 def without_host(profile: Profile) -> Profile:
     """The same layers on a machine whose Python takes no time."""
     return profile.model_copy(update={"host_time": None})
-
-
-def _stock_step(job: Job, profile: Profile, setting: StockSetting) -> Simulation:
-    stages = [StockStage(job, setting, stage).timed(profile) for stage in range(job.parallel.pipeline)]
-    schedule = schedule_of(job, job.microbatches)
-    chunks = [stage.passes(stage.copies(schedule)) for stage in stages]
-    message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if job.parallel.pipeline > 1 else 0.0
-    return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
 
 def _predicted(

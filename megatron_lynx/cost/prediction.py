@@ -34,6 +34,19 @@ def projection_weights(model: Model) -> int:
     return 2 * model.hidden**2
 
 
+NO_BLOCK = BlockProfile()
+
+
+def ends_of(
+    profile: Profile, message_bytes: int, *, first: bool, last: bool, pieces: int = 1
+) -> tuple[BlockProfile, BlockProfile]:
+    """Return the embedding if `first`, and the last stage's end if `last`; else a block without seconds."""
+    return (
+        embedding_of(profile, message_bytes) if first else NO_BLOCK,
+        last_end_of(profile, message_bytes, pieces) if last else NO_BLOCK,
+    )
+
+
 def last_end_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
     """Return the last stage's end: the head, once more for every MTP layer, and these layers."""
     head, times = head_of(profile, message_bytes, pieces), profile.shape.mtp

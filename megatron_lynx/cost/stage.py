@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of, window_lengths_s
-from megatron_lynx.cost.prediction import last_end_of
-from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.prediction import ends_of
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.one_stage import counts_at_backwards
 
@@ -99,20 +99,13 @@ def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) ->
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds) -> StageSeconds:
     """Return a stage of such halves, with its ends of the model."""
-    counts, ends = job.halves_on(stage), _ends(job, profile, stage)
+    counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
+    ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
     forward, backward, replay_s = (
         sum(counts[section] * getattr(each, name) for section, each in halves.items())
         for name in ("forward_s", "backward_s", "replay_s")
     )
     return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + replay_s)
-
-
-def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
-    """Return the embedding and the head, if on this stage."""
-    message_bytes = LayerShape.of(job).gathered_bytes
-    first = [embedding_of(profile, message_bytes)] if stage == 0 else []
-    last = [last_end_of(profile, message_bytes, job.head_pieces)] if stage == job.parallel.pipeline - 1 else []
-    return first + last
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:

@@ -24,11 +24,10 @@ from math import ceil
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.layer import half_kept_bytes
-from megatron_lynx.kinds.experts.saved import expert_tensors, experts_of
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, NORM_OUT, offload_module, recompute_module, runs_again
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, NORM_OUT, offload_module, recompute_module
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -100,7 +99,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
     inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()
     for module in map(recompute_module, setting.recompute):
-        names = set(runs_again(module, section))
+        names = set(module.items(section))
         names |= {norm for linear, norm in inside.items() if linear in names}
         if module.discards_output:
             discarded |= names - joined
@@ -108,9 +107,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
             again |= names | (joined if names & joined else set())
     groups = []
     for asked in map(offload_module, setting.offload):
-        names = {item.name for item in section.items if section.half == asked.section.half and item.role == asked.role}
-        if asked.role == "norm":
-            names -= joined
+        names = set(asked.items(section)) - (joined if asked.role == "norm" else set())
         groups.append(frozenset(names | joined if names & joined else names) - again)
     return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
 
@@ -125,8 +122,11 @@ def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> f
     return frozenset(behind)
 
 
-def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
+def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
     """`least_bytes`: size of the smallest offloaded tensor."""
+    if section.opaque:
+        again = norm_out_bytes(shape, setting, section)
+        return HalfBytes(half_kept_bytes(shape, section) - again, again)
     own = treatment(shape, setting, section)
     tensors = [tensor for tensor in planning_of(section).tensors(shape) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
@@ -135,11 +135,12 @@ def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section,
     inputs = (section.norm,) if section.norm not in own.again else ()  # else the checkpoint holds it
     large = [(size, readers) for size, readers in [*blocks, (shape.input_bytes, inputs)] if size >= least_bytes and readers]
     leaves = sum(size for size, readers in large if own.sends_away(readers))
+    copied = leaves if section.in_some_layers else sum(size * own.copies(readers) for size, readers in large)
     return HalfBytes(
         stays=shape.input_bytes + sum(size for size, _ in blocks) + given_bytes - leaves,
         again=sum(tensor.bytes for tensor in tensors) - sum(tensor.bytes for tensor in kept),
         leaves=leaves,
-        copied=sum(size * own.copies(readers) for size, readers in large),
+        copied=copied,
         input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and own.sends_away(inputs) else 0,
     )
 
@@ -152,30 +153,6 @@ def _readers(shape: LayerShape, section: Section, tensor: SavedTensor) -> tuple[
 
 def _cores(section: Section) -> tuple[str, ...]:
     return tuple(item.name for item in section.items if item.role == "core")
-
-
-def expert_half_bytes(shape: LayerShape, setting: StockSetting, least_bytes: int) -> HalfBytes:
-    """`least_bytes`: size of the smallest offloaded tensor."""
-    own = expert_treatment(shape, setting)
-    tensors = [tensor for tensor in expert_tensors(shape) if tensor.saved_by]
-    kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
-    inputs = (own.section.norm,) if shape.input_bytes >= least_bytes else ()
-    large = [(tensor.bytes, tensor.saved_by) for tensor in kept if tensor.bytes >= least_bytes] + [(shape.input_bytes, inputs)]
-    leaves = sum(size for size, readers in large if readers and own.sends_away(readers))
-    kept_bytes = sum(tensor.bytes for tensor in kept)
-    return HalfBytes(
-        shape.input_bytes + kept_bytes - leaves, sum(tensor.bytes for tensor in tensors) - kept_bytes, leaves, leaves, 0
-    )
-
-
-def expert_treatment(shape: LayerShape, setting: StockSetting) -> Treatment:
-    """Items of the expert half that the setting's modules select."""
-    section = experts_of(shape).section
-    again, discarded = set[str](), set[str]()
-    for module in map(recompute_module, setting.recompute):
-        (discarded if module.discards_output else again).update(name for name in module.experts if name in section.names)
-    groups = (frozenset({item}) - again for item in (offload_module(name).experts for name in setting.offload) if item)
-    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
 
 
 LayerBytes = tuple[HalfBytes, ...]
@@ -192,15 +169,6 @@ def layer_bytes(
     """
     sections, least_bytes = kind or shape.model.kind_sections(experts=False), least * shape.model.element_bytes
     return tuple(_half_bytes(shape, setting, section, least_bytes) for section in sections)
-
-
-def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
-    if section.opaque:
-        again = norm_out_bytes(shape, setting, section)
-        return HalfBytes(half_kept_bytes(shape, section) - again, again)
-    if section.in_some_layers:
-        return expert_half_bytes(shape, setting, least_bytes)
-    return dense_half_bytes(shape, setting, section, least_bytes)
 
 
 def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:

@@ -48,6 +48,14 @@ class RecomputeModule:
     """Megatron refuses the module without it."""
     since: str = "0.15"
 
+    def items(self, section: Section) -> frozenset[str]:
+        """Items of a section that it recomputes. A module of latent attention does not change other attention."""
+        if section.in_some_layers:
+            return frozenset(section.names).intersection(self.experts)
+        if section.half not in {each.half for each in self.sections} or (self.needs == "latent" and section.column_parallel):
+            return frozenset()
+        return frozenset(item.name for item in section.items if item.role in self.roles)
+
 
 NORM_OUT = "gdn_norm_out"
 """The norm and the gate after a gated delta net: `GatedDeltaNet._gated_norm_and_a2a`."""
@@ -70,15 +78,6 @@ RECOMPUTED = (
 )
 
 
-def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
-    """Items of a section that a module recomputes. A module of latent attention does not change other attention."""
-    if section.half not in {each.half for each in module.sections} or section.in_some_layers:
-        return frozenset()
-    if module.needs == "latent" and section.column_parallel:
-        return frozenset()
-    return frozenset(item.name for item in section.items if item.role in module.roles)
-
-
 def recompute_module(name: str) -> RecomputeModule:
     """Raises `KeyError` for an unknown module."""
     return {module.name: module for module in RECOMPUTED}[name]
@@ -99,6 +98,13 @@ class OffloadModule:
     experts: str | None = None
     """Item of the expert half whose saved tensors are offloaded."""
     since: str = "0.16"
+
+    def items(self, section: Section) -> frozenset[str]:
+        """Items of a section whose saved tensors it offloads."""
+        if section.in_some_layers:
+            return frozenset({self.experts} if self.experts else ())
+        same = section.half == self.section.half
+        return frozenset(item.name for item in section.items if same and item.role == self.role)
 
 
 OFFLOADED = (

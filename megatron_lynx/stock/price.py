@@ -23,7 +23,6 @@ from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.stock.seconds import StageCopies
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 
@@ -69,67 +68,53 @@ class Pricing:
     def __init__(self, job: Job, profile: Profile, setting: StockSetting) -> None:
         self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
         self._profile, self._setting = profile, setting
-        self._stages = [StockStage(self._job, setting, stage) for stage in range(job.parallel.pipeline)]
-        self._copies: dict[int, StageCopies | None] = {}
-        self._memory: dict[int, StageMemory] = {}
+
+    @cached_property
+    def _stages(self) -> list[TimedStage]:
+        return self._timed(self._profile)
+
+    def _timed(self, profile: Profile) -> list[TimedStage]:
+        job, groups = self._job, WALKED_GROUPS * self._job.microbatch_group
+        schedule = schedule_of(job, min(job.microbatches, groups), int(self._setting.overlap))
+        stages = range(job.parallel.pipeline)
+        return [TimedStage(StockStage(job, self._setting, stage), profile, schedule) for stage in stages]
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether each stage fits. Stops at the first that does not."""
-        return all(self._memory_of(stage).total <= budget_bytes for stage in range(len(self._stages)))
+        return all(stage.memory.total <= budget_bytes for stage in self._stages)
 
     @cached_property
     def price(self) -> Priced:
-        job, profile, setting = self._job, self._profile, self._setting
-        stages = range(len(self._stages))
-        most_s = least_s = self._step_s(self._passes)
+        job, profile, stages = self._job, self._profile, self._stages
+        most_s = least_s = self._step_s(stages)
         if job.userbuffers:
-            timed = [stage.timed(hiding_all(profile)) for stage in self._stages]
-            least_s = self._step_s([stage.passes(stage.copies(self._walked)) for stage in timed])
+            least_s = self._step_s(self._timed(hiding_all(profile)))
         return Priced(
-            setting,
-            tuple(map(self._memory_of, stages)),
-            StepRange(least_s - _head_spared_s(job, profile, setting), most_s),
-            max(stage.host_bytes for stage in self._stages),
+            self._setting,
+            tuple(stage.memory for stage in stages),
+            StepRange(least_s - _head_spared_s(job, profile, self._setting), most_s),
+            max(stage.stage.host_bytes for stage in stages),
             self.busy_s,
         )
 
     @property
     def busy_s(self) -> float:
         """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
-        return self._job.microbatches * max(sum(map(_steady_s, own)) for own in self._passes)
+        return self._job.microbatches * max(sum(map(_steady_s, stage.passes)) for stage in self._stages)
 
-    @cached_property
-    def _passes(self) -> list[list[ChunkPasses]]:
-        return [timed.passes(self._copies_of(stage)) for stage, timed in enumerate(self._timed)]
+    def step(self) -> Simulation:
+        """The whole step, simulated."""
+        return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)
 
-    def _memory_of(self, stage: int) -> StageMemory:
-        if stage not in self._memory:
-            self._memory[stage] = self._stages[stage].memory(self._copies_of(stage))
-        return self._memory[stage]
+    def _step_s(self, stages: Sequence[TimedStage]) -> float:
+        passes = [stage.passes for stage in stages]
+        return in_steady_state(self._job, lambda microbatches: self._simulated(passes, microbatches))
 
-    def _step_s(self, passes: Sequence[Sequence[ChunkPasses]]) -> float:
-        job, more = self._job, int(self._setting.overlap)
-        message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if len(self._stages) > 1 else 0.0
-
-        def simulated(microbatches: int) -> Simulation:
-            schedule = schedule_of(job, microbatches, more)
-            return simulate(schedule, passes, message_s, between_passes=not job.overlap.messages)
-
-        return in_steady_state(job, simulated)
-
-    def _copies_of(self, stage: int) -> StageCopies | None:
-        if stage not in self._copies:
-            self._copies[stage] = self._timed[stage].copies(self._walked)
-        return self._copies[stage]
-
-    @cached_property
-    def _timed(self) -> list[TimedStage]:
-        return [stage.timed(self._profile) for stage in self._stages]
-
-    @cached_property
-    def _walked(self) -> Schedule:
-        job = self._job
-        return schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group), int(self._setting.overlap))
+    def _simulated(self, passes: Sequence[Sequence[ChunkPasses]], microbatches: int) -> Simulation:
+        job, pipeline = self._job, self._job.parallel.pipeline
+        message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
+        schedule = schedule_of(job, microbatches, int(self._setting.overlap))
+        return simulate(schedule, passes, message_s, between_passes=not job.overlap.messages)
 
 
 def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
@@ -152,4 +137,4 @@ def schedule_of(job: Job, microbatches: int, more: int = 0) -> Schedule:
 
 def least_bytes(job: Job, setting: StockSetting) -> int:
     """Bytes of the fullest device if copies take no time."""
-    return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory()))
+    return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).memory()))

@@ -35,7 +35,7 @@ from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase
-from megatron_lynx.stock.layer_bytes import expert_treatment, norm_out_bytes, treatment
+from megatron_lynx.stock.layer_bytes import norm_out_bytes, treatment
 from megatron_lynx.stock.setting import StockSetting
 
 NORM_OUT_MOVED = 2.5
@@ -51,19 +51,13 @@ def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, ki
 
 
 def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
-    kept = half_seconds(profile, section)
-    if section.opaque:
-        moved = NORM_OUT_MOVED * norm_out_bytes(shape, setting, section)
-        again_s = profile.of(section).items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
-        return replace(kept, again_s=again_s)
-    if section.in_some_layers:
-        return replace(kept, again_s=_experts_again_s(shape, profile, setting))
-    return replace(kept, again_s=_again_s(shape, profile, setting, section))
+    again_s = _opaque_again_s if section.opaque else _experts_again_s if section.in_some_layers else _again_s
+    return replace(half_seconds(profile, section), again_s=again_s(shape, profile, setting, section))
 
 
-def recomputed_whole(layer: LayerSeconds) -> LayerSeconds:
-    """The layer in one checkpoint."""
-    return tuple(half.recomputed_whole for half in layer)
+def _opaque_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+    moved = NORM_OUT_MOVED * norm_out_bytes(shape, setting, section)
+    return profile.of(section).items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
 
 
 def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
@@ -75,15 +69,15 @@ def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section
     return again_s
 
 
-def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting) -> float:
+def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
     """Seconds of recomputation in an expert half. `moe` repeats the exchange of rows, and shared experts repeat their
     collectives.
     """
     assert profile.experts is not None, "a profile of such a layer has its figures"
-    own, half = expert_treatment(shape, setting), profile.experts
-    again_s = sum(half.items[name].forward_s for name in own.runs)
-    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
-    return again_s - (sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in own.runs else 0.0)
+    runs, half = treatment(shape, setting, section).runs, profile.experts
+    again_s = sum(half.items[name].forward_s for name in runs)
+    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in runs) + 2 * half.collective_s * (SHARED_FC1 in runs)
+    return again_s - (sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in runs else 0.0)
 
 
 class CopiedLayer(NamedTuple):

@@ -23,11 +23,10 @@ from functools import cached_property
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
-from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.ends import logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.prediction import last_end_of
+from megatron_lynx.cost.prediction import ends_of
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -36,10 +35,8 @@ from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.modules import LEAST_ELEMENTS
-from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds, recomputed_whole
+from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds
 from megatron_lynx.stock.setting import NONE, StockSetting
-
-NO_BLOCK = BlockProfile()
 
 
 def deferred_heads(job: Job, setting: StockSetting) -> int:
@@ -62,23 +59,17 @@ class StockStage:
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
         return tuple(chunk_layers(self.job, self.setting, self.stage, chunk) for chunk in range(self.job.chunks))
 
-    def least_memory(self) -> StageMemory:
-        """Its fullest moment if copies take no time and no memory."""
-        return self._memory(0)
-
-    def memory(self, copies: StageCopies | None) -> StageMemory:
-        """Its fullest moment."""
-        return self._memory(copies.most_bytes() if copies is not None else 0)
-
-    def _memory(self, staging_bytes: int) -> StageMemory:
+    def memory(self, staging_bytes: int = 0) -> StageMemory:
+        """Its fullest moment. `staging_bytes`: of copies in flight."""
         job, stage = self.job.model_copy(update={"policy": "none", "head": None}), self.stage
         parts = parts_beside_layers(job, stage, layer_whole=not self.setting.recompute)
         if self.setting.overlap:
             kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
+        stays = [sum(layer.stays for layer in chunk) for chunk in self.chunks]
         return replace(
             parts,
-            **activations_in_flight(job, stage, [*map(_stays, self.chunks)], self._deferred_bytes),
+            **activations_in_flight(job, stage, stays, self._deferred_bytes),
             staging=staging_bytes,
             recomputed=max(map(made_again_bytes, self.chunks)),
         ).fullest
@@ -103,25 +94,19 @@ class StockStage:
         """Page-locked host memory: each chunk in flight has its own."""
         return most_in_flight_bytes(self.job, self.stage, [sum(layer.copied for layer in chunk) for chunk in self.chunks])
 
-    @property
-    def as_policy(self) -> Job:
-        """The job with the policy whose host time is known and closest."""
-        return self.job.model_copy(update={"policy": "full" if self.setting.method == "uniform" else "none"})
-
-    def timed(self, profile: Profile) -> TimedStage:
-        return TimedStage(self, profile)
-
 
 @dataclass(frozen=True)
 class TimedStage:
-    """A stage with seconds from a profile."""
+    """A stage with seconds from a profile. `schedule`: the passes for which its copies are simulated."""
 
     stage: StockStage
     profile: Profile
+    schedule: Schedule
 
-    def copies(self, schedule: Schedule) -> StageCopies | None:
+    @cached_property
+    def copies(self) -> StageCopies | None:
         """Its simulated copies; None without copies."""
-        stage = self.stage
+        stage, schedule = self.stage, self.schedule
         if not any(layer.copied for chunk in stage.chunks for layer in chunk):
             return None
         blocking = schedule.blocking and schedule.pipeline > 1
@@ -130,12 +115,19 @@ class TimedStage:
         copies.walk(list(schedule.phases(stage.stage)))
         return copies
 
-    def passes(self, copies: StageCopies | None) -> list[ChunkPasses]:
-        """Passes of each chunk."""
-        job = self.stage.job
-        host = policy_host_s(self.stage.as_policy, self.profile, self.stage.stage) * (1 / job.chunks)
-        apart = [self._chunk_passes(chunk, copies, host) for chunk in range(job.chunks)]
-        return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if self.stage.setting.overlap else apart
+    @cached_property
+    def memory(self) -> StageMemory:
+        """Its fullest moment."""
+        return self.stage.memory(0 if self.copies is None else self.copies.most_bytes())
+
+    @cached_property
+    def passes(self) -> list[ChunkPasses]:
+        """Passes of each chunk. Host time is that of the closest policy for which it is known."""
+        job, setting = self.stage.job, self.stage.setting
+        policy = job.model_copy(update={"policy": "full" if setting.method == "uniform" else "none"})
+        host = policy_host_s(policy, self.profile, self.stage.stage) * (1 / job.chunks)
+        apart = [self._chunk_passes(chunk, host) for chunk in range(job.chunks)]
+        return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if setting.overlap else apart
 
     def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
         """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
@@ -144,7 +136,7 @@ class TimedStage:
         job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
         both_s = 0.0
         for other in range(job.chunks):
-            ends_s = sum(self._ends_s(which)[way] for way, which in enumerate((chunk, other)))
+            ends_s = sum(end.forward_s for end in self._ends(chunk)) + sum(end.backward_s for end in self._ends(other))
             nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.stage.setting.delayed)
             copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
             both_s += max(nodes_s + ends_s, copies_s, host.both_s) / job.chunks
@@ -165,25 +157,17 @@ class TimedStage:
         known = {kind: nodes_of(self.profile, seconds, kind) for kind, seconds in self._seconds.items()}
         return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
 
-    def _ends_s(self, chunk: int) -> tuple[float, float]:
-        """Forward and backward seconds of the chunk's embedding and output layer, if it has them."""
-        ends = self._ends(chunk)
-        return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
-
     def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
         """The chunk's embedding and output layer, empty if it has none."""
-        job, stage = self.stage.job, self.stage.stage
-        message_bytes, last = LayerShape.of(job).gathered_bytes, (job.parallel.pipeline - 1, job.chunks - 1)
-        return (
-            embedding_of(self.profile, message_bytes) if (stage, chunk) == (0, 0) else NO_BLOCK,
-            last_end_of(self.profile, message_bytes) if (stage, chunk) == last else NO_BLOCK,
-        )
+        job, place = self.stage.job, (self.stage.stage, chunk)
+        last = place == (job.parallel.pipeline - 1, job.chunks - 1)
+        return ends_of(self.profile, LayerShape.of(job).gathered_bytes, first=place == (0, 0), last=last)
 
-    def _chunk_passes(self, chunk: int, copies: StageCopies | None, host: HostSeconds) -> ChunkPasses:
+    def _chunk_passes(self, chunk: int, host: HostSeconds) -> ChunkPasses:
         layers = self._layers[chunk]
         plain_s = {"F": sum(layer.forward_s for layer in layers), "B": sum(sum(layer.backward_s) for layer in layers)}
         least_s = {"F": host.forward_s, "B": host.backward_s}
-        walked = {} if copies is None else copies.seconds
+        walked = {} if self.copies is None else self.copies.seconds
         forward, backward = (
             {phase: TimedPass(max(least_s[kind], walked.get((kind, chunk, phase), plain_s[kind]))) for phase in PHASES}
             for kind in plain_s
@@ -200,7 +184,7 @@ class TimedStage:
 
     def _timed_layer(self, layer: StockLayer) -> CopiedLayer:
         seconds, copied = self._seconds[layer.kind], layer.copied
-        attention, mlp = recomputed_whole(seconds) if layer.whole else seconds
+        attention, mlp = (half.recomputed_whole for half in seconds) if layer.whole else seconds
         again_s = mlp.again_s + (attention.again_s + self._both_ways_s(layer) if layer.whole else 0.0)
         rest_s = attention.backward_s + (0.0 if layer.whole else attention.again_s)
         copy_s = self.profile.link_s("host", copied) if copied else 0.0
@@ -219,8 +203,7 @@ class TimedStage:
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
     """The layers, with embedding and output layer added to the first and last."""
     if not layers:
-        empty = CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))
-        return [empty]
+        return [CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))]
     timed = list(layers)
     timed[0] = _longer(timed[0], forward_s=first.forward_s, rest_s=first.backward_s)
     timed[-1] = _longer(timed[-1], forward_s=last.forward_s, before_s=last.backward_s)
@@ -230,10 +213,6 @@ def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockPro
 def _longer(layer: CopiedLayer, *, forward_s: float, before_s: float = 0.0, rest_s: float = 0.0) -> CopiedLayer:
     first_s, second_s = layer.backward_s
     return layer._replace(forward_s=layer.forward_s + forward_s, backward_s=(first_s + before_s, second_s + rest_s))
-
-
-def _stays(layers: Sequence[StockLayer]) -> int:
-    return sum(layer.stays for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -270,7 +249,8 @@ def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) ->
     layers = [known[kind] for kind in kinds]
     if setting.offload:
         count = offloading_layers(setting, len(layers))
-        layers = layers[:count] + [_kept_whole(layer) for layer in layers[count:]]
+        kept = (replace(layer, halves=tuple(half.kept_whole for half in layer.halves)) for layer in layers[count:])
+        layers = [*layers[:count], *kept]
         if (stage, chunk) != (0, 0) and layers:
             layers[0] = replace(layers[0], halves=(layers[0].halves[0].received, *layers[0].halves[1:]))
     return tuple(layers)
@@ -285,10 +265,6 @@ def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
 def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: bool, begins: bool) -> StockLayer:
     halves = layer_bytes(shape, NONE if whole else StockSetting(setting.recompute, offload=setting.offload), kind, LEAST_ELEMENTS)
     return StockLayer(kind, halves, whole, begins, shape.input_bytes)
-
-
-def _kept_whole(layer: StockLayer) -> StockLayer:
-    return replace(layer, halves=tuple(half.kept_whole for half in layer.halves))
 
 
 def offloading_layers(setting: StockSetting, layers: int) -> int:
