@@ -24,7 +24,7 @@ from datetime import date
 from benchmarks.overlap_sweep import job_of
 from benchmarks.results_folder import results_folder
 from megatron_lynx.config.job import Batch, Budget, Job
-from megatron_lynx.config.overlap import Overlap
+from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan

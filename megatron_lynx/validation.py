@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import isclass
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -51,6 +51,16 @@ class Part(BaseModel):
     """Base of parts of files: immutable, without unknown keys, without numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def _problems(self) -> Iterable[str]:
+        """Conflicts between fields that are valid by themselves."""
+        return ()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("; ".join(problems))
+        return self
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.host_time import LAYERS, Implementation
+from megatron_lynx.config.cluster import LAYERS, Implementation
 from megatron_lynx.testbed.host_time import Asked, measured_here
 from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
 from megatron_lynx.whole_file import write_whole
@@ -25,7 +25,7 @@ from megatron_lynx.yaml_file import FlowMapping, read_yaml, write_yaml
 from tests import instruments
 
 HEADER = """\
-# Host time: microseconds of the CPU to issue one half of a layer, for one micro-batch, under each setting (config/host_time.py).
+# Host time: microseconds of the CPU to issue one half of a layer, for one micro-batch, under each setting (config/cluster.py).
 # Measured by `python -m scripts.measure_host_time {path}`, which writes this file anew.
 """
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.estimate import estimate

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_figures.figure import Figure
 from megatron_lynx.anatomy import DENSE, HALVES, Section
-from megatron_lynx.config.host_time import LayerHostTime
+from megatron_lynx.config.cluster import LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -13,7 +13,7 @@ from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
-    from megatron_lynx.config.host_time import HostAdam
+    from megatron_lynx.config.cluster import HostAdam
     from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate, LaunchEstimate
     from megatron_lynx.plan import Plan

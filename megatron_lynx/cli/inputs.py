@@ -14,7 +14,7 @@ from megatron_lynx.errors import LynxError
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
-    from megatron_lynx.config.host_time import HostTime
+    from megatron_lynx.config.cluster import HostTime
     from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.from_run import Lesson
     from megatron_lynx.launch_arguments.given import Given

@@ -1,21 +1,127 @@
-"""Device memory that a job's plan cannot use, by part, in bytes.
+"""Device memory that a job's plan cannot use, by part: context, libraries, NCCL, DeepEP or HybridEP, allocator slack.
 
 cluster.reserve_gib     a total, if given: the job's own margin, or a paper's
-cluster.reserve         else the parts: context, libraries, NCCL buffers of the layout, DeepEP or HybridEP buffers, allocator
-slack
+cluster.reserve         else the parts
 neither                 nothing is reserved (testbed)
 budget.share, .beside   in addition: memory of other processes on the device
+
+NCCL's communicators and the size of their buffers per device:
+
+    name             ranks                      used for
+    world            all                        barriers, loss timing
+    tensor           t                          collectives of layers
+    context          c                          exchange of keys and values: ring, all-gather, or all-to-all
+    data             c x d                      gradients, parameters
+    optimizer        all                        norms, with the distributed optimizer
+    model            t x p                      norms, whether a step is skipped
+    pipeline         p                          messages to both neighbours
+    embedding        2                          gradient of tied embeddings, on the first and last stage
+    expert           ep                         token exchange with the alltoall dispatcher; others use only the routing group
+    expert tensor    etp                        collectives of experts
+    routing          etp x ep                   token counts
+    expert data      all others                 gradients of experts
+
+PyTorch makes a communicator at a group's first use; groups that Megatron makes but never uses are not listed. Sizes as allocated
+by NCCL 2.18 to 2.28; newer releases connect peers lazily, so these are upper bounds:
+
+    collectives   16 MiB + 28 MiB per channel (22 for two ranks)      4 A100: 688 and 544 MB, 24 channels (NVIDIA/nccl #964)
+    multicast     32 MiB per rank of a node, at most 8 ranks          8 H100: nvlsTotalSize 268435456 in NCCL's log
+    peers         14 MiB per channel and peer in the same node        8 H100: 3.28e9 B, 32 channels, 7 peers (#1685)
+                  512 MiB for all peers in other nodes                a separate pool: 536870912 B (#2363, a B300)
+
+All pairs of a communicator use the smallest channel count of any pair: twice the NVLinks of a pair in one NVLink domain, rounded
+up to a power of two, at most the channels of collectives; over the network 2, from NCCL 2.29 on one per 14 GB/s of NIC
+(`ncclTopoComputeP2pChannels`). An all-to-all among 64 GPUs of an NVL72 rack takes 63 x 32 x 14 MiB = 28 GiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.communicators import Communicator
-from megatron_lynx.units import GIB
+from megatron_lynx.config.cluster import Cluster, NcclChannels
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.kinds.experts.section import FUSED
+from megatron_lynx.units import GIB, MIB
+
+Use = Literal["collectives", "exchange", "messages"]
+
+BASE_MIB, CHANNEL_MIB, CHANNEL_OF_TWO_MIB = 16, 28, 22
+MULTICAST_MIB, MULTICAST_RANKS = 32, 8
+PEER_MIB, OTHER_NODES_MIB = 14, 512
+PEER_CHANNELS_BETWEEN_NODES = 8
+"""Upper bound for communicators over several nodes: a NIC of 800 Gbit/s (ConnectX-8)."""
+NEIGHBOURS = 2
+"""Peers of a pipeline stage, or of a rank in a ring."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A group of ranks that NCCL connects. `within`: ranks of it in one node."""
+
+    name: str
+    ranks: int
+    within: int
+    use: Use = "collectives"
+
+    def buffer_bytes(self, nccl: NcclChannels) -> int:
+        mib = BASE_MIB + (self._of_collectives_mib(nccl) if self.use == "collectives" else self._of_peers_mib(nccl))
+        return mib * MIB
+
+    def _of_collectives_mib(self, nccl: NcclChannels) -> int:
+        channels = nccl.within_node if self.within == self.ranks else nccl.between_nodes
+        multicast = MULTICAST_MIB * min(self.within, MULTICAST_RANKS) if nccl.multicast and self.within > 2 else 0
+        return channels * (CHANNEL_OF_TWO_MIB if self.ranks == 2 else CHANNEL_MIB) + multicast
+
+    def _of_peers_mib(self, nccl: NcclChannels) -> int:
+        peers = self.ranks - 1 if self.use == "exchange" else min(NEIGHBOURS, self.ranks - 1)
+        near = min(peers, self.within - 1)
+        most = nccl.of_peers if self.within == self.ranks else PEER_CHANNELS_BETWEEN_NODES
+        return near * min(nccl.of_peers, most) * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
+
+
+def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, dispatcher: str | None) -> tuple[Communicator, ...]:
+    """Return the communicators of a rank on the first or last stage, which has the most. Groups of one rank are left out.
+
+    `tied`: the first and last stage share the embedding. `dispatcher`: Megatron's token dispatcher, None without experts.
+    """
+
+    def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
+        return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)
+
+    stage_ranks, model_ranks = gpus // layout.pipeline, layout.tensor * layout.pipeline
+    groups = [
+        every("world", gpus, 1),
+        every("tensor", layout.tensor, 1),
+        every("context", layout.context, layout.tensor, _use_of_context(layout)),
+        every("data", stage_ranks // layout.tensor, layout.tensor),
+        every("optimizer", gpus // layout.optimizer_instances if layout.distributed_optimizer else 1, 1),
+        Communicator("model", model_ranks, model_ranks if gpus <= node_gpus else min(layout.tensor, node_gpus)),
+        every("pipeline", layout.pipeline, stage_ranks, "messages"),
+        every("embedding", 2 if tied and layout.pipeline > 1 else 1, stage_ranks * max(1, layout.pipeline - 1)),
+    ]
+    if (instances := layout.optimizer_instances) > 1:
+        own = stage_ranks // layout.tensor // instances
+        groups += [every("instance", own, layout.tensor), every("instances", instances, layout.tensor * own)]
+    if dispatcher is not None:
+        both = layout.expert_tensor_size * layout.expert
+        groups += [
+            every("expert", layout.expert if dispatcher == "alltoall" else 1, layout.expert_tensor_size, "exchange"),
+            every("expert tensor", layout.expert_tensor_size, 1),
+            every("routing", both, 1),
+            every("expert data", stage_ranks // both, both),
+        ]
+    return tuple(each for each in groups if each.ranks > 1)
+
+
+def _use_of_context(layout: Parallel) -> Use:
+    uses: dict[str, Use] = {"p2p": "messages", "all_gather": "collectives"}
+    return uses.get(layout.context_exchange, "exchange")
+
 
 OTHERS = "others' share"
 """Key of the memory that `budget.share` leaves to other processes."""
@@ -85,3 +191,135 @@ def device_reserve(
         SLACK: int(GIB * (slack.expandable_gib if expandable_segments else slack.fixed_gib)),
     }
     return DeviceReserve(memory_bytes, parts, buffers)
+
+
+FP32_BYTES = 4
+MULTIPROCESSORS = {"deepep": 20, "hybridep": 16}
+"""Megatron's defaults for one kernel (`moe_deepep_num_sms`, `moe_hybridep_num_sms`)."""
+NVLINK_PEERS, WORKSPACE_BYTES, META_BYTES = 8, 32 << 20, 8
+TOPK_AND_SCALES_BYTES = 128 * (8 + 4) + 128 * 4
+"""Bytes per token: the maximum number of experts with probabilities, and the maximum number of FP8 scales."""
+FLAGS_BYTES = 16
+NVLINK_CHUNK = {8: 256, 64: 288, 96: 480, 128: 560, math.inf: 720}
+RDMA_CHUNK = {16: 140, 64: 128, math.inf: 132}
+"""Tokens per channel and peer, by the largest number of ranks they hold for: the larger of dispatch and combine, rounded up to
+one send."""
+HYBRID_CHUNK = 64
+"""HybridEP's buffers are multiples of this many tokens."""
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""`Buffer.get_dispatch_config`."""
+HYBRID_EXPERTS, HYBRID_COLUMNS, HYBRID_TOKENS = 4, 16, (65536 - 2) // 3
+"""`BufferConfig.is_valid`, `hybrid_ep_token_capacity_is_valid`: three entries per token in a queue of fewer than 65536."""
+SCALED = 128
+"""Values per scale."""
+
+
+class FusedDispatch(NamedTuple):
+    """DeepEP's or HybridEP's buffers on one device, and their multiprocessors during an exchange.
+
+    deepep     a ring per channel and peer, independent of the batch. Two multiprocessors per channel
+               NVLink    channels x ranks of a node x chunk x (token + 8 + topk and scales)
+               RDMA      channels x nodes x chunk x (token + 8 + topk and scales + 16), to send and to receive
+               and a workspace of 32 MiB
+    hybridep   the worst case, in which all ranks send every token here, with a scale per 128 values and the probabilities of
+               all experts of a node; a map of all tokens to all experts;
+               over several nodes also the rank's own tokens, one send and two receive buffers, each for the tokens of one
+               rank of each other node
+
+    They are allocated outside PyTorch's allocator, once per process. Read in deepseek-ai/DeepEP at dd758ca
+    (`csrc/legacy/config.hpp`, `deep_ep/buffers/legacy.py`) and its branch hybrid-ep at 94a9f8f
+    (`csrc/hybrid_ep/buffer/intranode.cu`, `internode_doca.cu`, `extension/allgather.cu`), and in `fused_a2a.get_buffer` and
+    `init_hybrid_ep_buffer` of megatron-core 0.16.1 to 0.19.2. Flags and counters of some kilobytes are not counted.
+    """
+
+    model: Model
+    parallel: Parallel
+    micro: int
+    """Sequences of a micro-batch."""
+    cluster: Cluster
+
+    @property
+    def _by_kernels(self) -> Experts | None:
+        """The experts, if fused kernels exchange their tokens with other ranks; else None."""
+        experts = self.model.experts
+        return None if experts is None or experts.dispatcher not in FUSED or self._ranks == 1 else experts
+
+    @property
+    def _ranks(self) -> int:
+        return self.parallel.expert * self.parallel.expert_tensor_size
+
+    @property
+    def _ranks_within(self) -> int:
+        """Ranks of the exchange in one node (one NVLink domain)."""
+        return min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors that one kernel occupies during an exchange; 0 without fused kernels."""
+        experts = self._by_kernels
+        return 0 if experts is None else experts.multiprocessors or MULTIPROCESSORS[experts.dispatcher]
+
+    @property
+    def computing_kept(self) -> float:
+        """Share of the compute rate left during an exchange; 1 if the device's multiprocessors are unknown."""
+        attention = self.cluster.ordered_attention
+        return 1.0 if attention is None else max(0.1, 1 - self.multiprocessors / attention.multiprocessors)
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of one device's buffers; 0 on the testbed."""
+        experts = self._by_kernels
+        if experts is None or self.cluster.device == "cpu":
+            return 0
+        return self._deep_ep_bytes if experts.dispatcher == "deepep" else self._hybrid_ep_bytes(experts)
+
+    def limits(self) -> Iterator[tuple[str, str]]:
+        """Yield (found, needed) for limits of the kernels, which fail on all ranks at the first exchange."""
+        experts, ranks = self._by_kernels, self._ranks
+        if experts is None:
+            return
+        if experts.dispatcher == "deepep":
+            if ranks not in DEEP_EP_RANKS:
+                yield f"deepep over {ranks} ranks", f"{', '.join(map(str, DEEP_EP_RANKS))}, for which DeepEP has configurations"
+            return
+        within = self._ranks_within
+        if ranks % within:
+            yield f"hybridep over {ranks} ranks", f"a multiple of the {within} ranks of a node"
+        of_node = experts.count // self.parallel.expert * within
+        if of_node % HYBRID_EXPERTS or self.model.hidden % HYBRID_COLUMNS:
+            needed = f"multiples of {HYBRID_EXPERTS} experts in a node and of {HYBRID_COLUMNS} columns"
+            yield f"hybridep with {of_node} experts in a node and {self.model.hidden} columns", needed
+        if ranks > within and self._own_tokens > HYBRID_TOKENS:
+            needed = f"at most {HYBRID_TOKENS} on each rank between nodes, which its queues have room for"
+            yield f"hybridep with {self._own_tokens} tokens", needed
+
+    @property
+    def _deep_ep_bytes(self) -> int:
+        ranks, channels = self._ranks, self.multiprocessors // 2
+        token_bytes = self.model.hidden * max(2, self.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
+        size = channels * min(ranks, NVLINK_PEERS) * _chunk(NVLINK_CHUNK, ranks) * token_bytes
+        if ranks > NVLINK_PEERS:
+            both = 2 * (token_bytes + FLAGS_BYTES)
+            size += channels * (ranks // NVLINK_PEERS) * _chunk(RDMA_CHUNK, ranks) * both
+        return size + WORKSPACE_BYTES
+
+    def _hybrid_ep_bytes(self, experts: Experts) -> int:
+        within = self._ranks_within
+        others, own = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
+        tokens = -(-self._own_tokens // HYBRID_CHUNK) * HYBRID_CHUNK
+        token, scales = 2 * self.model.hidden, FP32_BYTES * (self.model.hidden // SCALED)
+        of_node, of_all = FP32_BYTES * own * within, own * self._ranks
+        worst = tokens * self._ranks * (token + scales + of_node + of_all)
+        if not others:
+            return worst
+        sent = tokens * (token + scales + FP32_BYTES * of_all)
+        return worst + sent + others * tokens * (3 * (token + of_node) + scales)
+
+    @property
+    def _own_tokens(self) -> int:
+        tokens = self.model.seq // self.parallel.context * self.micro
+        return tokens // self.parallel.tensor if self.parallel.sequence_parallel else tokens
+
+
+def _chunk(by_ranks: dict[float, int], ranks: int) -> int:
+    return next(tokens for most, tokens in by_ranks.items() if ranks <= most)

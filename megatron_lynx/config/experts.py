@@ -10,12 +10,12 @@ experts: {count: 128, per_token: 8, ffn: 768, dispatcher: deepep}               
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from megatron_lynx.anatomy import Facts, Section, sections_of
 from megatron_lynx.kinds.experts.section import Dispatcher
@@ -86,31 +86,26 @@ class Experts(Part):
     delayed: bool = False
     """Whether weight gradients are separate nodes of that schedule (`--delay-wgrad-compute`). Unused without `overlapped`."""
 
-    @model_validator(mode="after")
-    def _sensible(self) -> Experts:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.per_token > self.count:
-            problems.append(f"per_token ({self.per_token}) must be at most count ({self.count})")
+            yield f"per_token ({self.per_token}) must be at most count ({self.count})"
         if self.shared_gate and not self.shared_ffn:
-            problems.append("shared_gate true needs shared_ffn, found 0")
+            yield "shared_gate true needs shared_ffn, found 0"
         if self.shared_beside and not (self.shared_ffn and self.whole and not self.overlapped):
             found = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
-            problems.append(f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}")
+            yield f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}"
         if self.dispatcher == "allgather" and (beside := [name for name in BESIDE_EXCHANGES if getattr(self, name)]):
-            problems.append(f"{' and '.join(beside)} true needs dispatcher alltoall, deepep or hybridep, found allgather")
+            yield f"{' and '.join(beside)} true needs dispatcher alltoall, deepep or hybridep, found allgather"
         if self.load < BALANCED and not self.drops:
-            problems.append(f"load ({self.load:g}) must be at least 1 where no token is dropped (drops false)")
+            yield f"load ({self.load:g}) must be at least 1 where no token is dropped (drops false)"
         if self.holds is not None and self.holds < self.load:
-            problems.append(f"holds ({self.holds:g}) must be at least load ({self.load:g})")
+            yield f"holds ({self.holds:g}) must be at least load ({self.load:g})"
         if isinstance(self.layers, tuple):
-            problems += [
+            yield from (
                 f"layers has {span!r}, needed a layer from 1 on (3) or a range (5-8)"
                 for span in self.layers
                 if not _numbers(span)
-            ]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            )
 
     @property
     def one_after_the_other(self) -> Experts:

@@ -12,8 +12,7 @@ from math import gcd
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.model import Model
-from megatron_lynx.config.optimizer import Optimizer
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.parallel import Optimizer, Parallel
 from megatron_lynx.fp8_recipes import STORED
 
 

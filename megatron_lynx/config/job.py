@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.communicators import Communicator, communicators
-from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
+from megatron_lynx.config.device_reserve import Communicator, DeviceReserve, FusedDispatch, communicators, device_reserve
 from megatron_lynx.config.fit import (
     expert_problems,
     fp8_parameter_problems,
@@ -22,12 +22,8 @@ from megatron_lynx.config.fit import (
     needs_flushes,
     size_problems,
 )
-from megatron_lynx.config.fused_dispatch import FusedDispatch
-from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
-from megatron_lynx.config.optimizer import Optimizer
-from megatron_lynx.config.overlap import Overlap
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.parallel import Optimizer, Overlap, Parallel
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.interleaved import groups_needed
@@ -57,11 +53,9 @@ class Lengths(Part):
     mean_square: float | None = Field(default=None, ge=1, le=1e18)
     """Mean of the squares; None: all sequences have the mean length, the cheapest case for attention."""
 
-    @model_validator(mode="after")
-    def _spread(self) -> Lengths:
+    def _problems(self) -> Iterator[str]:
         if self.mean_square is not None and self.mean_square < self.mean**2 * (1 - 1e-9):
-            raise ValueError(f"mean_square ({self.mean_square:g}) must be at least the square of mean ({self.mean**2:g})")
-        return self
+            yield f"mean_square ({self.mean_square:g}) must be at least the square of mean ({self.mean**2:g})"
 
     def seen(self, seq: int) -> float:
         """Return the query-key pairs in a pack of `seq` tokens, relative to one causal sequence of that length.
@@ -120,11 +114,9 @@ class Budget(Part):
     leaves: tuple[Leaving, ...] = ()
     """State that moves to host memory between phases of training. Plans ignore it; `estimate` shows both phases."""
 
-    @model_validator(mode="after")
-    def _said_once(self) -> Budget:
+    def _problems(self) -> Iterator[str]:
         if self.memory_gib is not None and (self.share is not None or self.beside):
-            raise ValueError("budget.memory_gib is all that may be used: leave it out, or budget.share and budget.beside")
-        return self
+            yield "budget.memory_gib is all that may be used: leave it out, or budget.share and budget.beside"
 
     @property
     def of_device(self) -> bool:
@@ -164,8 +156,7 @@ class Job(Part):
     learned: Learned = Learned()
     """Corrections learned from a run (`from_run`). They are in neither job files nor the digest: the job is the same."""
 
-    @model_validator(mode="after")
-    def _divisible(self) -> Job:
+    def _problems(self) -> list[str]:
         model, parallel = self.model, self.parallel
         problems = [*size_problems(model, parallel), *layer_problems(model.layers, parallel)]
         if self.gpus % parallel.ranks:
@@ -180,7 +171,10 @@ class Job(Part):
             todo = "enlarge batch.micro, or use more gpus"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be no more than {MOST_MICROBATCHES}: {todo}")
         elif self.chunks > 1:
-            problems += self._interleaving_problems()
+            needed_groups = groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline, "parallel.")
+            if needed_groups is not None:
+                found = f"micro-batches of a pipeline ({self.microbatches})"
+                problems.append(f"{found} must be {needed_groups} with several chunks on each stage")
         problems += expert_problems(model, parallel, self.gpus)
         if not problems:
             problems += instance_problems(parallel, self.gpus)
@@ -202,10 +196,11 @@ class Job(Part):
         if model.fp8_recipe == "nvfp4" and self.userbuffers:
             problems.append("overlap.userbuffers is true, needed false with model.fp8.recipe nvfp4: such linears have none")
         if not problems:
-            problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            if self.schedule == "double_buffered":
+                return self._flushless_problems()
+            if not self.defer_updates:
+                return ["defer_updates is false, but schedule flush has nothing to defer: leave it out"]
+        return problems
 
     def _head_problems(self) -> list[str]:
         if self.head is None:
@@ -218,11 +213,6 @@ class Job(Part):
         if self.schedule == "double_buffered":
             problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
         return problems
-
-    def _interleaving_problems(self) -> list[str]:
-        needed = groups_needed(self.microbatches, self.microbatch_group, self.parallel.pipeline, "parallel.")
-        found = f"micro-batches of a pipeline ({self.microbatches})"
-        return [] if needed is None else [f"{found} must be {needed} with several chunks on each stage"]
 
     def _flushless_problems(self) -> list[str]:
         """Return what prevents two weight versions: a batch needs a micro-batch per stage, and stages need one chunk."""
@@ -245,9 +235,6 @@ class Job(Part):
             needed = f"at least parallel.pipeline ({pipeline}) with schedule double_buffered, or two versions would not do"
             problems.append(f"micro-batches of a pipeline ({found}) must be {needed}: enlarge batch.global, {todo}")
         return problems
-
-    def _flushing_problems(self) -> list[str]:
-        return [] if self.defer_updates else ["defer_updates is false, but schedule flush has nothing to defer: leave it out"]
 
     @property
     def replicas(self) -> int:
@@ -384,13 +371,67 @@ class Job(Part):
 
         Host time is excluded: it is measured again with every release, and changes a plan only if a stage is host-bound.
         """
-        parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
-        parts |= {"batch": self.batch}
-        off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
-        off["learned"] = True
-        if self.head is None:
-            off["head"] = True
-        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
+        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=left_out(self)).encode()).hexdigest()
+
+
+LATER = {
+    "model": (
+        *(
+            "fp8",
+            "qk_norm",
+            "experts",
+            "attention_kernel",
+            "kv_channels",
+            "latent",
+            "cross_entropy",
+            "deterministic",
+            "glu_offset",
+        ),
+        *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
+    ),
+    "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels", "optimizer_instances"),
+    "budget": ("expandable_segments", "share", "beside", "leaves"),
+    "batch": ("lengths", "packed"),
+    "optimizer": ("states", "muon_steps", "matrix_states", "offload", "overlap_copies", "states_on_host", "chunk_mib"),
+}
+IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16", "copies_kept")
+IN_EXPERTS = (
+    *("load", "drops", "holds", "whole", "filled", "dispatcher", "shared_gate", "weighted_relu", "scores", "overlapped"),
+    *("delayed", "multiprocessors", "shared_beside"),
+)
+IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
+"""Fields added later, whose defaults change nothing: the digest leaves them out, so that old plans still match their jobs."""
+
+
+def as_by_default(part: BaseModel, names: Iterable[str]) -> set[str]:
+    return {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
+
+
+def left_out(job: Job) -> dict[str, Any]:
+    """Return the fields that a job's digest excludes, as pydantic's `exclude`."""
+    model, cluster = job.model, job.cluster
+    off: dict[str, Any] = {part: dict.fromkeys(as_by_default(getattr(job, part), names), True) for part, names in LATER.items()}
+    off |= dict.fromkeys(as_by_default(job, ("head",)), True) | {"learned": True}
+    off["model"]["fusions"] = True  # a measured profile includes them
+    if model.experts is not None:
+        off["model"]["experts"] = as_by_default(model.experts, IN_EXPERTS)
+    if model.fp8 is not None:
+        off["model"]["fp8"] = as_by_default(model.fp8, IN_FP8)
+    if model.latent is not None and not model.latent.fused_rotary:
+        off["model"]["latent"] = {"fused_rotary"}
+    off["overlap"] = True if job.overlap == Overlap() else as_by_default(job.overlap, IN_OVERLAP)
+    off["cluster"] = {"host_time": True, **dict.fromkeys(as_by_default(cluster, ("reserve",)), True)}
+    if "deterministic" in off["model"]:
+        off["cluster"]["ordered_attention"] = True
+    if model.fp8 is None:
+        off["cluster"]["fp8"] = True
+    elif cluster.fp8 is not None:
+        off["cluster"]["fp8"] = as_by_default(cluster.fp8, ("efficiency",))
+        if model.fp8.recipe != "nvfp4":
+            off["cluster"]["fp8"].add("fp4_tflop_per_s")
+    if cluster.matmul is not None:
+        off["cluster"]["matmul"] = as_by_default(cluster.matmul, ("flash_attention_2_efficiency",))
+    return off
 
 
 def _nearest(number: int, step: int) -> str:

@@ -21,8 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.cluster import Cluster, HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.errors import ConfigError, Problem

@@ -9,9 +9,8 @@ from typing import Any, Literal, cast
 from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
-from megatron_lynx.config.cluster import AttentionKernel
+from megatron_lynx.config.cluster import AttentionKernel, Implementation
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
-from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
@@ -55,11 +54,9 @@ class Fp8(Part):
             return {"format": "e2m1", **data}
         return data
 
-    @model_validator(mode="after")
-    def _fp4(self) -> Fp8:
+    def _problems(self) -> Iterator[str]:
         if (self.format == "e2m1") != (self.recipe == "nvfp4"):
-            raise ValueError(f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}")
-        return self
+            yield f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}"
 
 
 class Window(Part):
@@ -174,40 +171,29 @@ class Model(Part):
             return {**data, "position": "rope" if rotary else "learned"}
         return data
 
-    @model_validator(mode="after")
-    def _divisible(self) -> Model:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.kv_channels is None and self.latent is None and self.hidden % self.heads:
-            problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+            yield f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})"
         if self.heads % self.kv_groups:
-            problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
+            yield f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})"
         for name, found, needed in (("implementation", self.implementation, "transformer_engine"), ("dtype", self.dtype, "bf16")):
             if self.fp8 is not None and found != needed:
-                problems.append(f"fp8 needs {name} {needed}, found {found}")
+                yield f"fp8 needs {name} {needed}, found {found}"
         if self.deterministic and self.cross_entropy != "unfused":
-            problems.append(f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it")
+            yield f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it"
         if self.sinks and self.latent is not None:
-            problems.append("sinks go with no latent attention, found both")
+            yield "sinks go with no latent attention, found both"
         if self.activation_clamped and not self.gated:
-            problems.append(f"activation_clamped needs activation swiglu or quick_geglu, found {self.activation}")
-        problems += self._beside_latents()
+            yield f"activation_clamped needs activation swiglu or quick_geglu, found {self.activation}"
+        if self.latent is not None and self.kv_groups != self.heads:
+            yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
+        if self.latent is not None and self.position != "rope":
+            yield f"latent needs position rope, found {self.position}"
         named = [each.kind for each in self.opaque]
-        problems += [f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1]
+        yield from (f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1)
         for at, opaque in enumerate(self.opaque):
             if (number := opaque.beyond(self.layers)) is not None:
-                problems.append(f"opaque.{at}.layers has {number}, but the model has layers 1-{self.layers}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _beside_latents(self) -> Iterator[str]:
-        """Yield options that latent attention excludes."""
-        if self.latent is None:
-            return
-        if self.kv_groups != self.heads:
-            yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
-        if self.position != "rope":
-            yield f"latent needs position rope, found {self.position}"
+                yield f"opaque.{at}.layers has {number}, but the model has layers 1-{self.layers}"
 
     @property
     def facts(self) -> Facts:

@@ -1,10 +1,11 @@
-"""Parallel sizes of a job."""
+"""Parallel sizes, overlapped communication and optimizer of a job."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.validation import Part
 
@@ -53,25 +54,20 @@ class Parallel(Part):
     """Groups of these ranks that each shard the whole state (`--num-distributed-optimizer-instances`). Gradients are reduced
     within a group, then between groups."""
 
-    @model_validator(mode="after")
-    def _sensible(self) -> Parallel:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.sequence_parallel and self.tensor == 1:
-            problems.append("sequence_parallel needs tensor > 1, found tensor 1")
+            yield "sequence_parallel needs tensor > 1, found tensor 1"
         if self.scattered_messages and self.sequence_parallel:
-            problems.append("scattered_messages needs sequence_parallel: false, found true: messages are parts already")
-        problems += _level_problems(self)
+            yield "scattered_messages needs sequence_parallel: false, found true: messages are parts already"
+        yield from _level_problems(self)
         if self.optimizer_instances > 1 and not self.distributed_optimizer:
-            problems.append(f"optimizer_instances ({self.optimizer_instances}) needs distributed_optimizer: true, found false")
+            yield f"optimizer_instances ({self.optimizer_instances}) needs distributed_optimizer: true, found false"
         if self.layers_per_chunk is not None and self.pipeline == 1:
-            problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
+            yield "layers_per_chunk needs pipeline > 1, found pipeline 1"
         if self.microbatch_group is not None:
-            problems += _group_problems(self.microbatch_group, self)
+            yield from _group_problems(self.microbatch_group, self)
         if isinstance(self.partition, tuple):
-            problems += _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            yield from _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
 
     @property
     def expert_tensor_size(self) -> int:
@@ -121,3 +117,113 @@ def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_ch
     elif not partition or len(partition) % pipeline:
         problems.append(f"partition has {len(partition)} numbers, but pipeline {pipeline} needs a multiple of {pipeline}")
     return problems
+
+
+class Overlap(Part):
+    """Communication that overlaps computation; all other is exposed. Defaults are those of jobs written before these fields.
+
+                                overlapped with                        flag
+    gradient reductions         last micro-batch's backward            --overlap-grad-reduce, --ddp-bucket-size,
+                                                                       --ddp-num-buckets, --ddp-pad-buckets-for-high-nccl-busbw
+    parameter gathers           first forward                          --overlap-param-gather
+    a linear's input gradient   its weight gradient                    unless --no-async-tensor-model-parallel-allreduce
+    messages between chunks     passes                                 unless --no-overlap-p2p-communication
+    tensor-parallel exchanges   pieces of their own GEMM               --tp-comm-overlap (userbuffers)
+    any of them                 delayed weight gradients of other      a plan, unless --no-gradient-accumulation-fusion,
+                                layers                                 --delay-wgrad-compute
+    """
+
+    gradients: bool = False
+    """Whether gradients are reduced by bucket during the last micro-batch's backward."""
+    bucket_parameters: int | None = Field(default=None, ge=1)
+    """Minimum parameters per bucket; None: Megatron's default, the larger of 40 million and a million per rank that shares them.
+    Unused without overlapped reductions."""
+    buckets: int | None = Field(default=None, ge=1)
+    """Number of buckets of a rank's parameters, instead of `bucket_parameters`."""
+    padded_buckets: bool = False
+    """Whether the distributed optimizer's buckets are padded to multiples of 65536 values for NCCL bandwidth."""
+    parameters: bool = False
+    """Whether the distributed optimizer's parameters are gathered during the first forward of the next step."""
+    linears: bool = True
+    """Whether a column-parallel linear's input gradient is reduced during its weight-gradient GEMM. Always with sequence
+    parallelism."""
+    messages: bool = True
+    """Whether stages with several chunks overlap messages with passes. Stages with one chunk never do."""
+    userbuffers: bool = False
+    """Whether Transformer Engine overlaps pieces of tensor-parallel exchanges with pieces of their GEMMs. Its gain cannot be
+    predicted, so the step is priced as a range."""
+    weight_gradients: Literal["auto", "none", "deferred"] = "auto"
+    """Whether a plan may delay weight gradients into waits. Needs Megatron's fused weight gradients (default on GPUs) or
+    Transformer Engine's store. auto: on GPUs, not on the testbed; deferred: everywhere."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.parameters and not self.gradients:
+            yield "parameters true needs gradients: true (--overlap-grad-reduce), found false, as Megatron refuses it"
+        if self.buckets is not None and self.bucket_parameters is not None:
+            found = f"found {self.buckets} and {self.bucket_parameters}"
+            yield f"buckets and bucket_parameters: needed one of them, {found}, as Megatron refuses both"
+
+
+ADAMS = 2
+"""States of Adam: two moments."""
+
+Moment = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+class Optimizer(Part):
+    """The optimizer and its state per parameter. `cost.parameters` computes the bytes."""
+
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are accumulated and reduced. bf16: the weights' own type, bf16 or fp16."""
+    states: int = Field(default=ADAMS, ge=0, le=8)
+    """Optimizer states per parameter, besides the main parameter: two for Adam, one for SGD with momentum and Lion, three for
+    AdEMAMix."""
+    muon_steps: int = Field(default=0, ge=0, le=100)
+    """Newton-Schulz steps of Muon for the weights of layers (`cost.muon`); 0: no Muon."""
+    matrix_states: int = Field(default=1, ge=0, le=8)
+    """States per weight that Muon updates: momentum, and a second moment with `adaptive_muon`."""
+    precision_aware: bool = False
+    """Whether Transformer Engine's Adam reads gradients in their type, and stores main parameters and moments itself."""
+    main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"
+    """Type of main parameters. remainder: the low half of fp32 that bf16 weights lack, as in a precision-aware optimizer."""
+    first_moment: Moment = "fp32"
+    second_moment: Moment = "fp32"
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a rank's parameters that is updated on the host. auto: the fastest share; 0 until the planner chooses."""
+    overlap_copies: bool = False
+    """Whether gradient copies to the host overlap its updates."""
+    states_on_host: float = Field(default=0.0, ge=0, le=1)
+    """Share of main parameters and moments in host memory between updates, which run on the device
+    (`--chunked-optimizer-state-offload`)."""
+    chunk_mib: int = Field(default=0, ge=0)
+    """MiB of moments restored per chunk, two of which are on the device; 0: all at once."""
+
+    def _problems(self) -> Iterator[str]:
+        smaller = {
+            name: value
+            for name in ("main_parameters", "first_moment", "second_moment")
+            if (value := getattr(self, name)) != "fp32"
+        }
+        if smaller and not self.precision_aware:
+            found = ", ".join(f"{name} {value}" for name, value in smaller.items())
+            yield f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false"
+        if self.precision_aware and self.muon_steps:
+            yield f"precision_aware: true needs muon_steps 0, found {self.muon_steps}: it is Transformer Engine's Adam"
+        if self.precision_aware and self.states != ADAMS:
+            yield f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam"
+        if self.states_on_host and self.offload != 0:
+            found = f"states_on_host {self.states_on_host:g} and offload {self.offload}"
+            yield f"{found}: one of them, as Megatron refuses both"
+        if self.offload != 0 and not self.precision_aware:
+            found = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
+            yield f"{found}, found false, as Megatron refuses it"
+
+    @property
+    def offloaded(self) -> float:
+        """Share updated on the host; 0 if undecided."""
+        return 0.0 if self.offload == "auto" else self.offload
+
+    @property
+    def on_host(self) -> bool:
+        """Whether optimizer state is in host memory."""
+        return bool(self.offloaded or self.states_on_host)

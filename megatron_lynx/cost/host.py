@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_lynx.anatomy import DENSE, Section
-from megatron_lynx.config.host_time import Implementation, Setting
+from megatron_lynx.config.cluster import Implementation, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.cost.stage import StageSeconds

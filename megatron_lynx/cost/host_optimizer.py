@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_lynx.config.host_time import HostAdam
+from megatron_lynx.config.cluster import HostAdam
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import Software, beside_collectives, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding

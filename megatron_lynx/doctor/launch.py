@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_lynx.config.host_time import HostTime, Setting
+from megatron_lynx.config.cluster import HostTime, Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.doctor.finding import Finding

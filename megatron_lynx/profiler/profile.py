@@ -12,16 +12,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.anatomy import Facts, Half, Pass, Section, halves_of, sections_of
+from megatron_lynx.config.cluster import HostAdam, HostTime, Implementation
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.host_time import HostAdam, HostTime, Implementation
-from megatron_lynx.config.job import Job
-from megatron_lynx.config.later import IN_EXPERTS, as_by_default
+from megatron_lynx.config.job import IN_EXPERTS, Job, as_by_default
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
@@ -244,31 +243,25 @@ class Profile(Part):
     host_time: HostTime | None = None
     """Host seconds to issue a layer. Unknown (None) in older profiles."""
     hiding: Hiding = "stock"
-    """Set by the job (`config.overlap`), never measured."""
+    """Set by the job (`config.parallel`), never measured."""
     messages_between_passes: bool = False
     """Whether stages with several chunks exchange messages between passes instead of overlapped. Set by the job."""
 
-    @model_validator(mode="after")
-    def _whole(self) -> Profile:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         for half, section in self.shape.halves.items():
-            problems += _misnamed(self.half(half), half, section.names)
+            yield from _misnamed(self.half(half), half, section.names)
         if self.shape.experts is not None and self.experts is not None:
-            problems += _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
+            yield from _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
         if (self.shape.experts is None) != (self.experts is None):
-            problems.append("shape.experts and experts belong together: give both, or none")
+            yield "shape.experts and experts belong together: give both, or none"
         needed = {each.kind for each in self.shape.opaque}
         if needed != self.opaque.keys():
-            problems.append(f"opaque has {sorted(self.opaque)}, needed {sorted(needed)}, as in shape.opaque")
-        problems += [
-            each for name in needed & self.opaque.keys() for each in _misnamed(self.opaque[name], name, OPAQUE[name].names)
-        ]
+            yield f"opaque has {sorted(self.opaque)}, needed {sorted(needed)}, as in shape.opaque"
+        for name in needed & self.opaque.keys():
+            yield from _misnamed(self.opaque[name], name, OPAQUE[name].names)
         given = Counter((point.kind, point.bytes) for point in self.links)
         twice = [message for message, times in given.items() if times > 1]
-        problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in twice]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        yield from (f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in twice)
 
     def half(self, half: Half) -> HalfProfile:
         costs: HalfProfile = getattr(self, half)

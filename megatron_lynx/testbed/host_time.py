@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
+from megatron_lynx.config.cluster import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine

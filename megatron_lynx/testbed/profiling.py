@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.config.host_time import HostAdam, HostTime, LayerHostTime
+from megatron_lynx.config.cluster import HostAdam, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem

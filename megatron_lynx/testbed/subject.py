@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.overlap import Overlap
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.parallel import Overlap, Parallel
 from megatron_lynx.figures import Figures
 from megatron_lynx.measure.measurement import Skipped, time_alternating
 from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked

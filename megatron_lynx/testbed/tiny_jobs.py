@@ -7,8 +7,7 @@ from typing import Any, Literal
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.config.overlap import Overlap
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.parallel import Overlap, Parallel
 
 
 def tiny_job(

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
-from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.plan.plan import Head, Plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import head_on_ranks

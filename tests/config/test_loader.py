@@ -10,7 +10,7 @@ from textwrap import indent
 import pytest
 
 from megatron_lynx.config import Job, load_job
-from megatron_lynx.config.later import left_out
+from megatron_lynx.config.job import left_out
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -298,8 +298,7 @@ def test_latent_attention_without_its_fused_kernel_is_the_job_that_it_was() -> N
     sizes, told = {"kv_rank": 512, "head_size": 128, "rope_size": 64, "value_head_size": 128}, []
     for fused in (False, True):
         job = load_job("jobs/llama-7b-h800-80g", {"model.kv_groups": 32, "model.latent": {**sizes, "fused_rotary": fused}})
-        parts = {name: getattr(job, name) for name in ("model", "parallel", "batch", "budget", "optimizer")}
-        told.append(left_out(parts, job.overlap, job.cluster, fp8=False)["model"].get("latent"))
+        told.append(left_out(job)["model"].get("latent"))
     assert told == [{"fused_rotary"}, None]
 
 

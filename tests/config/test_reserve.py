@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.config import load_job
 from megatron_lynx.config.cluster import NcclChannels
-from megatron_lynx.config.communicators import Communicator
+from megatron_lynx.config.device_reserve import Communicator
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.planner.writing import planned_device
 from megatron_lynx.units import GIB, MIB

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config import Experts, Job
-from megatron_lynx.config.overlap import Overlap
+from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.buckets import ALIGNED, ALIGNED_FOR_BANDWIDTH, buckets, filled_numbers
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage_memory import stage_memory

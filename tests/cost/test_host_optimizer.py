@@ -9,8 +9,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from pydantic import ValidationError
 
-from megatron_lynx.config.host_time import HostAdam
-from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.config.cluster import HostAdam
+from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.host_optimizer import (
     PAGEABLE,
     HostSeconds,

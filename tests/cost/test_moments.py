@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lynx.config import Experts
-from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.cost.moments import MOMENTS, Parts, StageMemory
 from megatron_lynx.cost.parameters import stage_parameters

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.muon import filled_numbers, fullest, matrices, newton_schulz_s
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage_memory import stage_parts

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.overlap import Overlap
+from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes

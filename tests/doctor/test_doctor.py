@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx import doctor
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import Software, environment, hardware_queues
 from megatron_lynx.doctor.finding import Finding

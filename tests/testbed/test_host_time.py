@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.host_time import HostTime, LayerHostTime
+from megatron_lynx.config.cluster import HostTime, LayerHostTime
 from megatron_lynx.testbed.host_time import Asked, Spent, measured_here, slowest
 from megatron_lynx.testbed.profiling import host_time_of_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
