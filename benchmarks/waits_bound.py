@@ -27,10 +27,10 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, LINEARS, MLP, PASSES, Half, 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import priced
 from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
-from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile

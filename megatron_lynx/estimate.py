@@ -12,15 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.between import BetweenSteps, between_steps
-from megatron_lynx.cost.flops import mfu
+from megatron_lynx.cost.budget import BetweenSteps, between_steps
 from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
-from megatron_lynx.cost.step_range import StepRange, hiding_all
+from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory

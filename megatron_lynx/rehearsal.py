@@ -18,10 +18,10 @@ from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
 from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
-from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import Checkpoint, replay_of
 from megatron_lynx.errors import PlanMismatch, Problem

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.budget import beside_layers
+from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -126,7 +126,7 @@ def hold_what_is_said(pool_of, job, link_s, share) -> None:
         rank = stage * job.parallel.tensor * job.replicas
         held = max(size - copied_by_gloo(job, memory, moment) for moment, size in counted[rank].items())
         assert held <= memory.total + STATES_OF_A_HALF * frames + small + held_by_gloo
-        assert memory.total <= held + small + beside_layers(job, stage).in_hand
+        assert memory.total <= held + small + parts_beside_layers(job, stage).in_hand
         assert memory.total <= (least + share * (most - least)) + 1
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.layer import replayed_flops
+from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan_file import dump_plan
@@ -201,7 +201,7 @@ def test_nothing_is_over_the_devices_budget_in_the_simulator_either(policy, chun
     decision = decide(job, analytic_profile(job))
     for stage, memory in enumerate(decision.memory):
         assert 0.5 * job.memory_budget_bytes < memory.total <= job.memory_budget_bytes
-        beside = beside_layers(job, stage).at("backward").total
+        beside = parts_beside_layers(job, stage).at("backward").total
         assert decision.simulation.memory(stage).peak_bytes <= job.memory_budget_bytes - beside
     assert {stage.predicted.memory_bytes for stage in decision.plan.stages} == {memory.total for memory in decision.memory}
 
@@ -229,7 +229,7 @@ def test_any_answer_fits_in_the_simulator_and_comes_again(job):
     except Infeasible:
         return
     for stage, memory in enumerate(decision.memory):
-        beside = beside_layers(decision.job, stage).at("backward").total
+        beside = parts_beside_layers(decision.job, stage).at("backward").total
         assert beside + decision.simulation.memory(stage).peak_bytes <= memory.total <= job.memory_budget_bytes
     assert dump_plan(make_plan(job, profile)) == dump_plan(decision.plan)
 

@@ -21,7 +21,6 @@ FOUNDATION = {
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",
-    "kinds.latent.sizes",
     "kinds.opaque.section",
     "kinds.section",
     "kinds.sections",
@@ -46,7 +45,7 @@ FOUNDATION = {
     "version",
 }
 KINDS_PLANNING = {
-    *("kinds.backward", "kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
+    *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
     "kinds.opaque.planning",
 }

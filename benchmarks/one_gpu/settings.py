@@ -9,7 +9,7 @@ from benchmarks.one_gpu.predicted import Predicted, of_plan, of_stock
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.cost.host_copy import avoid_messages
+from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.errors import LynxError
 from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.plan.plan import Offload, Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step_range import StepRange
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch

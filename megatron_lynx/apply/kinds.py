@@ -38,8 +38,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
-from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN
-from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
 from megatron_lynx.limits import OR_ELSE, refused

@@ -15,7 +15,7 @@ from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.kinds.experts.section import Dispatcher
-from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part

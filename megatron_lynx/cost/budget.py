@@ -12,32 +12,53 @@ neither, on a GPU       the device's memory; the planner makes the fastest plan 
 neither, on the testbed no bound, since other processes share the memory; the planner makes the plan with the least memory
 
 A solver gets the first bound, and the difference to the second (`loss_bytes`).
+
+If an inference engine shares the device, training keeps less between two steps:
+
+    training   parameters, gradients, optimizer, activations  | context, libraries, NCCL, allocator | reserved for others
+    between    the first three, less the parts moved to host  | context, libraries, NCCL            | free for others
+
+The allocator's slack is not counted then: a framework that offloads weights also empties PyTorch's cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
+from megatron_lynx.config.device_reserve import SLACK
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import fullest_half_bytes
-from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.units import GIB, MIB
+from megatron_lynx.units import GIB, MIB, format_bytes
 
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
     """Return the tightest bound on layers in backward, or None if unbounded. Below 0 if everything else alone is too much."""
-    return _budget_bytes(job, stage, beside_layers(job, stage)) if _bounded(job) else None
+    bounds = []
+    if job.budget.activation_mib is not None:
+        bounds.append(int(job.budget.activation_mib * MIB))
+    if bounded_by_device(job):
+        bounds.append(_on_device_bytes(job, stage))
+    return min(bounds, default=None)
+
+
+def bounded_by_device(job: Job) -> bool:
+    return job.budget.of_device or job.cluster.device == "cuda"
 
 
 def loss_bytes(job: Job, stage: int) -> int:
     """Return how much less the layers may hold while the loss is computed than while they run backward."""
-    if not bounded_by_device(job):
+    bound = layers_budget_bytes(job, stage)
+    if bound is None or not bounded_by_device(job):
         return 0
-    parts = beside_layers(job, stage)
+    parts = parts_beside_layers(job, stage)
     at_loss = max(parts.at(moment).total for moment in parts.moments if moment in ("forward", "loss", "head_backward"))
-    return max(0, _budget_bytes(job, stage, parts) - (job.memory_budget_bytes - at_loss))
+    return max(0, bound - (job.memory_budget_bytes - at_loss))
 
 
 def if_it_runs(held_bytes: int) -> str:
@@ -45,55 +66,70 @@ def if_it_runs(held_bytes: int) -> str:
     return f"If it runs, it holds less than counted, or has more: state that by --memory-gib {ceil(held_bytes / GIB)}."
 
 
-def bounded_by_device(job: Job) -> bool:
-    return job.budget.of_device or job.cluster.device == "cuda"
-
-
-def beside_layers(job: Job, stage: int) -> Parts:
-    """Return all that a device of a stage holds except its layers."""
-    return parts_beside_layers(job, stage)
-
-
 def most_beside_layers(job: Job, stage: int) -> StageMemory:
     """Return the fullest moment without layers: an update if it alone is too much, else the layers' backward."""
-    return _most(job, beside_layers(job, stage))
-
-
-def _bounded(job: Job) -> bool:
-    return job.budget.activation_mib is not None or bounded_by_device(job)
-
-
-def _budget_bytes(job: Job, stage: int, beside: Parts) -> int:
-    """Return the tightest bound. `beside`: the stage's parts without layers."""
-    bounds = []
-    if job.budget.activation_mib is not None:
-        bounds.append(int(job.budget.activation_mib * MIB))
-    if bounded_by_device(job):
-        bounds.append(_on_device_bytes(job, stage, beside))
-    return min(bounds)
-
-
-def _most(job: Job, beside: Parts) -> StageMemory:
+    beside = parts_beside_layers(job, stage)
     update = max(beside.at("reduction"), beside.at("update"), key=lambda memory: memory.total)
     return update if update.total > job.memory_budget_bytes else beside.at("backward")
 
 
-def _on_device_bytes(job: Job, stage: int, beside: Parts) -> int:
-    """Return the device's bound on layers; below 0 if an update alone is too much."""
-    most = _most(job, beside)
-    if most.moment != "backward":
-        return job.memory_budget_bytes - most.total
-    return job.memory_budget_bytes - most.total - _more_behind_backward(job, stage, beside)
+def _on_device_bytes(job: Job, stage: int) -> int:
+    """Return the device's bound on layers; below 0 if an update alone is too much.
 
-
-def _more_behind_backward(job: Job, stage: int, beside: Parts) -> int:
-    """Return the memory needed beyond the layers' backward by later moments: the embedding's backward, and updates without
-    flushes.
-
-    The micro-batch that has run backward holds less by then: at least its layers' inputs and the tensors saved by one half.
+    Later moments may need more than the layers' backward: the embedding's backward, and updates without flushes. By then the
+    micro-batch that has run backward holds less: at least its layers' inputs and the tensors saved by one half are freed.
     """
+    most, beside = most_beside_layers(job, stage), parts_beside_layers(job, stage)
+    left = job.memory_budget_bytes - most.total
+    if most.moment != "backward":
+        return left
     later = {"embedding_backward"} | (set() if beside.flushed else {"reduction", "first_update", "update"})
-    most = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)
+    later_bytes = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)
     shape, least = LayerShape.of(job), min(job.chunk_layers(stage))
-    held = least * shape.input_bytes + fullest_half_bytes(shape) if least else 0
-    return max(0, most - beside.at("backward").total - held)
+    freed = least * shape.input_bytes + fullest_half_bytes(shape) if least else 0
+    return left - max(0, later_bytes - most.total - freed)
+
+
+OF_LEAVING = {
+    "parameters": ("parameters", "fp8_weights", "second_weights"),
+    "gradients": ("gradients", "second_gradients"),
+    "optimizer": ("optimizer",),
+}
+"""The kinds of bytes that leave with each part of training."""
+STATES = (*(kind for kinds in OF_LEAVING.values() for kind in kinds), "buffers", "rest")
+"""The kinds that remain between two steps."""
+
+
+@dataclass(frozen=True)
+class BetweenSteps:
+    """Bytes on the fullest device between two steps."""
+
+    stays: Mapping[str, int]
+    """Bytes that training keeps, by kind."""
+    left_bytes: int
+    """Bytes free for others; below 0 if training keeps more than the device has."""
+    leaves: Sequence[str]
+
+    @property
+    def in_words(self) -> str:
+        gone = f"with {', '.join(self.leaves)} on the host" if self.leaves else "with nothing moved to the host"
+        parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in self.stays.items())
+        kept = format_bytes(sum(self.stays.values()))
+        left = f"{format_bytes(self.left_bytes)} left to others" if self.left_bytes >= 0 else "nothing left to others"
+        return f"between steps, {gone}: training keeps {kept} ({parts}); {left}"
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"leaves": list(self.leaves), "stays_bytes": dict(self.stays), "left_bytes": self.left_bytes}
+
+
+def between_steps(job: Job, stages: Sequence[StageMemory]) -> BetweenSteps | None:
+    """Return the memory between steps; None if the job's budget does not share the device. `stages`: all stages."""
+    budget, reserve = job.budget, job.device_reserve
+    if budget.share is None and not budget.beside and not budget.leaves:
+        return None
+    gone = {kind for part in budget.leaves for kind in OF_LEAVING[part]}
+    states = [{kind: memory.kinds[kind] for kind in STATES if memory.kinds[kind] and kind not in gone} for memory in stages]
+    fullest = max(states, key=lambda held: sum(held.values()))
+    stays = {**fullest, **{part: size for part, size in reserve.parts.items() if part != SLACK and size}}
+    return BetweenSteps(stays, reserve.memory_bytes - sum(stays.values()), budget.leaves)

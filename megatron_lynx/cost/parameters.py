@@ -27,13 +27,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.prediction import NORMS, projection_weights
+from megatron_lynx.cost.ends import NORMS, projection_weights
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear
@@ -308,3 +308,22 @@ def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
     biases = sum(count * half.biased for half, count in halves) if model.bias else 0
     weights = ends + sum(count * half.weights for half, count in halves)
     return ParameterTensors(weights=weights, vectors=norms * (2 if model.norm == "layernorm" else 1) + biases)
+
+
+Convention = Literal["causal", "whole"]
+
+
+def flops_per_token(model: Model, convention: Convention = "causal") -> int:
+    """Return forward and backward FLOPs of the whole model: 6 per weight of a matrix, plus attention."""
+    kinds, last = model.kinds_of(range(1, model.layers + 1)), model.sections(model.layers)
+    matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
+    matrices += model.mtp * (passed_weights(model, last) + projection_weights(model) + model.hidden * model.vocab)
+    kinds[last] += model.mtp
+    attending = sum(layers for (first, _), layers in kinds.items() if not first.opaque)
+    attention = (6 if convention == "causal" else 12) * attending * model.query_width * model.seq
+    return 6 * matrices + round(attention * model.seen)
+
+
+def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:
+    """Return the model FLOPs utilisation; `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
+    return tokens_per_s * flops_per_token(model, convention) / peak_flop_per_s

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
-from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,25 @@ class Prices:
     def message_bytes(self) -> int:
         """Return the message of a tensor-parallel collective."""
         return self.profile.message_bytes
+
+
+class WeightGradient(NamedTuple):
+    """One linear's, for one micro-batch."""
+
+    seconds: float
+    input_bytes: int
+    """Its input, all rows."""
+    gradient_bytes: int
+    """Gradient of its output, all rows."""
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + self.gradient_bytes
+
+
+def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGradient:
+    item = profile.of(section).items[linear]
+    input_bytes, gradient_bytes = planning_of(section).operands_bytes(profile, linear)
+    if (recipe := profile.shape.fp8) is not None:
+        input_bytes, gradient_bytes = 2 * input_bytes, 2 * cast_bytes(recipe, gradient_bytes // BF16_BYTES)
+    return WeightGradient(item.wgrad_s or item.backward_s / 2, input_bytes, gradient_bytes)

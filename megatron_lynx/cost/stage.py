@@ -24,7 +24,7 @@ from typing import TypeVar
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.prediction import ends_of
+from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.one_stage import counts_at_backwards

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megatron_lynx.anatomy import LayerKind
+from megatron_lynx.anatomy import ATTENTION, HALVES, LayerKind, Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost import muon
 from megatron_lynx.cost.buckets import filled_numbers
@@ -50,12 +50,19 @@ from megatron_lynx.cost.ends import (
     logits_gradient_bytes,
     loss_in_hand_bytes,
     loss_kept_bytes,
+    losses_bytes,
+    predicting_bytes,
     tied_gradients_bytes,
 )
-from megatron_lynx.cost.graphs import graph_buffers_bytes, pool_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
-from megatron_lynx.cost.layer import beyond_fp8_bytes, kept_bytes, layers_bytes
+from megatron_lynx.cost.in_hand import (
+    alone_in_hand_bytes,
+    global_buffer_bytes,
+    half_in_hand_bytes,
+    kept_blocks_bytes,
+    layer_in_hand_bytes,
+)
+from megatron_lynx.cost.layer import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     fp8_copies_bytes,
@@ -68,7 +75,6 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
-from megatron_lynx.cost.prediction import losses_bytes, predicting_bytes
 from megatron_lynx.cost.stage import (
     chunks_in_flight,
     chunks_in_flight_by_stage,
@@ -76,7 +82,9 @@ from megatron_lynx.cost.stage import (
     most_in_flight_bytes,
     of_every_stage,
 )
+from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.experts.saved import as_held, gathered_tokens, remembered_bytes, routed_rows
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
@@ -300,3 +308,47 @@ def dispatched_bytes(shape: LayerShape) -> int:
     """Return the tokens sent and received while a half of experts runs."""
     rows, gathered = routed_rows(as_held(shape)), shape.model.moe_dispatcher == "allgather"
     return (rows + (gathered_tokens(shape) if gathered else rows)) * shape.model.hidden * shape.model.element_bytes
+
+
+OUTPUTS_OF_ROUTER = 3
+"""Outputs of a captured router: rows, residual stream, shared experts' output."""
+
+
+def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) -> int:
+    """Return masks, workspace and static gradients of a stage's graphs. `chunks`: in flight."""
+    if not job.model.captured:
+        return 0
+    sections = {section for kind in job.kinds_on(stage) for section in kind}
+    captured = [section for section in sections if section.captured]
+    outputs = max((OUTPUTS_OF_ROUTER if section.apart else 1 for section in sections if _in_graph(job, section)), default=0)
+    working = max((alone_in_hand_bytes(shape, section) for section in captured), default=0)
+    masks = chunks * max(len(job.layers_of(stage, chunk)) for chunk in range(job.chunks)) + 1
+    masked = any(section.half == ATTENTION.half for section in captured)
+    return outputs * shape.input_bytes + working + (masks * mask_bytes(shape) if masked else 0)
+
+
+def mask_bytes(shape: LayerShape) -> int:
+    """Return the static mask of one layer and micro-batch: one byte per query and key."""
+    return shape.micro * shape.model.seq // shape.parallel.context * shape.model.seq
+
+
+def pool_bytes(job: Job, shape: LayerShape, stage: int) -> int:
+    """Return the tensors of one micro-batch saved by the graphs of a stage's largest chunk."""
+    if not job.model.captured:
+        return 0
+    of_chunk = (job.kinds_of(stage, chunk).items() for chunk in range(job.chunks))
+    return max(sum(count * sum(_kept(job, shape, each) for each in kind) for kind, count in kinds) for kinds in of_chunk)
+
+
+def _kept(job: Job, shape: LayerShape, section: Section) -> int:
+    if section.captured:
+        return half_kept_bytes(shape, section)
+    if not _in_graph(job, section):
+        return 0
+    own = set(section.apart) - {section.residual}
+    tensors = planning_of(section).tensors(shape)
+    return shape.input_bytes + sum(each.bytes for each in tensors if each.saved_by and own.issuperset(each.saved_by))
+
+
+def _in_graph(job: Job, section: Section) -> bool:
+    return section.captured or (section.exchanges and ROUTER in job.model.captured and section.half == HALVES[-1])

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.host import issued
-from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import (
     HalfSeconds,
@@ -35,6 +34,7 @@ from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -138,3 +138,68 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
     behind_pair_s = backward_s if avoid_messages(job) else forward_s + backward_s
     return ends * late + pairs * max(0.0, copy_s - behind_pair_s)
+
+
+def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, compute_flop_per_s: float, copy_byte_per_s: float) -> float:
+    """Return k. `copy_byte_per_s`: of one direction at a time."""
+    return (2 * copied_bytes / copy_byte_per_s) / (3 * forward_flops / compute_flop_per_s)
+
+
+def meet_messages(job: Job) -> bool:
+    """Whether copies and pipeline messages share a link: a NIC below the device's PCIe switch, or PCIe within a node."""
+    cluster = job.cluster
+    if cluster.pcie is None or job.parallel.pipeline == 1:
+        return False
+    if cluster.node is not None and job.gpus > cluster.node.gpus:
+        return cluster.pcie.shared_with_nic
+    return cluster.nvlink is None
+
+
+def avoid_messages(job: Job) -> bool:
+    """Whether a plan alternates copies and messages, which needs a time without messages.
+
+    With chunks, messages always overlap passes. Without, Megatron synchronises after each exchange (`batch_p2p_sync`): a copy
+    issued before it would be waited for at once, on any link.
+    """
+    return job.chunks == 1 and job.schedule == "flush" and job.parallel.pipeline > 1
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Shortest and longest possible step; equal if known."""
+
+    least_s: float
+    most_s: float
+
+    @classmethod
+    def known(cls, seconds: float) -> StepRange:
+        return cls(seconds, seconds)
+
+    @property
+    def expected_s(self) -> float:
+        """Middle of the range; steps are ranked by it."""
+        return (self.least_s + self.most_s) / 2
+
+    @property
+    def is_known(self) -> bool:
+        return self.least_s == self.most_s
+
+    @property
+    def in_words(self) -> str:
+        (least, unit), most = format_seconds(self.least_s).split(), format_seconds(self.most_s)
+        if f"{least} {unit}" == most:
+            return most
+        return f"{least.removesuffix('.0')} to {most}" if most.endswith(f" {unit}") else f"{least} {unit} to {most}"
+
+    @property
+    def as_json(self) -> dict[str, float]:
+        """`step_s` is the longest, as in every command; `step_at_best_s` the shortest, if it differs."""
+        return {"step_s": self.most_s, **({} if self.is_known else {"step_at_best_s": self.least_s})}
+
+    def plus(self, seconds: float) -> StepRange:
+        return StepRange(self.least_s + seconds, self.most_s + seconds)
+
+
+def hiding_all(profile: Profile) -> Profile:
+    """Return the profile as if userbuffers hid every exchange as far as its GEMM lasts."""
+    return profile.model_copy(update={"hiding": "userbuffers"})

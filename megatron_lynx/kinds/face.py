@@ -24,19 +24,12 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
-from megatron_lynx.kinds.section import Collective, Item, Section
+from megatron_lynx.kinds.section import GATHERING, Collective, Item, Section
 from megatron_lynx.profiler.element_wise import Kernels, norm_kernels, residual_kernels
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape
 from megatron_lynx.profiler.quantized import cast_bytes
 from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
-
-BESIDE_COLLECTIVES = ("column_parallel", "up_projection", "query_projection")
-"""Roles of linears in whose backward stock Megatron overlaps collectives with GEMMs."""
-
-
-GATHERING = ("column_parallel", "up_projection", "query_projection")
-"""Roles of linears that gather their input under sequence parallelism."""
 
 
 class Linear(NamedTuple):
@@ -206,7 +199,7 @@ class Planning(ABC):
         forward_s = linear.times * roof.linear_s(flops, read(taken + weight) + element * made)
         dgrad_s = linear.times * roof.linear_s(flops, read(made + weight) + element * taken)
         wgrad_s = linear.times * roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
-        if self.section.collectives_of and item.role in BESIDE_COLLECTIVES:
+        if self.section.collectives_of and item.role in GATHERING:  # overlapped with collectives
             dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
         return ItemProfile(

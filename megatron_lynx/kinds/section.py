@@ -76,6 +76,28 @@ WHY_KEPT: Mapping[Role, str] = {
 
 EXPERTS_LINEARS: tuple[Role, ...] = ("experts_in", "experts_out")
 """Roles that stand for the linears of several experts."""
+ENDS: tuple[Role, ...] = ("row_parallel", "router", "experts_out", "combine")
+"""Roles of which recomputed items need only the output's shape."""
+GATHERING: tuple[Role, ...] = ("column_parallel", "up_projection", "query_projection")
+"""Roles of linears that gather their input under sequence parallelism; stock overlaps collectives with their backward."""
+
+
+def _has_role(*roles: Role) -> cached_property[bool]:
+    return cached_property(lambda item: item.role in roles)
+
+
+def _named(*roles: Role) -> cached_property[tuple[str, ...]]:
+    """Names of the items with these roles, in forward order."""
+    return cached_property(lambda section: tuple(item.name for item in section.items if item.role in roles))
+
+
+def _only(role: Role) -> cached_property[str]:
+    return cached_property(lambda section: section.item(role).name)
+
+
+def _first(role: Role) -> cached_property[str]:
+    """Name of the item with this role; may be empty."""
+    return cached_property(lambda section: next((item.name for item in section.items if item.role == role), ""))
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,18 @@ class Item:
     def is_site(self) -> bool:
         return bool(self.path)
 
+    of_experts = _has_role(*EXPERTS_LINEARS)
+    """Whether it stands for the linears of several experts."""
+    may_draw = _has_role("core", "residual", "router")
+    """Whether it may draw random numbers: dropout, or a router."""
+    ends_values = _has_role(*ENDS)
+    exchanges = _has_role("dispatch", "combine")
+    """Whether it exchanges tokens with other ranks."""
+    any_rows = _has_role("dispatch", "experts_in", "experts_out", "combine")
+    """Whether its number of rows changes from call to call."""
+    runs_once = _has_role("router", "dispatch", "combine")
+    """Whether it must never run twice: it decides, or exchanges tokens."""
+
     @property
     def is_linear(self) -> bool:
         return self.role.endswith(("_parallel", "_projection"))
@@ -105,35 +139,6 @@ class Item:
     def computes(self) -> bool:
         """Whether it is a linear, of experts or not."""
         return self.is_linear or self.of_experts
-
-    @property
-    def of_experts(self) -> bool:
-        return self.role in EXPERTS_LINEARS
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether it may draw random numbers: dropout, or a router."""
-        return self.role in ("core", "residual", "router")
-
-    @property
-    def ends_values(self) -> bool:
-        """Whether recomputed items need only its output's shape."""
-        return self.role in ("row_parallel", "router", "experts_out", "combine")
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether it exchanges tokens with other ranks."""
-        return self.role in ("dispatch", "combine")
-
-    @property
-    def any_rows(self) -> bool:
-        """Whether its number of rows changes from call to call."""
-        return self.role in ("dispatch", "experts_in", "experts_out", "combine")
-
-    @property
-    def runs_once(self) -> bool:
-        """Whether it must never run twice: it decides, or exchanges tokens."""
-        return self.role in ("router", "dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,20 @@ class Section:
     """Whether it runs as a captured graph: kept whole without windows or hooks, but priced by its items."""
     copies_go: bool = False
     """Whether a checkpoint of its half also recomputes its last linear: in FP8 or FP4 that would save a copy of its input."""
+
+    norm, row_parallel, residual = _only("norm"), _only("row_parallel"), _only("residual")
+    core, column_parallel = _first("core"), _first("column_parallel")
+    ends = _named(*ENDS)
+    exchanging = _named("core")
+    """Items with context-parallel exchanges."""
+    gathering_latents = _named("up_projection")
+    """Linears that gather compressed tokens under sequence parallelism. If recomputed, their gathered inputs are kept: they are
+    small.
+    """
+    handing_on = _named("down_projection", *GATHERING)
+    """Linears whose output no item may have saved (later code copies it), though recomputation that passes them needs it."""
+    on_own_rows = _named("norm", "residual")
+    """Items on a rank's own rows under sequence parallelism."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """Return the collectives of one pass, in order, for several tensor-parallel ranks."""
@@ -292,7 +311,7 @@ class Section:
         """Items recomputed if more rows arrive than planned for: they save tensors that grow with the rows, without
         communication, from the experts' first linears to before their last. Empty without experts.
         """
-        ends = [self.names.index(item.name) for item in self.items if item.role in ("experts_in", "experts_out")]
+        ends = [self.names.index(item.name) for item in self.items if item.of_experts]
         return frozenset(self.names[slice(*ends)]) if ends else frozenset()
 
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
@@ -320,21 +339,6 @@ class Section:
         found = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
         return tuple(linear for linear in found if linear not in self.gathering_latents)
 
-    @cached_property
-    def handing_on(self) -> tuple[str, ...]:
-        """Linears whose output may not be saved by any item (later code copies it), though recomputation that passes them needs
-        it.
-        """
-        roles = ("column_parallel", "down_projection", "up_projection", "query_projection")
-        return tuple(item.name for item in self.items if item.role in roles)
-
-    @cached_property
-    def gathering_latents(self) -> tuple[str, ...]:
-        """Linears that gather compressed tokens under sequence parallelism. If recomputed, their gathered inputs are kept: they
-        are small.
-        """
-        return tuple(item.name for item in self.items if item.role == "up_projection")
-
     def norms_apart(self, replay: Collection[str]) -> tuple[Item, ...]:
         """Return the recomputed up-projections whose fused norm is not recomputed."""
         return tuple(item for item in self.items if item.name in replay and item.norm_inside and item.norm_inside not in replay)
@@ -344,18 +348,7 @@ class Section:
         communicate in every call. A fused norm is cast with its linear.
         """
         inside = {item.norm_inside for item in self.items} | ({self.norm} if self.fuses_norm else set())
-        gathering = ("column_parallel", "up_projection", "query_projection")
-        return tuple(item.name for item in self.items if item.name in replay and (item.role in gathering or item.name in inside))
-
-    @cached_property
-    def exchanging(self) -> tuple[str, ...]:
-        """Items with context-parallel exchanges."""
-        return tuple(item.name for item in self.items if item.role == "core")
-
-    @cached_property
-    def core(self) -> str:
-        """Core attention; may be empty."""
-        return next((item.name for item in self.items if item.role == "core"), "")
+        return tuple(item.name for item in self.items if item.name in replay and (item.role in GATHERING or item.name in inside))
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -372,28 +365,14 @@ class Section:
     def code(self) -> frozenset[str]:
         return frozenset(item.name for item in self.items if not item.is_site)
 
-    @cached_property
-    def ends(self) -> tuple[str, ...]:
-        """Items whose output values recomputation never needs, in order."""
-        return tuple(item.name for item in self.items if item.ends_values)
-
     def before(self, name: str) -> str:
         """Return the item whose output another one reads: the previous one; for a router, the norm."""
         index = self.index(name)
         return self.norm if self.items[index].role == "router" else self.names[index - 1]
 
     @cached_property
-    def norm(self) -> str:
-        return self.item("norm").name
-
-    @cached_property
-    def column_parallel(self) -> str:
-        """Linear whose input is gathered under sequence parallelism; empty unless there is just one."""
-        return next((item.name for item in self.items if item.role == "column_parallel"), "")
-
-    @cached_property
     def gathered(self) -> str | None:
-        """The same, or None."""
+        """Linear whose input is gathered under sequence parallelism, or None."""
         return self.column_parallel or None
 
     @cached_property
@@ -402,14 +381,6 @@ class Section:
         input; None if neither is a window.
         """
         return self.item("dispatch").name if self.exchanges_in_windows else self.gathered if self.has_windows else None
-
-    @cached_property
-    def row_parallel(self) -> str:
-        return self.item("row_parallel").name
-
-    @cached_property
-    def residual(self) -> str:
-        return self.item("residual").name
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
@@ -421,11 +392,6 @@ class Section:
     def before_row_parallel(self) -> str:
         """Item whose output the row-parallel linear reads."""
         return self.names[self.index(self.row_parallel) - 1]
-
-    @cached_property
-    def on_own_rows(self) -> frozenset[str]:
-        """Items on a rank's own rows under sequence parallelism."""
-        return frozenset(item.name for item in self.items if item.role in ("norm", "residual"))
 
     def index(self, name: str) -> int:
         return self.names.index(name)

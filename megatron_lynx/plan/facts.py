@@ -15,7 +15,7 @@ from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, se
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import ROUTER, CapturedModule
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
-from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned

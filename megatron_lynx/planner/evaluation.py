@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import beside_layers, bounded_by_device
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.cost.moments import MOMENTS, Moment, StageMemory
+from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.profiler.profile import Profile
@@ -130,7 +131,7 @@ def fullest_bytes(job: Job, simulation: Simulation) -> int:
 
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
     """Yield the most bytes of a stage, for each chunk and moment."""
-    beside = beside_layers(job, stage)
+    beside = parts_beside_layers(job, stage)
     at = {moment: beside.at(moment) for moment in beside.moments}
     without_head = replace(at["forward"], head=0)
     last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from megatron_lynx.config.job import Head, Job
-from megatron_lynx.cost.budget import beside_layers
-from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.stage_memory import memory_of_stages, parts_beside_layers
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.partitioning import with_partition
@@ -176,5 +175,5 @@ def _several(job: Job) -> Iterator[Job]:
 
 def _loss_binds(job: Job) -> bool:
     """Whether the last stage holds more besides its layers at the loss than in backward."""
-    parts = beside_layers(job, job.parallel.pipeline - 1)
+    parts = parts_beside_layers(job, job.parallel.pipeline - 1)
     return max(parts.at("loss").total, parts.at("head_backward").total) > parts.at("backward").total

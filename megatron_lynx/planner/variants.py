@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.step_range import StepRange, hiding_all
+from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import beside_layers
-from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Moment, StageMemory
+from megatron_lynx.cost.stage_memory import parts_beside_layers
+from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan import order
 from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
@@ -91,7 +91,7 @@ def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
-    beside = beside_layers(job, answer.stage)
+    beside = parts_beside_layers(job, answer.stage)
     parts = replace(
         beside,
         in_hand=beside.in_hand - answer.less_in_hand_bytes,

@@ -26,7 +26,7 @@ from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.experts.section import BESIDE
-from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName

@@ -12,8 +12,7 @@ from typing import Any
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
-from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.cost.parameters import gradient_bytes, mfu, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.plan.stage import Stage, Whole

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_lynx.config import Job
-from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.errors import Infeasible

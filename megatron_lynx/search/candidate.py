@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.flops import mfu
+from megatron_lynx.cost.parameters import mfu
 
 ScheduleName = Literal["flush", "interleaved", "double-buffered"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

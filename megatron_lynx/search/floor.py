@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, window_lengths_s
-from megatron_lynx.cost.prediction import last_end_of
+from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.cost.step import replaying_stage_s, waited_messages
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host import issued
-from megatron_lynx.cost.host_copy import avoid_messages
-from megatron_lynx.cost.prediction import last_end_of
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
-from megatron_lynx.cost.step import replaying_stage_s
+from megatron_lynx.cost.step import avoid_messages, replaying_stage_s
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved

@@ -25,7 +25,7 @@ from megatron_lynx.anatomy import Pass as Passing
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
-from megatron_lynx.cost.weight_gradient import weight_gradient
+from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from megatron_lynx.cost.weight_gradient import WeightGradient
+from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.timeline import Span

@@ -10,8 +10,8 @@ from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, FrameKey, Window
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.cost.section import Begun, Stop
-from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.pace import Turns
 from megatron_lynx.timetable import PlannedHalf, Task
 

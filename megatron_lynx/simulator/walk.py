@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
-from megatron_lynx.cost.weight_gradient import WeightGradient
+from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.simulator.treated import Halves, Treated
 from megatron_lynx.timeline import FLUSHED, Span

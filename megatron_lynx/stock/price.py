@@ -13,7 +13,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
-from megatron_lynx.cost.step_range import StepRange, hiding_all
+from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.step_range import StepRange
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST

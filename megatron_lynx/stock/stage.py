@@ -23,10 +23,9 @@ from functools import cached_property
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
-from megatron_lynx.cost.ends import logits_gradient_bytes, loss_kept_bytes
+from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.prediction import ends_of
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile

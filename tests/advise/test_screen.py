@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_lynx.advise import Answer, answered, screen, verdict
 from megatron_lynx.advise.neighbours import Neighbour
 from megatron_lynx.advise.today import as_stock, asked_launch
-from megatron_lynx.cost.step_range import StepRange
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.fp8_recipes import _text_of_recipes, lacking

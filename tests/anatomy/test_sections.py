@@ -69,8 +69,8 @@ def test_a_replay_never_repeats_a_reduction() -> None:
     assert set(ITEMS) - set(REPLAYABLE) == set(ROW_PARALLEL)
     assert {"rotary", "attention_bda", "activation", "mlp_bda"} == CODE_ITEMS
     assert [section.on_own_rows for section in DENSE.values()] == [
-        {"input_layernorm", "attention_bda"},
-        {"pre_mlp_layernorm", "mlp_bda"},
+        ("input_layernorm", "attention_bda"),
+        ("pre_mlp_layernorm", "mlp_bda"),
     ]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.cost.flops import flops_per_token
-from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
+from megatron_lynx.cost.parameters import flops_per_token, optimizer_bytes, stage_parameters
 from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.cost.stage import half_seconds, stage_of_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages

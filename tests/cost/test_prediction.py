@@ -9,9 +9,8 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
-from megatron_lynx.cost.flops import flops_per_token
-from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
-from megatron_lynx.cost.prediction import last_end_of, losses_bytes, predicting_bytes
+from megatron_lynx.cost.ends import last_end_of, losses_bytes, predicting_bytes
+from megatron_lynx.cost.parameters import flops_per_token, parameter_tensors, stage_parameters
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool

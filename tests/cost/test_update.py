@@ -7,10 +7,9 @@ from math import ceil
 import pytest
 from pydantic import ValidationError
 
-from megatron_lynx.cost.fixed import RESTART_S
 from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
-from megatron_lynx.cost.update import UpdateSeconds, reduction_s, update_s
+from megatron_lynx.cost.update import RESTART_S, UpdateSeconds, reduction_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from tests.config.jobs import catalogued_job

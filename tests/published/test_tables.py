@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
-from megatron_lynx.cost.host_copy import copy_to_compute_ratio
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_memory
+from megatron_lynx.cost.step import copy_to_compute_ratio
 from megatron_lynx.published import all_rows, steps, yuan
 from megatron_lynx.published.row import Row, published_figures
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import with_replays
 from megatron_lynx.simulator.halves import segments

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step_range import StepRange
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.simulated import pipeline_s

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Window
-from megatron_lynx.cost.flops import flops_per_token
+from megatron_lynx.cost.parameters import flops_per_token
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile

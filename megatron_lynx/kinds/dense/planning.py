@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.backward import column_parallel, core, row_parallel
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
 from megatron_lynx.kinds.dense.section import (
     ACTIVATION,
@@ -25,7 +24,15 @@ from megatron_lynx.kinds.dense.section import (
     ROTARY,
 )
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
-from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, rms_products
+from megatron_lynx.kinds.saved import (
+    column_parallel,
+    context_tensors,
+    core,
+    dropout_tensor,
+    norm_tensors,
+    rms_products,
+    row_parallel,
+)
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import SavedTensor

@@ -20,13 +20,11 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.backward import core, norm, row_parallel
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ, ROTARY
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes, normed_cast
-from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
-from megatron_lynx.kinds.latent.sizes import LatentSizes
-from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, statistics
+from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP, LatentSizes
+from megatron_lynx.kinds.saved import context_tensors, core, dropout_tensor, norm, norm_tensors, row_parallel, statistics
 from megatron_lynx.kinds.section import Collective, Item
 from megatron_lynx.profiler.element_wise import Kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape

@@ -26,9 +26,11 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
 from typing import Literal
 
+from pydantic import Field
+
 from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
-from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.section import Collective, Item, Pass, Section
+from megatron_lynx.validation import Part
 
 Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
 KV_DOWN = Item("linear_kv_down_proj", "down_projection", path="self_attention.linear_kv_down_proj")
@@ -96,3 +98,40 @@ def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
 
 LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
 """Items of latent attention only."""
+
+
+class LatentSizes(Part):
+    """Widths in elements, over all tensor-parallel ranks."""
+
+    q_rank: int | None = Field(default=None, ge=1)
+    """Rank of compressed queries (`q_lora_rank`). If None, queries are projected from the residual stream."""
+    kv_rank: int = Field(ge=1)
+    """Rank of compressed keys and values, together (`kv_lora_rank`)."""
+    head_size: int = Field(ge=1)
+    """Width of a head's query and key without the rotary part (`qk_head_dim`)."""
+    rope_size: int = Field(ge=1)
+    """Width of the rotary part of a head's query, and of the key shared by all heads (`qk_pos_emb_head_dim`)."""
+    value_head_size: int = Field(ge=1)
+    """Width of a head's value (`v_head_dim`)."""
+    fused_rotary: bool = False
+    """Whether fused kernels rotate queries in place and assemble keys (`apply_rope_fusion`)."""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether queries are compressed."""
+        return self.q_rank is not None
+
+    @property
+    def query_head_size(self) -> int:
+        """Width of a head's query or key."""
+        return self.head_size + self.rope_size
+
+    @property
+    def kv_down_width(self) -> int:
+        """Output columns of the keys' and values' down-projection: latent and shared rotary key."""
+        return self.kv_rank + self.rope_size
+
+    @property
+    def kv_head_size(self) -> int:
+        """Output columns per head of the keys' and values' up-projection."""
+        return self.head_size + self.value_head_size

@@ -10,11 +10,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.backward import row_parallel
 from megatron_lynx.kinds.core_attention import core_tensors
 from megatron_lynx.kinds.dense.planning import DenseAttention, queries_keys_values
 from megatron_lynx.kinds.face import HalfParameters, Linear, Step
-from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
+from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors, row_parallel
 from megatron_lynx.profiler.element_wise import Kernels
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
