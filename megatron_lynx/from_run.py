@@ -1,7 +1,7 @@
 """Corrects the next plan with the figures that were measured in a run under a plan.
 
     lynx_outcome.json ──lesson──> Learned ──┬─ attention, mlp, experts, collectives, exchanges      x the profile's
-                                            ├─ seconds         x all of these (`profiler.scaled`)
+                                            ├─ seconds         x all of these (`profiler.profile`)
                                             ├─ beside_bytes    + predicted memory of each stage (`cost.stage_memory`)
                                             └─ device_bytes    limit of the budget (`Job.memory_budget_bytes`)
 
@@ -36,8 +36,7 @@ from megatron_lynx.learned import Learned
 from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow, WaitSeconds
 from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.scaled import as_learned
+from megatron_lynx.profiler.profile import Profile, as_learned
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_bytes, format_seconds

@@ -29,8 +29,7 @@ from megatron_lynx.measure.run_outcome import (
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.profile import LinkPoint
-from megatron_lynx.profiler.scaled import as_learned
+from megatron_lynx.profiler.profile import LinkPoint, as_learned
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -94,7 +94,7 @@ ANYTHING = {"__main__", "cli", "launch", "bridge", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
-    *("profiler.measured", "profiler.links", "profiler.interference"),
+    *("profiler.measured", "profiler.timing", "profiler.links"),
 }
 MEGATRON = {
     *("apply.hooks", "apply.releases", "apply.live_run", "apply.refusals", "testbed", "launch"),

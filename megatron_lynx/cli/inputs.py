@@ -112,8 +112,7 @@ def warn_of(profile: Profile) -> None:
 def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
     """Figures to simulate a plan with, from a profile or a described cluster, corrected by earlier runs. Measures nothing."""
     from megatron_lynx.errors import ConfigError, Problem
-    from megatron_lynx.profiler.profile import load_profile
-    from megatron_lynx.profiler.scaled import as_learned
+    from megatron_lynx.profiler.profile import as_learned, load_profile
 
     if job is not None and (job.cluster.matmul is not None or profile_file is not None):
         return as_learned(costs_of(job, profile_file), plan.provenance.learned)
@@ -194,8 +193,7 @@ def plan_and_costs(
     """The given plan, or a new one by `make`, and the costs with the plan's corrections. Both are saved."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
-    from megatron_lynx.profiler.profile import save_profile
-    from megatron_lynx.profiler.scaled import as_learned
+    from megatron_lynx.profiler.profile import as_learned, save_profile
 
     given = None if plan_file is None else _given(job, plan_file)
     costs = costs_of(job, profile_file)

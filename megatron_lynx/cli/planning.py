@@ -356,8 +356,7 @@ def report(
 ) -> None:
     """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
     from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
-    from megatron_lynx.profiler.profile import load_profile
-    from megatron_lynx.profiler.scaled import as_learned
+    from megatron_lynx.profiler.profile import as_learned, load_profile
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
     from megatron_lynx.report.island import write_page

@@ -29,8 +29,7 @@ from megatron_lynx.kinds.experts.section import SHARED_LINEARS
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
-from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
-from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.shape import BF16_BYTES, FP8_BYTES, LayerShape
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 

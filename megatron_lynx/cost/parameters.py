@@ -38,8 +38,7 @@ from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.quantized import BF16_BYTES, buffer_bytes, weight_bytes
-from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.shape import BF16_BYTES, LayerShape, buffer_bytes, weight_bytes
 from megatron_lynx.units import MIB
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}

@@ -14,7 +14,7 @@ from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
+from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ from megatron_lynx.cost.parameters import (
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.roofline import fewest_in_a_node, link_among
-from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.shape import Casts, LayerShape
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ from typing import NamedTuple
 from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
-from megatron_lynx.profiler.element_wise import softmax_kernels
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
+from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, softmax_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 FUSED_BACKWARD = 2.5

@@ -25,11 +25,9 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
 from megatron_lynx.kinds.section import GATHERING, Collective, Item, Section
-from megatron_lynx.profiler.element_wise import Kernels, norm_kernels, residual_kernels
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape
-from megatron_lynx.profiler.quantized import cast_bytes
-from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, kernels_s, norm_kernels, residual_kernels
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, cast_bytes
 
 
 class Linear(NamedTuple):

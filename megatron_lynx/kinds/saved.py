@@ -8,7 +8,7 @@ Three implementations, by `model.attention` and device:
     flash           fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
                     MLP 19, norms 4 per sbh at two bytes an element. SwiGLU saves its input, 6H/h with its output; unfused, SiLU
                     and the other half are blocks of their own, 10H/h (8H/h in Yuan et al., ATC '24, whose fork had no offset).
-                    In FP8, linears save bytes of their inputs instead, from their own casts (`profiler.quantized`).
+                    In FP8, linears save bytes of their inputs instead, from their own casts (`profiler.shape`).
     unfused, cuda   the same kernels except attention, with its 5as/h: softmax's output 2, dropout's mask 1 and output 2.
 """
 
@@ -21,8 +21,7 @@ from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ
 from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.section import Section
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.quantized import normed_bytes, saved_bytes
-from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
+from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, normed_bytes, saved_bytes
 
 
 def context_tensors(shape: LayerShape) -> list[SavedTensor]:

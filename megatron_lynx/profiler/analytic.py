@@ -18,7 +18,6 @@ from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.element_wise import norm_kernels
 from megatron_lynx.profiler.profile import (
     BlockProfile,
     HalfProfile,
@@ -29,7 +28,7 @@ from megatron_lynx.profiler.profile import (
     hiding_of,
     shape_of,
 )
-from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, link_among
+from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, link_among, norm_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 

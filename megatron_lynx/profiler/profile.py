@@ -13,11 +13,11 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from megatron_lynx.anatomy import Facts, Half, Pass, Section, halves_of, sections_of
+from megatron_lynx.anatomy import HALVES, Facts, Half, Pass, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import HostAdam, HostTime, Implementation
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import IN_EXPERTS, Job, as_by_default
@@ -30,7 +30,8 @@ from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.profiler.quantized import BF16_BYTES, cast_bytes
+from megatron_lynx.learned import Learned
+from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -363,3 +364,46 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write a profile as YAML, atomically. Raises `ConfigError` if the path cannot be written."""
     write_whole(path, write_yaml(profile.model_dump(mode="json")))
+
+
+PartT = TypeVar("PartT", bound=BaseModel)
+
+
+def as_learned(profile: Profile, learned: Learned | None) -> Profile:
+    """Return the profile with a run's corrections; unchanged for None.
+
+    Host copies, host time (Python's) and the optimizer's update, which profiles do not contain, stay as they are.
+    """
+    if learned is None:
+        return profile
+    times = learned.seconds
+    found: dict[str, object] = {half: _scaled(getattr(profile, half), times * getattr(learned, half)) for half in HALVES}
+    found |= {name: _scaled(getattr(profile, name), times) for name in ("embedding", "head")}
+    if profile.experts is not None:
+        found["experts"] = _experts(profile.experts, learned)
+    links = tuple(_link(point, learned) for point in profile.links)
+    return profile.model_copy(update={**found, "links": links, "head_summand_s": times * profile.head_summand_s})
+
+
+def _link(point: LinkPoint, learned: Learned) -> LinkPoint:
+    if point.kind == "host":
+        return point
+    return _scaled(point, learned.seconds * (1.0 if point.kind == "p2p" else learned.collectives))
+
+
+def _experts(half: ExpertHalf, learned: Learned) -> ExpertHalf:
+    collectives, exchanges = learned.seconds * learned.collectives, learned.seconds * learned.exchanges
+    waits = {
+        "exchange_s": exchanges * half.exchange_s,
+        "cut_s": collectives * half.cut_s,
+        "collective_s": collectives * half.collective_s,
+    }
+    return _scaled(half, learned.seconds * learned.experts).model_copy(update=waits)
+
+
+def _scaled(part: PartT, times: float) -> PartT:
+    """Return a part with every field of seconds multiplied, including those of items."""
+    found: dict[str, object] = {name: times * value for name, value in part if name.endswith("_s") or name == "seconds"}
+    if (items := getattr(part, "items", None)) is not None:
+        found |= {"items": {name: _scaled(item, times) for name, item in items.items()}}
+    return part.model_copy(update=found)

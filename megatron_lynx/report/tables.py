@@ -23,8 +23,7 @@ from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.measure.run_outcome import COLUMNS, Report, RunOutcome, StageRow
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit
-from megatron_lynx.report.kinds import is_wait, kind_of
+from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit, is_wait, kind_of
 from megatron_lynx.timeline import Span, Timeline
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from typing import Literal
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.report.given import Given, stages_of_rows
-from megatron_lynx.report.island import Memory, Row, Spans, Subject, View
-from megatron_lynx.report.kinds import is_wait, kind_of
+from megatron_lynx.report.island import Memory, Row, Spans, Subject, View, is_wait, kind_of
 from megatron_lynx.report.tables import Seen
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import MemoryCurve, Span, Timeline

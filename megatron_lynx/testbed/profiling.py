@@ -26,9 +26,10 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.measure.measurement import this_machine
-from megatron_lynx.profiler.measured import InnerNorm, TeLayer
+from megatron_lynx.profiler.measured import TeLayer
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.timing import InnerNorm
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.fusions import fusions_of
@@ -170,7 +171,8 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], counted: Callable[[], torch.Tensor]) -> BlockProfile:
     """Measure the embedding or output layer: bytes with a fresh input, which counts, and seconds without making one."""
-    from megatron_lynx.profiler.measured import held_bytes, measure_block
+    from megatron_lynx.profiler.measured import held_bytes
+    from megatron_lynx.profiler.timing import measure_block
 
     shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     saved = held_bytes(counted, job.model.hidden, shards)

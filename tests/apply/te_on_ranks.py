@@ -13,8 +13,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
 from megatron_lynx.kinds.planning import half_tensors, planning_of
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.profiler.quantized import weight_bytes
-from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.shape import LayerShape, weight_bytes
 
 from .on_ranks import Attributes, one_step, trained
 

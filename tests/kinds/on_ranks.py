@@ -49,9 +49,8 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     """The blocks that one attention half keeps, FLOPs of its items, and the model's parameters: numbers, and tensors."""
     import torch
 
-    from megatron_lynx.profiler.measured.blocks import blocks_of
-    from megatron_lynx.profiler.measured.half_run import HalfRun, sites_of
-    from megatron_lynx.profiler.measured.seconds import item_flops
+    from megatron_lynx.profiler.measured import blocks_of
+    from megatron_lynx.profiler.timing import HalfRun, item_flops, sites_of
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 

@@ -43,7 +43,8 @@ def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:
     """Its seconds, and the bytes it is said to hold: of a tensor given to each pass, of one that each pass makes, of own rows."""
     import torch
 
-    from megatron_lynx.profiler.measured import held_bytes, measure_block
+    from megatron_lynx.profiler.measured import held_bytes
+    from megatron_lynx.profiler.timing import measure_block
     from megatron_lynx.runtime.device import present_device
 
     tensor = torch.ones(8, requires_grad=True)

@@ -12,7 +12,7 @@ from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.element_wise import (
+from megatron_lynx.profiler.roofline import (
     activation_kernels,
     residual_kernels,
     softmax_kernels,

@@ -7,9 +7,7 @@ import time
 import torch
 
 from megatron_lynx.anatomy import MLP
-from megatron_lynx.profiler.measured.half_run import HalfRun
-from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, SHORTEST_S, HeadStart
-from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
+from megatron_lynx.profiler.timing import LONGER, LONGEST_S, SHORTEST_S, WARMUP, HalfRun, HeadStart, item_seconds, measure_block
 from megatron_lynx.runtime.device import Device, Event, Stream
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
 

@@ -9,7 +9,7 @@ from megatron_lynx.config import load_job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.report.front import plans_over_budgets, point, stock_points
+from megatron_lynx.report.contents import plans_over_budgets, point, stock_points
 
 JOB = load_job("jobs/llama3-8b-h800-80g")
 PROFILE = analytic_profile(JOB)

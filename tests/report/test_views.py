@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from megatron_lynx.report import views
-from megatron_lynx.report.kinds import FALLBACK, KINDS, kind_of, with_fallbacks
+from megatron_lynx.report.island import FALLBACK, KINDS, kind_of, with_fallbacks
 from megatron_lynx.report.views import by_kind, memory_of, view
 from megatron_lynx.timeline import MemoryCurve, Span, Timeline, curve_of_parts
 from tests.report.samples import as_if_run, simulated

@@ -34,10 +34,9 @@ from megatron_lynx.kinds.saved import (
     row_parallel,
 )
 from megatron_lynx.kinds.section import Item
-from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.quantized import saved_bytes
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.profiler.roofline import Kernels, activation_kernels, one_kernel, turned_kernels
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 
 class DenseAttention(Planning):

@@ -54,9 +54,16 @@ from megatron_lynx.kinds.experts.section import (
 )
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
 from megatron_lynx.kinds.section import Item
-from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, weighted_kernels
 from megatron_lynx.profiler.profile import ExpertHalf, Profile, SavedTensor
-from megatron_lynx.profiler.roofline import Passes, Roofline, fewest_in_a_node, link_among
+from megatron_lynx.profiler.roofline import (
+    Kernels,
+    Passes,
+    Roofline,
+    activation_kernels,
+    fewest_in_a_node,
+    link_among,
+    weighted_kernels,
+)
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 

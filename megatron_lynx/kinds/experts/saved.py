@@ -53,8 +53,7 @@ from megatron_lynx.kinds.experts.section import (
 from megatron_lynx.kinds.face import Linear
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.quantized import saved_bytes
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 INDEX_BYTES = 8
 """Bytes of a PyTorch index."""

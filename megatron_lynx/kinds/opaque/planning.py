@@ -19,9 +19,8 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import Item
-from megatron_lynx.profiler.element_wise import Kernels
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor
-from megatron_lynx.profiler.roofline import Passes, Roofline, link_among
+from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, link_among
 from megatron_lynx.profiler.shape import LayerShape
 
 NO_SECONDS = ItemProfile(forward_s=0.0, backward_s=0.0, saved_bytes=0, output_bytes=0, flops=0)

@@ -14,8 +14,8 @@ from megatron_lynx.kinds.core_attention import core_tensors
 from megatron_lynx.kinds.dense.planning import DenseAttention, queries_keys_values
 from megatron_lynx.kinds.face import HalfParameters, Linear, Step
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors, row_parallel
-from megatron_lynx.profiler.element_wise import Kernels
 from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.roofline import Kernels
 from megatron_lynx.profiler.shape import LayerShape
 
 from .section import CORE, GATE, GATING, PROJECTION, QKV

@@ -1,32 +1,164 @@
-"""Seconds of every item, from events at the entry and exit of sites.
+"""Seconds of every item of one half of a real layer, from events at the entry and exit of sites.
 
-    forward    start ─ norm ─ linear_qkv ─ (rotary) ─ core_attention ─ linear_proj ─ (bda) ─ end        module hooks
-    backward   end ─ (bda) ─ linear_proj ─ core_attention ─ (rotary) ─ linear_qkv ─ norm ─ start        gradient hooks
+    forward    start ─ [norm] ─ [linear_qkv] ─ (rotary) ─ [core_attention] ─ [linear_proj] ─ (bda) ─ end       [site]  (code)
+    backward   end ─ (bda) ─ [linear_proj] ─ [core_attention] ─ (rotary) ─ [linear_qkv] ─ [norm] ─ start       gradient hooks
 
 A site's backward lasts from the gradient of its output to those of its arguments; the time between two sites belongs to the code
-item there. Events are on the device's compute stream. The host waits only at the end of a pass, and has a head start
-(`head_start`), so that its time to issue an item is not included.
+item there. Events are on the device's compute stream. Before each timed pass, products of matrices are queued on the device, so
+that the host issues the pass ahead of the device:
+
+    without      host    [ issue a ][ issue b ][ issue c ]                    b's event waits for the host: Python's time is
+                 device             [a]        [b]        [c]                 included in a, b and c
+
+    with         host    [ issue products, a, b, c ]
+                 device        [ products ..................... ][a][b][c]    events measure device time only
+
+Host time is measured separately (`testbed.host_time`). The products also put the GPU under load: at its power limit it lowers its
+clock, and a layer of Llama 3 8B takes an H100 a sixth longer than in passes with pauses. On a CPU there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from statistics import median
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lynx.anatomy import CODE_ITEMS
+from megatron_lynx.anatomy import CODE_ITEMS, Section
 from megatron_lynx.nest import all_in
-from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
-from megatron_lynx.profiler.measured.head_start import HeadStart, head_start_on
 from megatron_lynx.profiler.profile import BlockProfile
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.device import Device, Event
+
+
+@dataclass(frozen=True)
+class InnerNorm:
+    """A norm inside a Transformer Engine linear, which has no hooks."""
+
+    item: str
+    run: Callable[[Tensor], Any]
+    """Runs the norm alone, without a graph, as the linear does."""
+    saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
+    """Returns the norm's tensors among those that the linear's node saved, from its (outputs, arguments); the last two are
+    statistics."""
+    alone: Callable[[Tensor], Tensor]
+    """Runs the same kernels as a separate module, to time their backward."""
+
+
+@dataclass
+class HalfRun:
+    section: Section
+    forward: Callable[..., Any]
+    arguments: dict[str, Any]
+    input: Tensor
+    sites: dict[str, nn.Module]
+    inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
+
+    def output(self) -> Tensor:
+        result = self.forward(self.input.detach().requires_grad_(), **self.arguments)
+        return first_of(result)
+
+    @contextmanager
+    def watched(self, entered: Callable[[str, Any], None], left: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call back at the entry of every site with its arguments, and at its exit with its outputs."""
+        handles = []
+        for name, module in self.sites.items():
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: entered(name, (args, kwargs)), with_kwargs=True
+                )
+            )
+            handles.append(module.register_forward_hook(lambda _, args, output, name=name: left(name, output)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def sites_of(layer: Any, section: Section, *, norms: bool = True) -> dict[str, nn.Module]:
+    return {item.name: attrgetter(item.path)(layer) for item in section.sites if norms or item.role != "norm"}
+
+
+def code_behind(section: Section, site: str | None) -> str:
+    """Return the item of the code after `site` (None: before the first site)."""
+    return section.norm if site is None else section.code_behind.get(site, site)
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def first_of(outputs: Any) -> Tensor:
+    return all_in(Tensor, outputs)[0]
+
+
+LONGER = 2.0
+"""Duration of the products, relative to the host time of the previous pass."""
+SHORTEST_S, LONGEST_S = 0.01, 0.25
+WARM_UP_S = 1.0
+WIDTH = 8192
+"""Matrix width: a product takes an A100 some 4 ms, an H100 1.5."""
+
+
+class HeadStart:
+    def __init__(self, device: Device, busy: Callable[[float], None] | None = None) -> None:
+        """`busy`: gives the device work for about this many seconds; None on a CPU."""
+        self.device = device
+        self._busy = busy
+        self._host_s = 0.0
+        self._begin_s = 0.0
+
+    def __enter__(self) -> HeadStart:
+        if self._busy is not None:
+            self._busy(min(max(LONGER * self._host_s, SHORTEST_S), LONGEST_S))
+        self._begin_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._host_s = time.perf_counter() - self._begin_s
+
+
+def head_start_on(device: Device) -> HeadStart:
+    """Return the context for passes on this device, after warming it up."""
+    if device.where.type != "cuda":
+        return HeadStart(device)
+    products = _Products(device)
+    products.issue(WARM_UP_S)
+    return HeadStart(device, products.issue)
+
+
+class _Products:
+    """Matrix products of a requested total duration."""
+
+    def __init__(self, device: Device) -> None:
+        self._factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
+        self._product = torch.empty_like(self._factor)
+        for _ in range(2):  # the first one selects its kernel
+            begin = device.current.record(timed=True)
+            self._multiply()
+            end = device.current.record(timed=True)
+            device.synchronize()
+            self._one_s = end.seconds_since(begin)
+
+    def issue(self, seconds: float) -> None:
+        for _ in range(math.ceil(seconds / self._one_s)):
+            self._multiply()
+
+    def _multiply(self) -> None:
+        torch.mm(self._factor, self._factor, out=self._product)
+
 
 WARMUP = 2
 """Passes before the first timed one: caches and allocators settle."""
