@@ -37,8 +37,8 @@ from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.record import FallBack
-from megatron_lynx.runtime.recorded_graph import RecordedGraph, RecordedGraphs, signature_of
+from megatron_lynx.runtime.record import Recorder
+from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.run import Run
@@ -48,7 +48,7 @@ from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, 
 from megatron_lynx.runtime.tasks import Reached, Tasks
 from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.runtime.waits import Waits
-from megatron_lynx.runtime.watched import Observer, recorder_for
+from megatron_lynx.runtime.watched import Observer
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timetable import Timetable
 
@@ -222,19 +222,13 @@ class Engine:
             follows = frame.source is not None and frame.source.draws
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
-        signature = signature_of((args, kwargs))
-
-        def known(replay: frozenset[str]) -> RecordedGraph | None:
-            return self._graphs.find((frame.key, replay, group is None), signature)
-
-        fall_back = None if policy.beyond is None else FallBack(partial(self._too_many, frame), known)
-        others = (group, known(policy.replay), fall_back)
-        recorder = recorder_for(self.observer, frame, self._random, *others)
+        graphs = self._graphs.of((frame.key, group is None), signature_of((args, kwargs)))
+        too_many = None if policy.beyond is None else partial(self._too_many, frame)
+        observer = self.observer
+        if observer is not None and not observer.wants(frame, group is not None):
+            observer = None
         with policy.hooks.watched(policy.name):
-            outputs = self._progress.run(recorder, args, kwargs)
-        replayed = frame.policy.replay
-        if recorder.graph is not known(replayed):
-            self._graphs.put((frame.key, replayed, group is None), signature, recorder.graph)
+            outputs = self._progress.run(Recorder(frame, self._random, group, graphs, too_many, observer), args, kwargs)
         if policy.feeds:
             frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
         if frame.lets_go:

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
+from megatron_lynx.runtime.recorded_graph import Key, SiteGraph
 from megatron_lynx.runtime.refusals import asked_twice, second_order
-from megatron_lynx.runtime.saved import detached, is_parameter, memory_of
+from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 

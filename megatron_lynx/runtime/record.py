@@ -19,8 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,65 +27,66 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, Memo, absent, tensor_of
+from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent, tensor_of
 from megatron_lynx.runtime.offload import OffloadGroup
-from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, RecordedGraph, Replaced, View
+from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
 from megatron_lynx.runtime.run import Run
-from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of
+from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
+from megatron_lynx.runtime.watched import Again, Observed, Observer, Place
 
 GATHERED = Item("gathered latents", "code")
 """All-gathers between the sites of latent attention; always kept."""
 
 
-@dataclass(frozen=True)
-class FallBack:
-    """Decides whether a half of experts falls back."""
-
-    needed: Callable[[int, int], bool]
-    """Called with (rows, rows under uniform routing)."""
-    graph: Callable[[frozenset[str]], RecordedGraph | None]
-    """Recorded graph of earlier calls that fell back, by recomputed items; None before the first."""
-
-
 class Recorder(Run):
-    """Records one call of one half. Without a `graph` it is the first call. `fall_back`: set if the half may fall back."""
+    """Records one call of one half.
+
+    Args:
+        graphs: recorded graphs of earlier calls; this call adds its own, or removes one that it did not fit.
+        too_many: called with (rows, rows under uniform routing) if the half may fall back: whether it does.
+        observer: sees saved tensors (`watched`).
+    """
 
     def __init__(
         self,
         frame: Frame,
         random: RandomSource,
         group: OffloadGroup | None = None,
-        graph: RecordedGraph | None = None,
-        fall_back: FallBack | None = None,
+        graphs: Graphs | None = None,
+        too_many: Callable[[int, int], bool] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__(frame)
         self._group = group
-        self._replay = frame.policy.replay
         self._random = random
         self._packing: Packing
+        self._graphs = {} if graphs is None else graphs
+        self._too_many = too_many
+        """None once decided."""
+        self._observer = observer
+        self._hosted = 0
+        """Observed tensors that may go to the host."""
+        self._fits = True
+        self._call: SiteCall | None = None
+        """The site whose saved tensors are being replaced."""
+        self._finder: ShortcutFinder | None = None
+        self._follow(frame.policy, None if group is None else group.may_go)
+
+    def _follow(self, policy: HalfPolicy, may_go: Callable[..., bool] | None) -> None:
+        """Follow the graph of an earlier call that recomputes the same, or record one."""
+        self._replay, graph = policy.replay, self._graphs.get(policy.replay)
         self._first: FirstCall | None = None
         if graph is None:
-            may_go = None if group is None else group.may_go
-            self._first = FirstCall(frame.policy.section, self._replay, frame.inputs, may_go)
+            self._first = FirstCall(policy.section, policy.replay, self.frame.inputs, may_go)
             graph = self._first.graph
         self._graph = graph
-        self._fits = True
-        self._arguments: Sequence[Tensor] = ()
-        """Arguments of the site whose tensors are being replaced."""
-        self._finder: ShortcutFinder | None = None
-        self._fall_back = fall_back
-        """None once decided, and for halves that never fall back."""
-
-    @property
-    def graph(self) -> RecordedGraph | None:
-        """The graph for later calls; None if this call did not fit it."""
-        return self._graph if self._fits else None
 
     def run(self, *given: Any) -> Any:
         args, kwargs = given
-        self._packing = Packing(self._pack, tensor_of)
+        self._packing = Packing(self._pack if self._observer is None else partial(self._watched, self._pack), tensor_of)
         try:
             self._packing.turn(self._group is not None)
             if self._first is not None or self._graph.shortcut:
@@ -100,7 +100,10 @@ class Recorder(Run):
                 self._first.normed = {}  # breaks a cycle
         if self._first is not None:
             self._first.ends({segment for segment, _ in self.frame.wanted}, self.frame.memos)
+            self._graphs[self._replay] = self._graph
             self._drop_memos()
+        if not self._fits:
+            self._graphs.pop(self._replay, None)
         self.frame.lets_go_in = self._graph.lets_go
         if finder is not None:
             self.frame.shortcut = finder.steps(self._graph.lets_go)
@@ -112,6 +115,8 @@ class Recorder(Run):
 
     def keep_gathered(self, whole: Any) -> None:
         """Keep the gathered input of a recomputed site if it is small. [9]"""
+        if self._observer is not None and self._item is not None and self._item == self.frame.policy.gather_site:
+            self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)
         if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
@@ -122,7 +127,7 @@ class Recorder(Run):
     def passes(self, site: Site) -> bool:
         """Return whether nothing of the site, nor of the code after it, is dropped or remembered."""
         segment = self._segment + site.segments
-        if self._fall_back is not None or segment not in self._graph.inert:
+        if self._too_many is not None or segment not in self._graph.inert:
             return False
         self._packing.turn(False)
         self._segment, self._item = segment + 1, None
@@ -147,7 +152,7 @@ class Recorder(Run):
         self._enter(code)
         self._packing.turn(code in self._replay or self._group is not None)  # [1]
         if self._first is not None and site.state is None and code not in self._replay and self._group is None:
-            self._first.untouched(segment)
+            self._first.untouched.append(segment)
         return outputs
 
     def _of(self, site: Site) -> Item:
@@ -167,7 +172,7 @@ class Recorder(Run):
         outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)  # [3]
-        if kept and (self._replay or self._fall_back is not None):
+        if kept and (self._replay or self._too_many is not None):
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
         elif not kept and self._first is not None:
             self._first.replayed(call, outputs)
@@ -177,79 +182,84 @@ class Recorder(Run):
         """Replace saved tensors of the site's nodes by handles."""
         if self._first is not None:
             self._first.read(call, self._of(call.site), self._segment, outputs)
-        site, arguments = self._graph.sites.get(self._segment, NOTHING), call.arguments
-        nodes = site.nodes(outputs, arguments)
+        site = self._graph.sites.get(self._segment, NOTHING)
+        nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
             self._fits = False
             return
         self.frame.sites[self._segment] = site
-        self._arguments = arguments
-        for place, slot, together in site.by_attribute:
-            raws = getattr(nodes[place], slot.raws)
+        self._call = call
+        for together in site.by_attribute:
+            raws = getattr(nodes[together[0].node], together[0].slot.raws)
             for one in together:
-                one.slot.among(raws).register_hooks(*self._hooks_for(one))
-        self._arguments = ()  # hooks refer back to the recorder
+                one.slot.among(raws).register_hooks(self._pack_of(one), tensor_of)
+        self._call = None  # hooks refer back to the recorder
 
-    def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def _pack_of(self, one: Replaced) -> Callable[[Tensor], Any]:
+        pack: Callable[[Tensor], Any]
         if one.key is None:
             assert self._group is not None, "a graph for a half that is offloaded"
-            return self._group.push, tensor_of  # [7]
-        if one.argument is not None:
-            return partial(self._pack_view, one), tensor_of
-        return partial(self.frame.want, one.key), tensor_of
+            pack = self._group.push  # [7]
+        elif one.argument is not None:
+            pack = partial(self._pack_view, one.key, one.argument)
+        else:
+            pack = partial(self.frame.want, one.key)
+        return pack if self._observer is None else partial(self._watched, pack)
 
-    def _pack_view(self, one: Replaced, tensor: Tensor) -> Any:
-        assert one.key is not None
-        assert one.argument is not None
-        argument = self._arguments[one.argument]
+    def _pack_view(self, key: Key, at: int, tensor: Tensor) -> Any:
+        assert self._call is not None
+        argument = self._call.arguments[at]
         if not tensor.is_set_to(argument):
             if storage_of(tensor) != storage_of(argument):
                 self._fits = False
                 return tensor.detach()
-            self.frame.views[one.key] = View.of(tensor)
-        return self.frame.want(one.key, tensor)
+            self.frame.views[key] = View.of(tensor)
+        return self.frame.want(key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_parameter(tensor):
             return tensor
         key = (self._segment, self._ordinal)
         self._ordinal += 1
-        if self._item in self._replay and self._may_let_go():
-            return self.frame.want(key, tensor)  # [1]
+        if self._item in self._replay:
+            if self._first is not None or self._segment in self._graph.lets_go:
+                return self.frame.want(key, tensor)  # [1]
+            self._fits = False  # memos end before this segment
         # Detach tensors that stay: an output that its own node saves would never be freed.
         return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
-    def _may_let_go(self, segment: int | None = None) -> bool:
-        """Whether a recomputation reaches a segment (the present one by default). A recorded graph keeps memos only as far as its
-        call
-        needed.
-        """
-        if self._first is not None or (self._segment if segment is None else segment) in self._graph.lets_go:
-            return True
-        self._fits = False
-        return False
+    def _watched(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Report a tensor that is replaced to the observer."""
+        packed, item = pack(tensor), self._item
+        again: Again = "replayed"
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Handle):
+            segment, ordinal = packed.key
+            if segment != self._segment and self._call is not None and self._call.site.first is not None:
+                item = self._call.site.first.item
+        else:
+            segment, ordinal, again = self._segment, self._hosted, "reloaded"
+            self._hosted += 1
+        assert self._observer is not None
+        return Observed(packed, self._observer.saved(self.frame, Place(item, segment, ordinal, again), tensor))
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Decide whether the half falls back. [11]"""
-        decision, self._fall_back = self._fall_back, None
-        if decision is None:
+        too_many, self._too_many = self._too_many, None
+        if too_many is None:
             return
-        if not decision.needed(rows, balanced):
-            if self._first is None:
-                self._drop_memos()
-            return
-        policy = self.frame.policy = self.frame.policy.fallen_back
-        self._replay, self._finder, before = policy.replay, None, self._graph
-        known = decision.graph(policy.replay)
-        if known is not None:
-            self._first, self._graph = None, known
+        if too_many(rows, balanced):
+            before = self._graph.sites.items()
+            self.frame.policy, self._finder = self.frame.policy.fallen_back, None
+            self._follow(self.frame.policy, None)
+            if self._first is not None:
+                self._graph.sites.update({segment: site for segment, site in before if segment <= self._segment})
+        if self._first is None:
             self._drop_memos()
-            return
-        self._first = FirstCall(policy.section, policy.replay, self.frame.inputs, None)
-        self._graph = self._first.going_on(before, self._segment)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        every = self._first is not None or self._fall_back is not None
+        every = self._first is not None or self._too_many is not None
         if not every and self._segment not in self._graph.memos:
             return
         ends = self._ends_values(call.site)

@@ -34,21 +34,6 @@ Key = tuple[int, int]
 """(segment, ordinal in the segment): the same tensor in record and recomputation."""
 
 
-class View(NamedTuple):
-    """Geometry of a saved view of a site's argument. Each record makes its own: experts' arguments vary in rows."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, saved: Tensor) -> View:
-        return cls(saved.size(), saved.stride(), int(saved.storage_offset()))
-
-    def in_(self, argument: Tensor) -> Tensor:
-        return argument.detach().as_strided(self.size, self.stride, self.offset)
-
-
 class Replaced(NamedTuple):
     """A saved tensor that is replaced."""
 
@@ -59,15 +44,6 @@ class Replaced(NamedTuple):
     """None for a tensor that is kept, on the device or the host."""
     argument: int | None = None
     """For a view: index of the argument."""
-
-
-class Together(NamedTuple):
-    """Replaced tensors of one attribute of one node, which is read once because each read makes all wrappers again."""
-
-    node: int
-    slot: Slot
-    """Slot of the first."""
-    replaced: tuple[Replaced, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +57,8 @@ class SiteGraph:
     """Classes of these nodes."""
     views: tuple[Replaced, ...] = ()
     """Views of an argument."""
-    by_attribute: tuple[Together, ...] = ()
+    by_attribute: tuple[tuple[Replaced, ...], ...] = ()
+    """All of them by node and attribute, which is read once: each read makes all wrappers again."""
 
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Edge]], replaced: Iterable[Replaced]) -> SiteGraph:
@@ -97,17 +74,13 @@ class SiteGraph:
         edges = (edge if edge.before is None else edge._replace(before=places[edge.before]) for _, edge in taken)
         moved = tuple(one._replace(node=places[one.node]) for one in found)
         views = tuple(one for one in moved if one.argument is not None)
-        return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, tuple(_by_attribute(moved)))
+        together = groupby(moved, key=lambda one: (one.node, one.slot.raws))
+        by_attribute = tuple(tuple(of_attribute) for _, of_attribute in together)
+        return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, by_attribute)
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
         """Return the nodes with replaced tensors; None if their classes differ."""
         return nodes_at(self.edges, self.kinds, outputs, arguments) if self.replaced else []
-
-
-def _by_attribute(replaced: Iterable[Replaced]) -> Iterator[Together]:
-    for (node, _), together in groupby(replaced, key=lambda one: (one.node, one.slot.raws)):
-        of_node = tuple(together)
-        yield Together(node, of_node[0].slot, of_node)
 
 
 NOTHING = SiteGraph()
@@ -149,24 +122,19 @@ class FirstCall:
         """Outputs of a recomputed norm, by storage. The recorder clears it: its graph refers back to the recorder."""
         self._ends_at: int | None = None
         """Last segment after which no recomputation reads values; None if there is none."""
-        self._untouched: list[int] = []
+        self.untouched: list[int] = []
+        """Sites after which the code drops nothing, and of which no state is captured."""
 
-    def going_on(self, before: RecordedGraph, segment: int) -> RecordedGraph:
-        """Copy the sites up to `segment` from another call that recomputes the same there, and return the graph."""
-        self.graph.sites.update({at: site for at, site in before.sites.items() if at <= segment})
-        return self.graph
+    def handed(self, call: SiteCall, item: Item, after: str | None) -> None:
+        """Report that a site, which is `item`, is about to be called, after the item `after`.
 
-    def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:
-        """Report that a site, which is `item`, is about to be called, after the item `behind`."""
-        if self._hands_on_what_stays(behind) and not item.exchanges:
-            self._resident.update({storage_of(argument) for argument in call.arguments} - self.normed.keys())
-
-    def _hands_on_what_stays(self, item: str | None) -> bool:
-        """Whether a site's input stays because the item before it is kept. With two paths (shared experts) only code and the
-        half's begin
-        count: outputs of kept sites stay in any case, and the other path may be recomputed.
+        Its inputs stay if that item is kept. With two paths (shared experts) only code and the half's begin count: outputs
+        of kept sites stay in any case, and the other path may be recomputed.
         """
-        return item not in self._replay and (not self._section.two_paths or item is None or item in self._section.code)
+        section = self._section
+        after_kept = after not in self._replay and (not section.two_paths or after is None or after in section.code)
+        if after_kept and not item.exchanges:
+            self._resident.update({storage_of(argument) for argument in call.arguments} - self.normed.keys())
 
     def replayed(self, call: SiteCall, outputs: Any) -> None:
         """Report the outputs of a recomputed site. All later code may read a norm's."""
@@ -180,10 +148,6 @@ class FirstCall:
         else:
             self._resident.update(map(storage_of, tensors_in(outputs)))
 
-    def untouched(self, segment: int) -> None:
-        """Report that the code after a site drops nothing, and no state of the site is captured."""
-        self._untouched.append(segment)
-
     def read(self, call: SiteCall, item: Item, segment: int, outputs: Any) -> None:
         """Read the graph of a site's call."""
         walked = edges_between(outputs, call.arguments)
@@ -193,7 +157,9 @@ class FirstCall:
         replayed = call.site.name in self._replay
         stays = {storage_of(tensor) for tensor in call.lasting} | (self._held if self._may_go is None else set())
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(call.arguments)))}
-        regenerated = self._regenerated(argument_at, item, replayed=replayed)
+        regenerated = set(argument_at)  # before a recomputation reaches the site
+        if not replayed:
+            regenerated = regenerated - self._resident if self._replay and not item.exchanges else set()
         first = self._of_first_part(call, nodes)
         views, own = sum(len(site.views) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
@@ -213,12 +179,6 @@ class FirstCall:
                 elif self._may_go is not None and self._may_go(tensor, any_size=item.any_rows):
                     yield Replaced(place, slot, None)
 
-    def _regenerated(self, arguments: Collection[int], item: Item, *, replayed: bool) -> set[int]:
-        """Storages of arguments that a recomputation makes before it reaches the site."""
-        if replayed:
-            return set(arguments)
-        return set(arguments) - self._resident if self._replay and not item.exchanges else set()
-
     def _of_first_part(self, call: SiteCall, nodes: Sequence[Any]) -> dict[int, int]:
         """Index of each tensor of a recomputed first part, by storage."""
         first = call.site.first
@@ -234,7 +194,7 @@ class FirstCall:
         self.graph.lets_go = frozenset(lets_go)
         self.graph.memos = {segment: segment < last_with_values for segment in memos if segment < last}
         nothing = (at for at, site in self.graph.sites.items() if at not in self.graph.memos and not site.replaced)
-        self.graph.inert = frozenset(self._untouched).intersection(nothing)
+        self.graph.inert = frozenset(self.untouched).intersection(nothing)
 
 
 Signature = tuple[Any, ...]
@@ -262,26 +222,24 @@ MOST_SIGNATURES = 16
 """Most signatures per half."""
 
 
+Graphs = dict[frozenset[str], RecordedGraph]
+"""Recorded graphs of a half by the items that are recomputed: experts that fall back recompute more."""
+
+
 class RecordedGraphs:
     """Recorded graphs of one engine, an LRU cache per half."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, dict[Signature, RecordedGraph]] = {}
+        self._known: dict[Any, dict[Signature, Graphs]] = {}
         """By half, least recently used first."""
 
-    def find(self, half: Any, signature: Signature) -> RecordedGraph | None:
-        known = self._known.get(half)
-        if known is None or (graph := known.pop(signature, None)) is None:
-            return None
-        known[signature] = graph
-        return graph
-
-    def put(self, half: Any, signature: Signature, graph: RecordedGraph | None) -> None:
-        """Store a graph; None removes an outdated one."""
+    def of(self, half: Any, signature: Signature) -> Graphs:
+        """Return the graphs of a half for this signature; a recorder adds to them."""
         known = self._known.setdefault(half, {})
-        known.pop(signature, None)
-        if graph is None:
-            return
-        if len(known) >= MOST_SIGNATURES:
-            del known[next(iter(known))]
-        known[signature] = graph
+        graphs = known.pop(signature, None)
+        if graphs is None:
+            graphs = {}
+            if len(known) >= MOST_SIGNATURES:
+                del known[next(iter(known))]
+        known[signature] = graphs
+        return graphs

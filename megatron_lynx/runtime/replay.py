@@ -273,8 +273,8 @@ class Replayer(Run):
         nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
             raise other_nodes(self.frame.policy.name, call.site.name)
-        for place, slot, together in site.by_attribute:
-            saved = getattr(nodes[place], slot.tensors)
+        for together in site.by_attribute:
+            saved = getattr(nodes[together[0].node], together[0].slot.tensors)
             for one in together:
                 if one.key in wanted:
                     self.frame.keep(one.key, one.slot.among(saved))

@@ -69,6 +69,24 @@ def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
             yield from (part for part in operand.get_metadata().values() if isinstance(part, Tensor))
 
 
+class View(NamedTuple):
+    """Geometry of a tensor in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def in_(self, tensor: Tensor) -> Tensor:
+        """Return the same view of another tensor's storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
+
+
 class Packing:
     """Default saved-tensor hooks that can be switched on and off while they are the innermost ones."""
 
@@ -181,10 +199,6 @@ class Slot(NamedTuple):
 
 def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
     """Yield the saved tensors of a node, which may be wrappers (`memory_of`)."""
-    yield from _slots(node)
-
-
-def _slots(node: Any) -> Iterable[tuple[Slot, Tensor]]:
     if hasattr(node, _OF_PYTHON[0]):  # a Python autograd.Function
         yield from ((Slot(*_OF_PYTHON, at), tensor) for at, tensor in enumerate(node.saved_tensors) if tensor is not None)
         return

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.runtime.frame import Absent
-from megatron_lynx.runtime.recorded_graph import View
-from megatron_lynx.runtime.saved import storage_of
+from megatron_lynx.runtime.saved import View, storage_of
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, made, recorded
 
 SUBSETS = list(chain.from_iterable(combinations(MLP.replayable, size) for size in range(len(MLP.replayable) + 1)))
@@ -139,7 +138,7 @@ def test_views_of_regenerated_arguments() -> None:
         views = list(frame.views.values())
         output.sum().backward()
         results.append(half.gradients())
-    assert views == [View(size=(2 * WIDTH - 1, ROWS), stride=(1, 2 * WIDTH), offset=1)]
+    assert views == [View(dtype=torch.float32, size=(2 * WIDTH - 1, ROWS), stride=(1, 2 * WIDTH), offset=1)]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 

@@ -87,20 +87,17 @@ def test_another_length_has_a_graph_of_its_own(read_sites: list[str]) -> None:
 def test_lengths_do_not_pile_up() -> None:
     graphs = RecordedGraphs()
     for length in range(3 * MOST_SIGNATURES):
-        graphs.put("a half", (length,), RecordedGraph())
-    assert sum(graphs.find("a half", (length,)) is not None for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
+        graphs.of("a half", (length,))[REPLAYED] = RecordedGraph()
+    assert sum(bool(graphs.of("a half", (length,))) for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
 
 
 def test_one_length_too_many_forgets_the_one_used_longest_ago() -> None:
     """All were forgotten at once: a run whose lengths fall into one bucket more than that recorded each anew, again and again."""
     graphs = RecordedGraphs()
-    for length in range(MOST_SIGNATURES):
-        graphs.put("a half", (length,), RecordedGraph())
-    graphs.find("a half", (0,))  # used
-    graphs.put("a half", (1,), RecordedGraph())  # recorded anew
-    graphs.put("a half", (MOST_SIGNATURES,), RecordedGraph())
-    left = [length for length in range(MOST_SIGNATURES + 1) if graphs.find("a half", (length,)) is not None]
-    assert left == [0, 1, *range(3, MOST_SIGNATURES + 1)]
+    for length in (*range(MOST_SIGNATURES), 0, 1, MOST_SIGNATURES):  # 0 and 1 are used again
+        graphs.of("a half", (length,))[REPLAYED] = RecordedGraph()
+    order = (0, 1, *range(3, MOST_SIGNATURES + 1), 2)
+    assert [length for length in order if graphs.of("a half", (length,))] == [*order[:-1]]
 
 
 def test_an_evaluation_in_between_changes_nothing(read_sites: list[str]) -> None:

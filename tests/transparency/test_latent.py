@@ -26,6 +26,7 @@ from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
+from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
@@ -166,6 +167,16 @@ def test_yarn(pool_of: Pools) -> None:
     """Queries and keys are turned otherwise, by the same code."""
     job = job_of("one rank")
     checked(pool_of, job, [latent_plan(job, all_of(job))], Trial(model=YARN, backward_thread=True))
+
+
+def test_checked_frames_keep_the_latents_that_were_gathered(pool_of: Pools) -> None:
+    """`--lynx-check frames` kept none, and refused the recomputation: it would have gathered them again."""
+    job = job_of("TP2+SP, local")
+    ((checked,), _) = pool_of(job.gpus).run(
+        frames_on_ranks.check_frames, job, [frames_on_ranks.Trial(latent_plan(job, together(job, HEADS)))]
+    )
+    assert (checked.status, checked.said) == (None, "")
+    assert "are in every bit what their forward had saved" in (checked.summary or "")
 
 
 DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj", "PP2xVPP2": None}

@@ -44,7 +44,7 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
 from megatron_lynx.runtime.offload.host_memory import Block, HostMemory
-from megatron_lynx.runtime.saved import storage_of, tensors_in
+from megatron_lynx.runtime.saved import View, storage_of, tensors_in
 
 
 @dataclass(frozen=True)
@@ -165,26 +165,12 @@ class OffloadedTensor:
     def __init__(self, tensor: Tensor, storage: OffloadedStorage) -> None:
         self.storage = storage
         self.requires_grad = tensor.requires_grad
-        self.view = None if storage.is_all_of(tensor) else _View.of(tensor)
+        self.view = None if storage.is_all_of(tensor) else View.of(tensor)
 
     def tensor(self) -> Tensor:
         """Return a tensor with size, stride, offset, dtype and bits of the one that was pushed. May be called again."""
-        there, view = self.storage.tensor(), self.view
-        if view is None:
-            return there
-        empty = torch.empty(0, dtype=view.dtype, device=there.device)
-        return empty.set_(there.untyped_storage(), view.offset, view.size, view.stride)
-
-
-class _View(NamedTuple):
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _View:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        there = self.storage.tensor()
+        return there if self.view is None else self.view.in_(there)
 
 
 def on_device(value: Any) -> Any:
