@@ -45,8 +45,7 @@ from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import device_for
-from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.order import Overlapping
+from megatron_lynx.runtime.engine import Engine, Overlapping
 from megatron_lynx.runtime.surroundings import Autocast
 from megatron_lynx.timetable import Timetable
 
@@ -74,7 +73,7 @@ class Installation:
         self._give_back()
         if self._overlapping is not None:
             self._overlapping.under(None)
-        self.engine.close()
+        self.engine.offloader.close()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

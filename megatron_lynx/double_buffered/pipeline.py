@@ -37,7 +37,8 @@ from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.limits import refused
-from megatron_lynx.runtime.order import BatchListener, StageOrder
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule import double_buffered, one_f_one_b
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, order, version_of
 from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
@@ -90,7 +91,7 @@ class DoubleBuffered:
         self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
         self._drains = True
-        self._engine: BatchListener | None = None
+        self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
         """Show the weights and loss scale of this micro-batch, and the gradient that it adds to."""
@@ -179,7 +180,7 @@ class DoubleBuffered:
         """Show the weights of this micro-batch (counted since the pipeline was filled) inside."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
-    def under(self, engine: BatchListener | None) -> None:
+    def under(self, engine: Engine | None) -> None:
         """Report batches to the engine of a plan from now on; None: no plan."""
         self._engine = engine
 

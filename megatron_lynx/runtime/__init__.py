@@ -6,8 +6,7 @@ engine                   interface of the hooks; `progress` is the shared state,
     recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
     watched                reports saved tensors to an observer
   replay                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
-  tasks                  runs the planned work of each moment of a pass
-  waits                  windows: what runs before and after a wait for communication
+  waits                  runs the planned work of each moment of a pass; windows are the waits for communication
   weight_gradients       delayed weight gradients; `pending` ones run in waits
   offload/               activations in host memory
 device, cuda             streams, events and memory; `trace` times them

@@ -9,7 +9,7 @@
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           waits.receive(): pipe.recv_backward        waits
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, tasks
+      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, waits
         a collective is issued      waits.window(): bwd.*                      waits
         a saved tensor is needed    it was recomputed, or is on demand         replays, frame
         a weight gradient is due    weight_gradients.put_off(): delayed        weight_gradients
@@ -21,23 +21,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.figures import Figures, InputSeen
+from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Fed, Frame
-from megatron_lynx.runtime.loads import too_many
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.record import Recorder
+from megatron_lynx.runtime.record import Recorder, too_many
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
@@ -45,15 +44,13 @@ from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
-from megatron_lynx.runtime.tasks import Reached, Tasks
-from megatron_lynx.runtime.trace import Clock
-from megatron_lynx.runtime.waits import Waits
+from megatron_lynx.runtime.waits import Reached, Waits
 from megatron_lynx.runtime.watched import Observer
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timetable import Timetable
 
 
-class Engine:
+class Engine(Progress):
     """All mutable state of one installation.
 
     Args:
@@ -76,28 +73,20 @@ class Engine:
         surroundings: Sequence[Context] = (Autocast(),),
         reduced_in_backward: bool = False,
     ) -> None:
-        self._chunks = tuple(chunks)
         device = device or device_for(torch.device("cpu"))
-        self.offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
-        self.trace = self.offloader.trace
-        self._ledger = Ledger(order)
+        offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
+        super().__init__(Ledger(order), offloader, device)
+        self._chunks = tuple(chunks)
         self._random = random or TorchRandom(device)
-        self.clock = Clock(device)
-        self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
-        self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
+        self._replays = Replays(self, self._random, guard, as_recorded, self._surroundings)
         self._graphs = RecordedGraphs()
-        self.weight_gradients = WeightGradients(
-            self._progress,
-            [chunk.deferral for chunk in self._chunks],
-            self._surroundings,
-            reduced_in_backward=reduced_in_backward,
-        )
+        policies = [chunk.deferral for chunk in self._chunks]
+        self.weight_gradients = WeightGradients(self, policies, self._surroundings, reduced_in_backward=reduced_in_backward)
         """Interface of the hooks on weight gradients."""
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]
-        self._tasks = Tasks(self._progress, timetable, depths, self._replays, self.weight_gradients)
-        self.waits = Waits(self._progress, self._tasks)
+        self.waits = Waits(self, timetable, depths, self._replays, self.weight_gradients)
         """Interface of the hooks on communication."""
         self._entered_at: Any = None
         self.observer: Observer | None = None
@@ -105,43 +94,14 @@ class Engine:
         self.met: InputSeen | None = None
         """Optional counts of the micro-batches' tokens and lengths."""
 
-    @property
-    def in_half(self) -> bool:
-        """Whether a half, or its backward, runs."""
-        return self._progress.in_half
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step is in progress (rule R7)."""
-        return self._progress.busy
-
-    @property
-    def expects_backward(self) -> bool:
-        """Whether a backward that comes now belongs to a step of this engine's model."""
-        return self._ledger.expects_backward
-
-    def abandon(self) -> None:
-        """Forget the step in progress: it failed."""
-        self._progress.abandon()
-
-    def close(self) -> None:
-        self.offloader.close()
-
-    def take_counts(self, *, exact: bool = True) -> Figures:
-        """Return the figures since the last call. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
-        passed yet
-        count in the next call.
-        """
-        return self._progress.take_counts(exact=exact)
-
     # --- hooks on the schedule -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
         """Begin a batch of a schedule with overlapping batches (`runtime.order`)."""
-        self._ledger.begin_batch(order, fills)
+        self.ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
-            self._progress.pending.clear()
+            self.pending.clear()
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
@@ -151,34 +111,34 @@ class Engine:
         if not torch.is_grad_enabled():
             yield lambda output: None
             return
-        if self._ledger.begin_forward(index, chunk, microbatches):
-            self._progress.pending.clear()  # of an abandoned step
+        if self.ledger.begin_forward(index, chunk, microbatches):
+            self.pending.clear()  # of an abandoned step
             self.offloader.step_begins()
-        with self._progress.aborting():
-            self.offloader.forward_begins(self._ledger)
-            yield lambda output: self.offloader.forward_ends(self._ledger.end_forward(output), output)
+        with self.aborting():
+            self.offloader.forward_begins(self.ledger)
+            yield lambda output: self.offloader.forward_ends(self.ledger.end_forward(output), output)
 
     @contextmanager
     def backward_pass(self, output: Any) -> Iterator[None]:
         """Run one micro-batch's backward, from the output of its forward."""
-        micro_batch = self._ledger.begin_backward(output)
-        with self._progress.aborting(micro_batch):
-            self.offloader.backward_begins(micro_batch, self._ledger)
+        micro_batch = self.ledger.begin_backward(output)
+        with self.aborting(micro_batch):
+            self.offloader.backward_begins(micro_batch, self.ledger)
             yield
-            if (running := self._ledger.running) is not None and self._ledger.completes_gradients:
+            if (running := self.ledger.running) is not None and self.ledger.completes_gradients:
                 self.weight_gradients.flush(running.chunk)
             self.offloader.settle()  # in cool-down no forward comes that would free originals whose copies are over
         self._close_backward_span()
-        self._ledger.end_backward(micro_batch)
+        self.ledger.end_backward(micro_batch)
 
     # --- hooks on layers -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
         """Return a replacement for a site's code that reports its calls to the running half."""
-        progress, own = self._progress, site.forward
+        own = site.forward
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
-            scope = progress.scope
+            scope = self.scope
             if scope is None:
                 return own(*args, **kwargs)
             outputs = own(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
@@ -192,21 +152,21 @@ class Engine:
         """Run one call of a layer half. Evaluation is not recorded, nor halves without planned work."""
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
-        self._ledger.leave()  # a forward runs, so no backward does
+        self.ledger.leave()  # a forward runs, so no backward does
         if policy.passed_over and not self.trace.enabled:
             return code(*args, **kwargs)
-        micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
+        micro_batch = self.ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self._ledger)
+        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self.ledger)
         frame = Frame(policy, micro_batch, code, self._replays.on_demand)
-        self._ledger.keep(frame)
+        self.ledger.keep(frame)
         begin = self.trace.now()
         if policy.may_replay or group is not None:
             outputs = self._record(frame, group, args, kwargs)
         else:
-            outputs = self._progress.run(Run(frame), args, kwargs)
-        self._progress.add_span("forward", frame, None, begin)
+            outputs = self.run(Run(frame), args, kwargs)
+        self.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         self.offloader.half_ends(micro_batch, policy.key, outputs, policy.ahead)
@@ -228,19 +188,19 @@ class Engine:
         if observer is not None and not observer.wants(frame, group is not None):
             observer = None
         with policy.hooks.watched(policy.name):
-            outputs = self._progress.run(Recorder(frame, self._random, group, graphs, too_many, observer), args, kwargs)
+            outputs = self.run(Recorder(frame, self._random, group, graphs, too_many, observer), args, kwargs)
         if policy.feeds:
             frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
         if frame.lets_go:
-            self._progress.counts.recorded += 1
-            self._progress.counts.fell_back += frame.policy is not policy
-            self._progress.counts.let_go_bytes += frame.let_go_bytes
+            self.counts.recorded += 1
+            self.counts.fell_back += frame.policy is not policy
+            self.counts.let_go_bytes += frame.let_go_bytes
         return outputs
 
     def _too_many(self, frame: Frame, rows: int, balanced: int) -> bool:
         own = frame.micro_batch
         whole = own.index in self._chunks[own.chunk].whole
-        return too_many(frame, rows, balanced, self._ledger.in_flight_beside(own), whole=whole)
+        return too_many(frame, rows, balanced, self.ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """Return a half's arguments for its frame: those that the half before returns are replaced by `Fed` if that half is
@@ -249,7 +209,7 @@ class Engine:
         fed_by = frame.policy.fed_by
         if fed_by is None:
             return map_nest(Tensor, detached, given)
-        frame.source = self._ledger.frame_of(frame.micro_batch, fed_by)
+        frame.source = self.ledger.frame_of(frame.micro_batch, fed_by)
         fed = {} if frame.source is None else {id(one()): place for place, one in enumerate(frame.source.returned)}
         if not any(id(tensor) in fed for tensor in tensors_in(given)):
             raise other_input(frame.policy.name)
@@ -280,27 +240,27 @@ class Engine:
         if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
             raise partial_backward(frame.policy.name)
         self._close_backward_span()
-        self._ledger.enter(frame)
+        self.ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
         self._reach("enter", frame, gradients)
 
     def _midway(self, frame: Frame, _: Any) -> None:
-        if self._ledger.entered is frame:
+        if self.ledger.entered is frame:
             self._reach("core", frame)
 
     def _reach(self, at: Literal["enter", "core"], frame: Frame, gradients: Any = None) -> None:
-        through = self._tasks.backward_of(frame.micro_batch)
-        self._tasks.reach(through, Reached(at, frame.key, frame.micro_batch, gradients))
+        through = self.waits.backward_of(frame.micro_batch)
+        self.waits.reach(through, Reached(at, frame.key, frame.micro_batch, gradients))
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()
-        self._ledger.leave()
+        self.ledger.leave()
 
     def _close_backward_span(self) -> None:
-        frame = self._ledger.entered
+        frame = self.ledger.entered
         if frame is not None:
-            self._progress.add_span("backward", frame, None, self._entered_at)
+            self.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
             frame.take_gathered_gradient(None)
 
@@ -308,22 +268,38 @@ class Engine:
 
     def exchange_begins(self) -> None:
         """Report that messages between stages are about to be issued."""
-        with self._progress.aborting():
+        with self.aborting():
             self.offloader.exchange_begins()
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Report that experts of this rank are about to run on `rows` rows. `balanced`: rows under uniform routing."""
-        if (scope := self._progress.scope) is None or not scope.replays:
-            self._progress.counts.expert_load = max(self._progress.counts.expert_load, rows / balanced)
+        if (scope := self.scope) is None or not scope.replays:
+            self.counts.expert_load = max(self.counts.expert_load, rows / balanced)
         if scope is not None:
             scope.experts_got(rows, balanced)
 
     def gathered(self, whole: Any) -> None:
         """Report the gathered input of the half's present site."""
-        if self._progress.scope is not None:
-            self._progress.scope.keep_gathered(whole)
+        if self.scope is not None:
+            self.scope.keep_gathered(whole)
 
     @property
     def owns_gathered(self) -> bool:
         """Whether the site's gathered input needs a buffer that is not shared, because it is kept for recomputation."""
-        return self._progress.scope is not None and self._progress.scope.owns_gathered
+        return self.scope is not None and self.scope.owns_gathered
+
+
+class Overlapping(Protocol):
+    """Runs the batches of one stage without draining the pipeline between them (`double_buffered`)."""
+
+    def few_batches(self, microbatches: int) -> StageOrder:
+        """Return the passes from filling to draining, over enough batches to show all cases."""
+
+    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Context in which parameters have the values that this micro-batch's forward saw."""
+
+    def check_drained(self, what: str) -> None:
+        """Raise `HookRefused` if micro-batches are in flight."""
+
+    def under(self, engine: Engine | None) -> None:
+        """Report batches to this engine (or none) from now on."""

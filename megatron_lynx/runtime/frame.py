@@ -35,15 +35,6 @@ RowsOf = tuple[frozenset[str], bool]
 """(items that a half's rule recomputes, whether the plan keeps the whole micro-batch): equal bytes per row."""
 
 
-@dataclass
-class HeldRows:
-    """Rows that expert halves of one micro-batch hold (`runtime.loads`)."""
-
-    halves: int = 0
-    rows: int = 0
-    """Sum over the halves."""
-
-
 @dataclass(eq=False)
 class MicroBatch:
     """One pass of a micro-batch through one chunk of the stage, until its backward is over."""
@@ -59,8 +50,8 @@ class MicroBatch:
     """Weak: an alias would keep memory that the schedule frees."""
     phase: Phase = "steady"
     """Phase of its backward."""
-    rows: dict[RowsOf, HeldRows] = field(default_factory=dict)
-    """Rows that its halves hold, where experts may fall back."""
+    rows: dict[RowsOf, tuple[int, int]] = field(default_factory=dict)
+    """(expert halves that it holds, their rows), where experts may fall back (`record.too_many`)."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -103,8 +102,9 @@ class Ledger:
         """Living frames by (micro-batch number, half). Autograd's graph owns them."""
         self._first = self._count = 0
         """Numbers of this step's first micro-batch, and of the next one."""
-        self._recording: MicroBatch | None = None
-        self._in_forward = False
+        self.recording: MicroBatch | None = None
+        """The micro-batch whose forward runs."""
+        self.in_forward = False
         self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
         """Collectives that this half's backward has issued."""
@@ -117,8 +117,8 @@ class Ledger:
     @property
     def busy(self) -> bool:
         """Whether a micro-batch is between the begin of its forward and the end of its backward."""
-        waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self._recording)
-        return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
+        waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self.recording)
+        return self.in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
     @property
     def expects_backward(self) -> bool:
@@ -147,16 +147,16 @@ class Ledger:
         elif begins:
             self._order, self._begun, self._first = self._order_of_step(microbatches), 0, self._count
             self._in_flight.clear()  # leftovers had their graph dropped without a backward
-        self._in_forward = True
-        self._recording = MicroBatch(self._first + index, index, chunk)
-        self._count = max(self._count, self._recording.number + 1)
+        self.in_forward = True
+        self.recording = MicroBatch(self._first + index, index, chunk)
+        self._count = max(self._count, self.recording.number + 1)
         return begins
 
     def end_forward(self, output: Any) -> MicroBatch | None:
         """End the forward. Returns the micro-batch if a backward can come."""
         tensor = first_in(Tensor, output)
-        micro_batch, self._recording = self._recording, None
-        self._in_forward = False
+        micro_batch, self.recording = self.recording, None
+        self.in_forward = False
         if micro_batch is None or tensor is None or not tensor.requires_grad:
             return None
         micro_batch.output = weakref.ref(tensor)
@@ -181,8 +181,8 @@ class Ledger:
     def abort(self) -> None:
         """Forget a failed step."""
         self._in_flight.clear()
-        self._recording = None
-        self._in_forward = False
+        self.recording = None
+        self.in_forward = False
         self._order = StageOrder(())
         self.running = None
         self.leave()
@@ -192,9 +192,9 @@ class Ledger:
         chunk, begins
         a new one.
         """
-        recording = self._recording
-        if not self._in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
-            recording = self._recording = MicroBatch(self._count, self._count, chunk)
+        recording = self.recording
+        if not self.in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
+            recording = self.recording = MicroBatch(self._count, self._count, chunk)
             self._count += 1
         assert recording is not None
         return recording
@@ -222,9 +222,9 @@ class Ledger:
 
     def hidden_by_forward(self) -> MicroBatch | None:
         """Return the micro-batch whose recomputations the running forward's collectives hide."""
-        if not self._in_forward or self._recording is None:
+        if not self.in_forward or self.recording is None:
             return None
-        return self._living(self._order.hidden_by(self._recording.virtual))
+        return self._living(self._order.hidden_by(self.recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
         """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""
@@ -254,15 +254,6 @@ class Ledger:
         backward = self._order.backward(self._begun + ahead)
         return self._living(backward[0].virtual) if backward is not None else None
 
-    @property
-    def in_forward(self) -> bool:
-        return self._in_forward
-
-    @property
-    def recording(self) -> MicroBatch | None:
-        """The micro-batch whose forward runs."""
-        return self._recording
-
     def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
         micro_batch = self._in_flight.get(virtual) if virtual is not None else None
         return micro_batch if micro_batch is not None and micro_batch.alive else None
@@ -270,31 +261,3 @@ class Ledger:
     def _of(self, output: Any) -> MicroBatch | None:
         tensor = first_in(Tensor, output)
         return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)
-
-
-class BatchListener(Protocol):
-    """The engine as a schedule with overlapping batches sees it."""
-
-    def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """Begin a batch. `order` starts with its first pass; `fills`: nothing is in flight."""
-        ...
-
-
-class Overlapping(Protocol):
-    """Runs the batches of one stage."""
-
-    def few_batches(self, microbatches: int) -> StageOrder:
-        """Return the passes from filling to draining, over enough batches to show all cases."""
-        ...
-
-    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Context in which parameters have the values that this micro-batch's forward saw."""
-        ...
-
-    def check_drained(self, what: str) -> None:
-        """Raise `HookRefused` if micro-batches are in flight."""
-        ...
-
-    def under(self, engine: BatchListener | None) -> None:
-        """Report batches to this engine (or none) from now on."""
-        ...

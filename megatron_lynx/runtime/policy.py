@@ -40,7 +40,7 @@ class Beyond:
     """When a half of experts falls back."""
 
     hold: float
-    """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`runtime.loads`)."""
+    """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`record.too_many`)."""
     replay: frozenset[str]
     """Items that are recomputed in addition."""
     rule: frozenset[str]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.figures import Figures
-from megatron_lynx.runtime.device import Event
+from megatron_lynx.runtime.device import Device, Event
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.order import Ledger
@@ -60,12 +60,12 @@ def whereabouts_of(error: BaseException) -> Whereabouts | None:
 
 
 class Progress:
-    def __init__(self, ledger: Ledger, offloader: Offloader, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, offloader: Offloader, device: Device) -> None:
         self.ledger = ledger
-        self.trace: Trace = offloader.trace
         self.offloader = offloader
+        self.trace: Trace = offloader.trace
+        self.clock = Clock(device)
         self.counts = Figures()
-        self.clock = clock
         self.pending = Pending()
         self.scope: Run | None = None
 
@@ -109,7 +109,10 @@ class Progress:
             expert_load=self.counts.expert_load,
         )
 
-    def take_counts(self, *, exact: bool) -> Figures:
+    def take_counts(self, *, exact: bool = True) -> Figures:
+        """Return the figures since the last call. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
+        passed yet count in the next call.
+        """
         counts, self.counts = self.counts, Figures()
         counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)

@@ -14,12 +14,12 @@
 [9] the gathered input of a recomputed up-projection of latent attention is kept: it is small, and saves the second gather
 [10] a recomputation may need the half's first sites only (a shortcut: `site`)
 [11] a half of experts that may fall back follows its rule until its experts are called. The number of rows then decides whether
-     their first linears and activation are recomputed as well (`loads`)
+     their first linears and activation are recomputed as well (`too_many`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent, tensor_of
+from megatron_lynx.runtime.frame import Frame, Handle, Memo, MicroBatch, absent, tensor_of
 from megatron_lynx.runtime.offload import OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
@@ -289,3 +289,34 @@ class Recorder(Run):
         self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
             self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
+
+
+def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBatch], *, whole: bool) -> bool:
+    """Return whether a half of experts falls back: its rows exceed the plan's bytes. Counts the rows as held.
+
+        router ─> dispatch ─> [1] rows of this rank's experts ─> experts, combine, ...
+                  rows of halves in flight  +  these rows  >  the plan's?
+                        no    the half follows its rule
+                        yes   the rows are kept; the experts' first linears and activation are recomputed    [2]
+
+    [1] the number of rows is the shape of the dispatched tensor, so the host does not wait
+    [2] this does not communicate, so each rank decides for itself
+
+    Rows are added up over halves with the same rule, because their rows have the same bytes. One falls back if halves in flight
+    exceed the plan's load on average; rows of those that fell back count in full. If a fallen-back half keeps the share `w` of a
+    row's bytes, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
+
+    Args:
+        rows: rows of its experts on this rank.
+        balanced: rows under uniform routing.
+        in_flight: the other micro-batches between forward and backward.
+        whole: whether the plan keeps everything of this micro-batch.
+    """
+    policy, own = frame.policy, frame.micro_batch
+    assert policy.beyond is not None, f"{policy.name} never falls back"
+    rule = (policy.beyond.rule, whole)
+    held = [each.rows[rule] for each in (*in_flight, own) if rule in each.rows]
+    halves, all_rows = 1 + sum(count for count, _ in held), rows + sum(held_rows for _, held_rows in held)
+    own_halves, own_rows = own.rows.get(rule, (0, 0))
+    own.rows[rule] = own_halves + 1, own_rows + rows
+    return all_rows > policy.beyond.hold * balanced * halves

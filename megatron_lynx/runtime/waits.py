@@ -1,4 +1,4 @@
-"""Waits for communication: windows in which compute would wait.
+"""Runs planned work: the tasks of each moment of a pass, of which waits for communication are the windows.
 
     issue ──> [ collective in flight .......................... ]
     wait()    │ tasks in the window, on this stream              │ the wait proper │ tasks after it
@@ -6,25 +6,43 @@
     a collective of a half        fwd.*: serves the micro-batch whose backward is next        bwd.*: serves its own
     the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
 
-A hook that returns a `Work` returns a `WindowedWork` instead. The tasks of a window are in the table of the pass
-(`runtime.tasks`).
+    backward enters a half        enter    checkpoints are recomputed; their communication begins ahead
+    ... reaches its core          core     the same
+    a wait for communication      in       recomputations and weight gradients, on this stream, without communication (rule R2)
+    that wait is over             after    inputs are gathered; communication of checkpoints begins ahead
+
+A hook that returns a `Work` returns a `WindowedWork` instead. `Waits.reach` is the only place that runs planned work. The table
+(`timetable.Pass`) depends on the plan only (rule R1), and is equal on all ranks of a group. A task that finds nothing to do is
+skipped. Work that no moment did runs on demand (rule R5), or is flushed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, WindowAddress
+from megatron_lynx.nest import first_in
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.replay import Replays
 from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.tasks import Reached, Tasks
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind
-from megatron_lynx.timetable import Pass
+from megatron_lynx.timetable import Pass, Task, Timetable
+from megatron_lynx.timetable.events import At
+
+
+class Reached(NamedTuple):
+    at: At
+    place: FrameKey | Window
+    micro_batch: MicroBatch | None
+    """The one whose backward is served; None if no backward follows."""
+    gradients: Any = None
+    """At `enter`: gradients of the half's output."""
 
 
 class WindowedWork:
@@ -45,12 +63,26 @@ class WindowedWork:
 
 
 class Waits:
-    """All windows of one engine."""
+    """The planned work and the windows of one engine. `ahead_depths`: by chunk, halves of a micro-batch that may be recomputed
+    before backward reaches them (rule R4).
+    """
 
-    def __init__(self, progress: Progress, tasks: Tasks) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        timetable: Timetable,
+        ahead_depths: Sequence[int],
+        replays: Replays,
+        weight_gradients: WeightGradients,
+    ) -> None:
+        self.timetable = timetable
         self._progress = progress
         self._ledger = progress.ledger
-        self._tasks = tasks
+        self._ahead_depths = ahead_depths
+        self._replays = replays
+        self._weight_gradients = weight_gradients
+
+    # --- windows -------------------------------------------------------------------------------------------------------
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
         """Return what makes a window of the `Work` of a tensor-parallel collective, or of an `exchange` of tokens, that is about
@@ -94,7 +126,7 @@ class Waits:
                 return proper()
             with self._progress.aborting():
                 self._progress.offloader.gradient_awaited(self._ledger)
-                through = self._tasks.timetable.receive(micro_batch.chunk, micro_batch.phase)
+                through = self.timetable.receive(micro_batch.chunk, micro_batch.phase)
                 return self._window(through, RECV_BACKWARD, micro_batch, proper)
 
         return [WindowedWork(work, window) for work in works]
@@ -132,25 +164,99 @@ class Waits:
         """Address of a forward's collective, the micro-batch that its window serves, and the pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        served = self._tasks.timetable.in_forwards or self._progress.trace.enabled
+        served = self.timetable.in_forwards or self._progress.trace.enabled
         micro_batch = self._ledger.hidden_by_forward() if served else None
         serving = None if micro_batch is None else micro_batch.chunk
-        return address, micro_batch, self._tasks.timetable.forward(scope.frame.policy.chunk, serving)
+        return address, micro_batch, self.timetable.forward(scope.frame.policy.chunk, serving)
 
     def _in_backward(self, entered: Frame) -> tuple[WindowAddress, MicroBatch, Pass]:
         """Address of a backward's collective, its micro-batch and the pass."""
         address = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
-        return address, entered.micro_batch, self._tasks.backward_of(entered.micro_batch)
+        return address, entered.micro_batch, self.backward_of(entered.micro_batch)
 
     def _window(self, through: Pass, window: Window, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
-            self._tasks.reach(through, Reached("in", window, micro_batch))
+            self.reach(through, Reached("in", window, micro_batch))
             waited = proper()
-        self._tasks.reach(through, Reached("after", window, micro_batch))
+        self.reach(through, Reached("after", window, micro_batch))
         return waited
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------
+
+    def reach(self, through: Pass, reached: Reached) -> None:
+        """Run the tasks of a moment."""
+        for task in through.at(reached.at, reached.place):
+            if task.do == "recompute":
+                self._recompute(task, reached)
+            elif task.do == "begin":
+                self._begin(task, reached)
+            elif task.do == "gather":
+                self._gather(task, reached)
+            else:
+                layer, _, name = task.linear
+                self._weight_gradients.run((layer, name), str(reached.place))
+
+    def backward_of(self, micro_batch: MicroBatch) -> Pass:
+        return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
+
+    def _recompute(self, task: Task, reached: Reached) -> None:
+        """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
+        R4 allows it
+        and the gather of its input was not missed.
+        """
+        frame = self._frame_of(task, reached)
+        if frame is None:
+            return
+        if reached.at == "enter":
+            if not frame.policy.feeds:
+                self._replays.on_demand(frame)
+        elif not self._replays.would_gather(frame, task.item) and self._has_room_for(frame):
+            self._replays.replay(frame, str(reached.place), task.item)
+            self._progress.counts.in_windows += frame.replayed
+
+    def _begin(self, task: Task, reached: Reached) -> None:
+        """Start communication of a checkpoint. For the half that backward enters, gather the gradient after the input and
+        recompute
+        meanwhile.
+        """
+        frame = self._frame_of(task, reached)
+        if frame is None or task.item is None:
+            return
+        own = frame.key == reached.place
+        if own and not frame.policy.section.exchanges:
+            window = str(WindowAddress("bwd", *frame.key, 0))
+            self._replays.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
+            return
+        self._replays.begin(frame, task.item)
+        self._progress.counts.ahead += not own
+
+    def _gather(self, task: Task, reached: Reached) -> None:
+        frame = self._frame_of(task, reached)
+        if frame is not None and frame.gathering is None:
+            begin = self._progress.trace.now()
+            self._replays.gather(frame)
+            self._progress.add_span("gather", frame, str(reached.place), begin)
+
+    def _frame_of(self, task: Task, reached: Reached) -> Frame | None:
+        """Return the frame of a task's half if it is still to be recomputed."""
+        if reached.micro_batch is None:
+            return None
+        frame = self._ledger.frame_of(reached.micro_batch, task.half)
+        return frame if frame is not None and frame.lets_go else None
+
+    def _has_room_for(self, frame: Frame) -> bool:
+        """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""
+        ahead, counts = frame.micro_batch.ahead, self._progress.counts
+        if frame is self._ledger.entered or frame.key in ahead:
+            return True
+        if len(ahead) >= self._ahead_depths[frame.micro_batch.chunk]:
+            return False
+        ahead.add(frame.key)
+        counts.live_ahead = max(counts.live_ahead, len(ahead))
+        return True
 
 
 def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:

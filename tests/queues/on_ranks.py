@@ -63,18 +63,18 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_replays(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.tasks import Reached, Tasks
+    from megatron_lynx.runtime.waits import Reached, Waits
     from megatron_lynx.timetable import Task
     from tests.instruments.queues import recorder
 
-    original, recorders = Tasks._recompute, []
+    original, recorders = Waits._recompute, []
 
     class Naming(recorder.Recorder):
         def __enter__(self) -> Any:
             recorders.append(self)
             return super().__enter__()
 
-    def run(tasks: Tasks, task: Task, reached: Reached) -> None:
+    def run(tasks: Waits, task: Task, reached: Reached) -> None:
         if reached.place != RECV_BACKWARD:
             original(tasks, task, reached)
             return
@@ -83,7 +83,7 @@ def named_replays(rank: int, job: Job, setting: Setting) -> Log:
             original(tasks, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Tasks, "_recompute", run)
+        patched.setattr(Waits, "_recompute", run)
         patched.setattr(recorder, "Recorder", Naming)
         return recorded(rank, job, setting)
 

@@ -45,7 +45,7 @@ def engine_of(size_bytes: int, pace_bytes: int | None, device: Device = CPU) -> 
 def engine() -> Iterator[Engine]:
     made = engine_of(10**6, 10**6)
     yield made
-    made.close()
+    made.offloader.close()
 
 
 def forward(engine: Engine, number: int = 0, fails_behind: int | None = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def expected() -> list[Tensor]:
     engine = engine_of(10**6, None)
     gradients = step(engine)
     assert engine.take_counts().offloaded_bytes == 0, "without a pace it stays, as it always did"
-    engine.close()
+    engine.offloader.close()
     return gradients
 
 
@@ -98,7 +98,7 @@ def test_gradients_and_bytes(size_bytes: int, pace_bytes: int) -> None:
     assert counts.offloaded_bytes == counts.reloaded_bytes == 2 * min(size_bytes, everything)
     assert 0 <= counts.host_bytes - counts.offloaded_bytes // 2 < ALIGNMENT, "one micro-batch at a time, its blocks lent again"
     assert left() == []
-    engine.close()
+    engine.offloader.close()
 
 
 def test_each_half_leaves_when_it_is_over_and_the_last_one_stays(engine: Engine) -> None:
@@ -145,7 +145,7 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
             ended_with(output)
             del storages
         backward(engine, output)
-        engine.close()
+        engine.offloader.close()
 
 
 @pytest.mark.parametrize("where", ["forward", "offload", "reload"])
@@ -206,7 +206,7 @@ def test_memory_is_used_again_only_behind_its_copies(device: Device) -> None:
         assert again.grad is not None
         assert torch.equal(given.grad, again.grad)
     assert engine.take_counts().offloaded_bytes == 4 * 4 * count * (3 * (len(KEPT) - 1) - 1)
-    engine.close()
+    engine.offloader.close()
 
 
 def test_evaluation_moves_nothing(engine: Engine) -> None:

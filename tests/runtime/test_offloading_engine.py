@@ -34,7 +34,7 @@ def engine() -> Iterator[Engine]:
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     made = Engine(order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     yield made
-    made.close()
+    made.offloader.close()
 
 
 def code(hidden: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_weights_that_move_between_steps_stay_and_activations_go(overlapping: bo
         gone.append(engine.take_counts().offloaded_bytes)
         weights[:] = [weights[0].clone()]
     assert gone[0] == gone[1] > 0
-    engine.close()
+    engine.offloader.close()
 
 
 def test_the_first_reload_starts_when_its_gradient_is_waited_for(engine: Engine) -> None:
@@ -202,7 +202,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     again = passes_of_a_step(engine)
     assert len(again) == len(expected) == 4
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
-    engine.close()
+    engine.offloader.close()
 
 
 def test_each_chunk_comes_back_as_far_ahead_as_its_own_plan_says() -> None:
@@ -221,7 +221,7 @@ def test_each_chunk_comes_back_as_far_ahead_as_its_own_plan_says() -> None:
         engine.offloader.back.drain()
         assert engine.take_counts().reloaded_bytes == 2 * 3 * 256
     engine.abandon()
-    engine.close()
+    engine.offloader.close()
 
 
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
@@ -230,7 +230,7 @@ def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
     for _, output in [forward(engine, number) for number in range(2)]:
         backward(engine, output)
     assert engine.take_counts().offloaded_bytes == 3 * 256
-    engine.close()
+    engine.offloader.close()
 
 
 def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
@@ -251,4 +251,4 @@ def test_what_comes_back_at_once_does_not_leave() -> None:
     _, output = forward(engine, 0)
     backward(engine, output)
     assert engine.take_counts().offloaded_bytes == 0
-    engine.close()
+    engine.offloader.close()

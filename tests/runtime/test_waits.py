@@ -344,7 +344,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
     half = TinyHalf(reporting_to(engine))
 
     def begin() -> None:
-        frame = engine._ledger.entered
+        frame = engine.ledger.entered
         assert frame is not None
         frame.gradient = torch.ones(3, WIDTH)
         frame.gather_gradient()
@@ -370,7 +370,7 @@ def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
     frame = Frame(policy(REPLAYED), MicroBatch(0), lambda hidden: hidden)
     buffer = torch.empty(6, WIDTH)
     frame.gathering = buffer, Work(log, "input")
-    engine._ledger.enter(frame)
+    engine.ledger.enter(frame)
     assert engine.waits.served(torch.empty(6, WIDTH)) is None
     assert engine.waits.served(buffer.view(-1)) is frame.gathering[1]
 

@@ -50,7 +50,7 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     batches = synthetic_batches(job)
     with install(training.chunks, plan) as installation:
         training.step(batches)
-        tasks = installation.engine._tasks
+        tasks = installation.engine.waits
         tasks.reach = _measuring(tasks.reach, added, total)  # type: ignore[method-assign]
         training.step(batches)
     return added
@@ -76,7 +76,7 @@ def _measuring(reach: Callable[..., Any], added: list[int], total: Any) -> Calla
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
     from megatron_lynx.runtime.replay import Replays
-    from megatron_lynx.runtime.tasks import Tasks
+    from megatron_lynx.runtime.waits import Waits
 
     before: dict[int, tuple[Any, set[int]]] = {}
 
@@ -105,7 +105,7 @@ def _counting(held: list[Held]) -> Iterator[None]:
         note(frame, frame.key, item)
 
     names = "_recompute", "_gather"
-    recompute, gather = (mock.patch.object(Tasks, name, counting(getattr(Tasks, name))) for name in names)
+    recompute, gather = (mock.patch.object(Waits, name, counting(getattr(Waits, name))) for name in names)
     with recompute, gather, mock.patch.object(Replays, "begin", begun):
         yield
     before.clear()

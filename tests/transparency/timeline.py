@@ -125,7 +125,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     from megatron_lynx.runtime.replay import Replayer, Replays
-    from megatron_lynx.runtime.tasks import Tasks
+    from megatron_lynx.runtime.waits import Waits
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
     notes = _Notes(timeline)
@@ -134,8 +134,8 @@ def noted(timeline: Timeline) -> Iterator[None]:
         for owner, name, note in (
             (Replays, "replay", notes.replay),
             (Replays, "gather", notes.gather),
-            (Tasks, "_gather", notes.gather_task),
-            (Tasks, "reach", notes.reached),
+            (Waits, "_gather", notes.gather_task),
+            (Waits, "reach", notes.reached),
             (Replayer, "site", notes.site),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
