@@ -32,7 +32,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
         if entry.offload is None:
             continue
         every = entry.offload.half_by_half == "all"
-        within = {every or step.at_once(one.virtual) for one, _ in step.all if one.chunk == entry.chunk}
+        within = {every or one.virtual in step.at_once for one, _ in step.all if one.chunk == entry.chunk}
         sets = most_on_host(step.all, entry.offload.prefetch)[entry.chunk] if False in within else 0
         pace_bytes = entry.offload.pace_bytes if True in within else None
         if pace_bytes is not None:

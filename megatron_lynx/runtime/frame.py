@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,13 +147,8 @@ class UnderWay:
     marks: tuple[dict[str, Any], ...] = ()
     """Attributes that the half's code left on the objects that it marks (`HalfPolicy.marked`)."""
 
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
-
-@dataclass(frozen=True)
-class GatheredGradient:
+class GatheredGradient(NamedTuple):
     """An early gather of the gradient of a half's output."""
 
     source: Tensor
@@ -161,12 +156,6 @@ class GatheredGradient:
     work: Any
     version: int
     """Version of the source when the gather began."""
-
-    def is_of(self, gradient: Tensor) -> bool:
-        """Return whether this gradient is unchanged since the gather began."""
-        source = self.source
-        same = source.data_ptr() == gradient.data_ptr() and source.numel() == gradient.numel() and source.dtype == gradient.dtype
-        return same and source._version == self.version
 
 
 def _never(frame: Frame) -> None:
@@ -257,21 +246,26 @@ class Frame:
         self.wanted.add(key)
         return Handle(self, key)
 
-    def gather_gradient(self) -> None:
-        """Start to gather the gradient of its output."""
+    def gather_gradient(self, work: Any) -> Any:
+        """Start to gather the gradient of its output, after `work`, the gather of its input. Returns `work`."""
         assert self.policy.gather is not None, f"{self.policy.name} has no way to gather"
         assert self.gradient is not None, f"{self.policy.name} has no gradient to gather"
-        whole, work = self.policy.gather(self.gradient)
-        self.gathered_gradient = GatheredGradient(self.gradient, whole, work, self.gradient._version)
+        self.gathered_gradient = GatheredGradient(self.gradient, *self.policy.gather(self.gradient), self.gradient._version)
         self.gradient = None
+        return work
 
     def take_gathered_gradient(self, gradient: Tensor | None) -> GatheredGradient | None:
-        """Return the gather of this gradient, once, if it was started. A gather of another gradient is waited for and dropped:
-        NCCL writes its
-        buffer until then.
+        """Return the gather of this gradient, once, if it was started and the gradient has not changed since. Another gather is
+        waited for and dropped: NCCL writes its buffer until then.
         """
         begun, self.gathered_gradient = self.gathered_gradient, None
-        if begun is None or (gradient is not None and begun.is_of(gradient)):
+        if begun is None:
+            return None
+        source = begun.source
+        same = gradient is not None and (
+            (source.data_ptr(), source.numel(), source.dtype) == (gradient.data_ptr(), gradient.numel(), gradient.dtype)
+        )
+        if same and source._version == begun.version:
             return begun
         begun.work.wait()
         return None

@@ -50,35 +50,20 @@ class StageOrder:
         chunk overlap the next micro-batch's forward layer by layer, and each begins when its own forward is over.
         """
         self.all, self.in_turns = tuple(passes), in_turns
-        self._backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
-        self._completing = {one.chunk: one.virtual for one, _ in self._backwards}.values() if completing is None else completing
+        self.backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
+        self.completing = {one.chunk: one.virtual for one, _ in self.backwards}.values() if completing is None else completing
+        """Backwards after which gradients may be read: the last ones that add to them."""
         pairs = ((one, phase, after) for (one, phase), (after, _) in pairwise(passes))
         forward_first = [(one, phase, after) for one, phase, after in pairs if (one.kind, after.kind) == ("F", "B")]
         at_once = {one.virtual for one, _, after in forward_first if one.virtual == after.virtual}
-        self._at_once = {one.virtual for one, _ in passes} if in_turns else at_once
-        self._behind = {
+        self.at_once = {one.virtual for one, _ in passes} if in_turns else at_once
+        """Forwards whose own backward follows them."""
+        self.hidden_by = {
             one.virtual: after.virtual
             for one, phase, after in forward_first
             if phase == "steady" and one.virtual != after.virtual
         }
-
-    def hidden_by(self, forward: VirtualMicroBatch) -> VirtualMicroBatch | None:
-        """Return the micro-batch whose recomputations a forward's collectives hide: that of the backward that follows, unless it
-        is its own.
-        """
-        return self._behind.get(forward)
-
-    def at_once(self, micro_batch: VirtualMicroBatch) -> bool:
-        """Return whether a forward's own backward follows it."""
-        return micro_batch in self._at_once
-
-    def completes_gradients(self, micro_batch: VirtualMicroBatch) -> bool:
-        """Return whether gradients may be read after this backward: it is the last one that adds to them."""
-        return micro_batch in self._completing
-
-    def backward(self, count: int) -> tuple[Action, Phase] | None:
-        """Return the backward that runs after `count` others."""
-        return self._backwards[count] if count < len(self._backwards) else None
+        """By forward, the micro-batch whose recomputations its collectives hide: that of the backward that follows."""
 
 
 OrderOfStep = Callable[[int], StageOrder]
@@ -123,7 +108,7 @@ class Ledger:
     @property
     def expects_backward(self) -> bool:
         """Whether the step has a backward to come; True if its order is not known."""
-        return self._overlapping or not self._order.all or self._order.backward(self._begun) is not None
+        return self._overlapping or not self._order.all or self._begun < len(self._order.backwards)
 
     def begin_batch(self, order: StageOrder, fills: bool) -> None:
         """Begin a batch of a schedule that does not drain the pipeline between batches. `order` starts with its first pass.
@@ -166,8 +151,7 @@ class Ledger:
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """Begin a backward. Returns the micro-batch of `output`, or None if it was not recorded."""
         self.hidden_by_receive()
-        backward = self._order.backward(self._begun)
-        self.running = None if backward is None else backward[0]
+        self.running = self._order.backwards[self._begun][0] if self._begun < len(self._order.backwards) else None
         self._begun += 1
         self.leave()
         return self._of(output)
@@ -224,13 +208,13 @@ class Ledger:
         """Return the micro-batch whose recomputations the running forward's collectives hide."""
         if not self.in_forward or self.recording is None:
             return None
-        return self._living(self._order.hidden_by(self.recording.virtual))
+        return self._living(self._order.hidden_by.get(self.recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
         """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""
-        micro_batch, backward = self.coming(0), self._order.backward(self._begun)
-        if micro_batch is not None and backward is not None:
-            _, micro_batch.phase = backward
+        micro_batch = self.coming(0)
+        if micro_batch is not None:
+            _, micro_batch.phase = self._order.backwards[self._begun]
         return micro_batch
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
@@ -243,16 +227,16 @@ class Ledger:
     @property
     def completes_gradients(self) -> bool:
         """Whether gradients may be read after the running backward."""
-        return self.running is not None and self._order.completes_gradients(self.running.virtual)
+        return self.running is not None and self.running.virtual in self._order.completing
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
         """Return whether its backward begins when its forward is over."""
-        return self._order.at_once(micro_batch.virtual)
+        return micro_batch.virtual in self._order.at_once
 
     def coming(self, ahead: int) -> MicroBatch | None:
         """Return the micro-batch whose backward begins after `ahead` others."""
-        backward = self._order.backward(self._begun + ahead)
-        return self._living(backward[0].virtual) if backward is not None else None
+        coming = self._order.backwards[self._begun + ahead : self._begun + ahead + 1]
+        return self._living(coming[0][0].virtual) if coming else None
 
     def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
         micro_batch = self._in_flight.get(virtual) if virtual is not None else None

@@ -65,7 +65,7 @@ from megatron_lynx.runtime.recorded_graph import NOTHING
 from megatron_lynx.runtime.refusals import collective_in_replay, other_nodes
 from megatron_lynx.runtime.run import DONE, Done, Run
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
-from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
+from megatron_lynx.runtime.site import FirstPart, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
 
 
@@ -87,6 +87,10 @@ class Replayer(Run):
         self._until = until
         self._whole = whole
         self._starts = starts
+        self._last = until is None and starts is None
+        """Whether this is the frame's last recomputation."""
+        self._goes_on = whole or starts is not None
+        """Whether it continues without wanted tensors."""
         self.argument: Tensor | None = None
         """Input of the site `until` (of its first part's rest, if it has a first part). None if the recomputation stopped
         earlier.
@@ -101,22 +105,20 @@ class Replayer(Run):
         """Rows that an earlier recomputation dispatched."""
         self._packing: Packing
 
-    @property
-    def in_gather_site(self) -> bool:
-        """Whether the site runs whose input is gathered."""
-        return self._site is not None and self._site == self.frame.policy.gather_site
+    def _is_at(self, site: str | None) -> bool:
+        return self._site is not None and self._site == site
 
     def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
-        """Raise `ReplayError`: a recomputation in a window must not communicate (rule R2). One of a checkpoint may, and may leave
-        its
-        communication in flight.
+        """Refuse collectives, except those of a checkpoint, which may be left in flight.
+
+        Raises `ReplayError`: a recomputation in a window must not communicate (rule R2).
         """
         policy = self.frame.policy
         if not policy.checkpoint:
             raise collective_in_replay(policy.name)
-        if self.in_gather_site and self.frame.gradient is not None:
-            return self.gathers_gradient
-        return self.leaves_under_way if self.starting and exchange == policy.section.exchanges else None
+        if self.frame.gradient is not None and self._is_at(policy.gather_site):
+            return self.frame.gather_gradient
+        return self.leaves_under_way if self._is_at(self._starts) and exchange == policy.section.exchanges else None
 
     def leaves_under_way(self, work: Any) -> Done:
         """Keep a `Work` for the frame's next recomputation to wait for."""
@@ -124,23 +126,13 @@ class Replayer(Run):
         self.frame.under_way.works.append(work)
         return DONE
 
-    def gathers_gradient(self, work: Any) -> Any:
-        """Start to gather the gradient of the half's output, after the gather of its input was issued."""
-        self.frame.gather_gradient()
-        return work
-
-    @property
-    def starting(self) -> bool:
-        """Whether the site runs whose communication is left in flight."""
-        return self._site is not None and self._site == self._starts
-
     @property
     def gathering(self) -> tuple[Any, Any] | None:  # type: ignore[override]
         """(gathered input, `Work`) of the running site, if the record kept it or it was started before."""
         kept = None if self._site is None else self.frame.gathered.get(self._segment)
         if kept is not None:
             return kept, DONE
-        return self.frame.gathering if self.in_gather_site else None
+        return self.frame.gathering if self._is_at(self.frame.policy.gather_site) else None
 
     def run(self, *given: Any) -> None:
         assert self.frame.inputs is not None, "a frame is replayed once"
@@ -152,7 +144,9 @@ class Replayer(Run):
             random = drawing_from(self._random, self.frame.random) if draws else nullcontext()
             with random, torch.enable_grad(), suppress(_Enough):
                 if shortcut:
-                    self._take_steps(shortcut, [*args, *kwargs.values()])  # [7]
+                    values = [*args, *kwargs.values()]
+                    for step in shortcut:  # [7]
+                        values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
                 else:
                     outputs = self.frame.code(*args, **kwargs)  # [1]
                     if self._whole:
@@ -161,10 +155,6 @@ class Replayer(Run):
         finally:
             self._packing.turn(False)
             del self._packing  # breaks a reference cycle
-
-    def _take_steps(self, steps: tuple[ShortcutStep, ...], values: list[Any]) -> None:
-        for step in steps:
-            values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
 
     def passes(self, site: Site) -> bool:
         return False
@@ -183,10 +173,8 @@ class Replayer(Run):
         self._stop_if_done()
         memo = self.frame.memos.pop(self._segment, None) if self._last else self.frame.memos.get(self._segment)
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
-        if self._last and self._dispatches(call.site):  # [10]
-            if self._rows:
-                self._empty(arguments, outputs)
-            self._rows += [weakref.ref(one) for one in tensors_in(outputs) if one.dim() > 1] if memo is not None else []
+        if self._last and self.frame.policy.checkpoint:
+            self._free_rows(call.site, arguments, outputs, recalled=memo is not None)
         self._enter()
         if call.site.name == self._starts and self.frame.under_way is not None and self.frame.under_way.works:
             raise _Enough  # [8]
@@ -205,15 +193,12 @@ class Replayer(Run):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
-        self._keep_first(made, self._segment)
+        for index, tensor in enumerate(made):
+            if tensor is not None:
+                self.frame.keep((self._segment, index), tensor)
         if ends_here:
             self.argument = made[0]
         self._stop_if_done()
-
-    def _keep_first(self, made: tuple[Tensor | None, ...], segment: int) -> None:
-        for index, tensor in enumerate(made):
-            if tensor is not None:
-                self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
         policy = self.frame.policy
@@ -229,7 +214,7 @@ class Replayer(Run):
             with call.as_recorded(self.frame.site_states.get(self._segment)):
                 outputs = call()
             self._collect_saved(call, outputs)
-        if policy.checkpoint and self.in_gather_site:
+        if policy.checkpoint and self._is_at(policy.gather_site):
             self.frame.gathering = None  # [9]
         self._site = None
         if not self._last:  # [6] [8]
@@ -239,18 +224,19 @@ class Replayer(Run):
             under_way.passed.add(self._segment)
         return outputs
 
-    def _dispatches(self, site: Site) -> bool:
-        """Whether this site dispatches or combines tokens in a checkpoint."""
+    def _free_rows(self, site: Site, arguments: list[Tensor], outputs: Any, *, recalled: bool) -> None:
+        """Free dispatched rows after their use; the code around still references them. [10]"""
         item = self.frame.policy.section.of_name.get(site.name)
-        return self.frame.policy.checkpoint and item is not None and item.exchanges
-
-    def _empty(self, arguments: list[Tensor], outputs: Any) -> None:
-        """Free dispatched rows after their use; the code around still references them."""
-        used = {storage_of(one) for one in arguments}
-        used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.found.values())}
-        for rows in (one() for one in self._rows):
-            if rows is not None and storage_of(rows) in used:
-                rows.untyped_storage().resize_(0)
+        if item is None or not item.exchanges:
+            return
+        if self._rows:
+            used = {storage_of(one) for one in arguments}
+            used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.found.values())}
+            for rows in (one() for one in self._rows):
+                if rows is not None and storage_of(rows) in used:
+                    rows.untyped_storage().resize_(0)
+        if recalled:
+            self._rows += [weakref.ref(one) for one in tensors_in(outputs) if one.dim() > 1]
 
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
@@ -291,16 +277,6 @@ class Replayer(Run):
     def _stop_if_done(self) -> None:
         if not self.frame.wanted and not self._goes_on:
             raise _Enough  # [5]
-
-    @property
-    def _last(self) -> bool:
-        """Whether this is the frame's last recomputation."""
-        return self._until is None and self._starts is None
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether it continues without wanted tensors."""
-        return self._whole or self._starts is not None
 
 
 def _never_unpacked(_: Any) -> Tensor:
@@ -427,7 +403,8 @@ def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
     under_way, frame.under_way = frame.under_way, None
     if under_way is None:
         return ()
-    under_way.wait()
+    for work in under_way.works:
+        work.wait()
     for segment in under_way.passed:
         memo = frame.memos[segment]
         frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
