@@ -16,7 +16,7 @@ from megatron_lynx.apply.site import marked_in, may_draw_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, DeferralPolicy, HalfPolicy
+from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.schedule.one_stage import passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
@@ -113,10 +113,8 @@ def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPo
         ChunkPolicy(
             entry.ahead_depth,
             entry.whole or (),
-            DeferralPolicy(
-                frozenset((half.layer, linear) for half in halves for linear in half.deferred),
-                0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
-            ),
+            frozenset((half.layer, linear) for half in halves for linear in half.deferred),
+            0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
         )
         for entry, halves in zip(plan.chunks_of(stage), timetable.chunks, strict=True)
     ]

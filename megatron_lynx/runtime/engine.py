@@ -43,7 +43,7 @@ from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
+from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
 from megatron_lynx.runtime.waits import Reached, Waits
 from megatron_lynx.runtime.watched import Observer
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -77,12 +77,11 @@ class Engine(Progress):
         offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
         super().__init__(Ledger(order), offloader, device)
         self._chunks = tuple(chunks)
-        self._random = random or TorchRandom(device)
+        self._random = random or RandomSource(device)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self, self._random, guard, as_recorded, self._surroundings)
         self._graphs = RecordedGraphs()
-        policies = [chunk.deferral for chunk in self._chunks]
-        self.weight_gradients = WeightGradients(self, policies, self._surroundings, reduced_in_backward=reduced_in_backward)
+        self.weight_gradients = WeightGradients(self, self._chunks, self._surroundings, reduced_in_backward=reduced_in_backward)
         """Interface of the hooks on weight gradients."""
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]

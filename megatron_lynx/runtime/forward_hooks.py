@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from megatron_lynx.runtime.refusals import hook_changes
@@ -36,36 +35,34 @@ class ForwardHooks:
 
     def __init__(self, modules: Iterable[torch.nn.Module] = (), harmless: Callable[[Hook], bool] = lambda hook: False) -> None:
         modules = tuple(modules)
-        self._before: tuple[Table, ...] = (
+        before: tuple[Table, ...] = (
             everywhere._global_forward_pre_hooks,
             *(module._forward_pre_hooks for module in modules),
         )
-        self._behind: tuple[Table, ...] = (everywhere._global_forward_hooks, *(module._forward_hooks for module in modules))
-        self._tables = (*self._before, *self._behind) if modules else ()
+        after: tuple[Table, ...] = (everywhere._global_forward_hooks, *(module._forward_hooks for module in modules))
+        self._tables = (*before, *after) if modules else ()
+        self._after = after
         self._is_harmless = harmless
         self._harmless: set[int] = set()
         """Ids of harmless hooks. torch gives each hook an id of its own."""
 
     def watched(self, half: str) -> AbstractContextManager[None]:
         """Refuse hooks that change tensors, inside the context. `half`: its name, for the error."""
-        return self._watching(half) if any(self._tables) and self._unknown() else nullcontext()
+        if not any(self._tables):
+            return nullcontext()
+        new = [(number, hook) for table in self._tables for number, hook in table.items() if number not in self._harmless]
+        self._harmless.update(number for number, hook in new if self._is_harmless(hook))
+        return self._watching(half) if any(number not in self._harmless for number, _ in new) else nullcontext()
 
     def silent(self) -> AbstractContextManager[None]:
         """Call no hooks inside the context."""
         return _emptied(self._tables) if any(self._tables) else nullcontext()
 
-    def _unknown(self) -> bool:
-        """Whether there are hooks that are not known to be harmless."""
-        new = [(number, hook) for table in self._tables for number, hook in table.items() if number not in self._harmless]
-        self._harmless.update(number for number, hook in new if self._is_harmless(hook))
-        return any(number not in self._harmless for number, _ in new)
-
     @contextmanager
     def _watching(self, half: str) -> Iterator[None]:
         watched = [
-            (table, number, hook, _WatchedHook(hook, half, behind=behind))
-            for tables, behind in ((self._before, False), (self._behind, True))
-            for table in tables
+            (table, number, hook, _refusing(hook, half, after=any(table is one for one in self._after)))
+            for table in self._tables
             for number, hook in table.items()
             if number not in self._harmless
         ]
@@ -79,26 +76,20 @@ class ForwardHooks:
                     table[number] = hook
 
 
-class _WatchedHook:
-    """Wraps a hook that must not change tensors. `behind`: the hook gets the module's output."""
+def _refusing(hook: Hook, half: str, *, after: bool) -> Hook:
+    """Wrap a hook that must not change tensors. `after`: the hook gets the module's output."""
 
-    def __init__(self, hook: Hook, half: str, *, behind: bool) -> None:
-        self._hook = hook
-        self._half = half
-        self._behind = behind
-
-    def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
+    def watched(module: torch.nn.Module, *given: Any) -> Any:
         tensors = tensors_in(given)
         versions = [tensor._version for tensor in tensors]
-        answer = self._hook(module, *given)
-        replaces = answer is not None and not _same(tensors_in(answer), tensors_in(given[-1] if self._behind else given))
+        answer = hook(module, *given)
+        expected = tensors_in(given[-1] if after else given)
+        replaces = answer is not None and [*map(id, tensors_in(answer))] != [*map(id, expected)]
         if replaces or versions != [tensor._version for tensor in tensors]:
-            raise hook_changes(self._half, type(module).__name__, getattr(self._hook, "__qualname__", repr(self._hook)))
+            raise hook_changes(half, type(module).__name__, getattr(hook, "__qualname__", repr(hook)))
         return answer
 
-
-def _same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(this is that for this, that in zip(these, those, strict=True))
+    return watched
 
 
 @contextmanager

@@ -18,21 +18,16 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
-class DeferralPolicy:
-    """Delayed weight gradients of one chunk."""
-
-    linears: frozenset[tuple[int, str]] = frozenset()
-    """(layer, item) of each linear that delays."""
-    most_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class ChunkPolicy:
+    """What the plan does with one chunk of the stage."""
+
     ahead_depth: int = 0
     """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""
     whole: Container[int] = ()
     """Indices of micro-batches that keep everything."""
-    deferral: DeferralPolicy = field(default_factory=DeferralPolicy)
+    delayed: frozenset[tuple[int, str]] = frozenset()
+    """(layer, item) of each linear whose weight gradients are delayed."""
+    most_delayed_bytes: int = 0
 
 
 @dataclass(frozen=True)

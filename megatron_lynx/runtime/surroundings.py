@@ -9,8 +9,8 @@ Random state advances with each draw, so a recomputation also restores it where 
                     │                               │
     recompute    restore(S0)    …    kept site skipped: restore(S2)    …    restore the state before
 
-A half that cannot draw has no random state (`HalfPolicy.may_draw`). `TorchRandom` has torch's default generators; `apply` adds
-Megatron's tracker.
+A half that cannot draw has no random state (`HalfPolicy.may_draw`). `RandomSource` has torch's default generators; `apply`
+adds Megatron's tracker.
 """
 
 from __future__ import annotations
@@ -94,33 +94,23 @@ def _together(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]
         yield
 
 
-class RandomSource(Protocol):
-    """The generators that layers draw from."""
-
-    def capture(self) -> Any:
-        """Return the present state, which later draws do not change."""
-
-    def restore(self, state: Any) -> None:
-        """Set the state. It can be restored several times."""
-
-    def same(self, one: Any, other: Any) -> bool:
-        """Return whether nothing was drawn between two captures."""
-
-
-class TorchRandom:
-    """torch's default generators of the CPU and, on CUDA, of the device."""
+class RandomSource:
+    """The generators that layers draw from: torch's default ones of the CPU and, on CUDA, of the device."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device or present_device()
 
-    def capture(self) -> tuple[Tensor, ...]:
+    def capture(self) -> Any:
+        """Return the present state, which later draws do not change."""
         return self._device.random_states()
 
-    def restore(self, state: tuple[Tensor, ...]) -> None:
+    def restore(self, state: Any) -> None:
+        """Set the state. It can be restored several times."""
         self._device.restore_random_states(state)
 
-    def same(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-        return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    def same(self, one: Any, other: Any) -> bool:
+        """Return whether nothing was drawn between two captures."""
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.pending import Entry, Linear, blocks_of
-from megatron_lynx.runtime.policy import DeferralPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
 
@@ -40,7 +40,7 @@ class WeightGradients:
     """
 
     def __init__(
-        self, progress: Progress, policies: Sequence[DeferralPolicy], surroundings: Surroundings, *, reduced_in_backward: bool
+        self, progress: Progress, policies: Sequence[ChunkPolicy], surroundings: Surroundings, *, reduced_in_backward: bool
     ) -> None:
         self._progress = progress
         self._policies = policies
@@ -58,7 +58,7 @@ class WeightGradients:
         frame, ledger = self._progress.ledger.entered, self._progress.ledger
         if frame is None or self.backward_of is None or frame.policy.layer != linear[0]:
             return False
-        if linear not in self._policies[frame.policy.chunk].linears or ledger.running is None:
+        if linear not in self._policies[frame.policy.chunk].delayed or ledger.running is None:
             return False
         return not (self._reduced_in_backward and ledger.completes_gradients)
 
@@ -73,7 +73,7 @@ class WeightGradients:
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
         chunk, pending, counts = frame.policy.chunk, self._progress.pending, self._progress.counts
-        blocks, most = blocks_of(operands), self._policies[chunk].most_bytes
+        blocks, most = blocks_of(operands), self._policies[chunk].most_delayed_bytes
         while pending.bytes_with(chunk, blocks) > most and (oldest := pending.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
             counts.flushed += 1

@@ -16,7 +16,7 @@ from megatron_lynx.apply.hooks.weight_gradients import _Store
 from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.pending import Pending
-from megatron_lynx.runtime.policy import DeferralPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -32,7 +32,7 @@ class Backward:
         self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
         self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False)
         self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
-        deferral = DeferralPolicy(frozenset([FC1.linear]), 10**6)
+        deferral = ChunkPolicy(delayed=frozenset([FC1.linear]), most_delayed_bytes=10**6)
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)

@@ -15,7 +15,7 @@ from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
-from megatron_lynx.runtime.policy import DeferralPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -99,7 +99,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
     progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Figures())
-    policies = [DeferralPolicy(frozenset({FC1, QKV}), most_bytes)]
+    policies = [ChunkPolicy(delayed=frozenset({FC1, QKV}), most_delayed_bytes=most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=False), progress
 
 

@@ -20,7 +20,7 @@ from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.saved import detached
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.surroundings import TorchRandom
+from megatron_lynx.runtime.surroundings import RandomSource
 
 NORM, FC1, ACTIVATION, FC2, RESIDUAL = MLP.names
 ROWS, WIDTH = 3, 4
@@ -115,9 +115,9 @@ def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Fra
     def on_demand(frame: Frame) -> None:
         replayed(half, frame)
 
-    random = TorchRandom().capture()
+    random = RandomSource().capture()
     frame = Frame(policy(replay), MicroBatch(0), half.forward, on_demand, inputs=inputs, draws=True, random=random)
-    recorder = Recorder(frame, TorchRandom())
+    recorder = Recorder(frame, RandomSource())
     half.report = recorder.site
     output = recorder.run((hidden,), {})
     half.ran.clear()
@@ -126,7 +126,7 @@ def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Fra
 
 def replayed(half: TinyHalf, frame: Frame, until: str | None = None) -> Tensor | None:
     """What the replay up to `until` reached."""
-    replayer = Replayer(frame, TorchRandom(), until)
+    replayer = Replayer(frame, RandomSource(), until)
     half.report = replayer.site
     replayer.run()
     return replayer.argument

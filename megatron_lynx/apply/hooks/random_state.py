@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.surroundings import TorchRandom
+from megatron_lynx.runtime.surroundings import RandomSource
 
 _NAME = "_current_state_name"
 """The tracker's attribute that names the state in use. 0.15's has none, nor has Transformer Engine's tracker."""
@@ -45,8 +45,8 @@ class RandomState(NamedTuple):
     """The device's current generator, if states are generators."""
 
 
-class MegatronRandom:
-    """A `RandomSource` over torch's generators and Megatron's tracker.
+class MegatronRandom(RandomSource):
+    """torch's generators and Megatron's tracker.
 
     The tracker is looked up each time, because `force_reset_rng` replaces it.
     """
@@ -54,21 +54,21 @@ class MegatronRandom:
     def __init__(self, device: Device | None = None) -> None:
         from megatron.core.tensor_parallel import random
 
+        super().__init__(device)
         self._megatron: Any = random
         self._present_tracker: Callable[[], Any] = random.get_cuda_rng_tracker
-        self._torch = TorchRandom(device)
 
     def capture(self) -> RandomState:
         tracker = self._present_tracker()
         tracked = {name: _tracked(state) for name, state in tracker.get_states().items()}
         graph_safe = any(each.state is not each.value for each in tracked.values())
         in_use = self._megatron._get_cuda_rng_state(graph_safe=True) if graph_safe else None
-        return RandomState(self._torch.capture(), tracked, getattr(tracker, _NAME, None), in_use)
+        return RandomState(super().capture(), tracked, getattr(tracker, _NAME, None), in_use)
 
     def restore(self, state: RandomState) -> None:
         if state.in_use is not None:
             self._megatron._set_cuda_rng_state(state.in_use, graph_safe=True)
-        self._torch.restore(state.default)
+        super().restore(state.default)
         for each in state.tracked.values():
             if each.state is not each.value:
                 each.state.set_state(each.value)
@@ -82,7 +82,7 @@ class MegatronRandom:
             one.name == other.name
             and one.tracked.keys() == other.tracked.keys()
             and all(torch.equal(each.value, other.tracked[name].value) for name, each in one.tracked.items())
-            and self._torch.same(one.default, other.default)
+            and super().same(one.default, other.default)
         )
 
 
