@@ -12,8 +12,7 @@ Two versions of the weights, in alternating buffers:
 
 At update j the buffer of version j - 1 is retired. It is filled with version j, all owners of the weights are pointed at it, and
 the optimizer steps there in place. Version j itself is not written: micro-batches in flight read the same memory in backward as
-in
-forward, through the parameter or through a view that autograd saved.
+in forward, through the parameter or through a view that autograd saved.
 
 A parameter stays the same object with the same gradient buffer.
 
@@ -183,8 +182,7 @@ class TwoGradients:
         """Wait for reductions that DDP began in a batch's last backward, before their tensors are pointed elsewhere.
 
         Each is waited for once, while its batch is shown: at the wait gloo copies its result to where the tensors point. DDP
-        waits again
-        when it ends the reduction, when this batch is shown again.
+        waits again when it ends the reduction, when this batch is shown again.
         """
         groups = self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups
         under_way = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
@@ -207,9 +205,7 @@ SHARDS = ("shard_float16_groups", "shard_fp32_groups")
 
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors that may share memory with weights. Looked up at each call: DDP makes some of them when it first needs
-    them.
-    """
+    """Return the tensors that may share memory with weights. DDP makes some of them when it first needs them."""
     found = [*chunk.parameters(), *_of_ddp(chunk)]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
@@ -239,8 +235,7 @@ def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
 class TwoLossScales:
     """Loss scales of an optimizer's parts, for the newest version and the one before. Does nothing without scalers.
 
-    Args:
-        optimizer: Megatron's, chained or not; None if updates are not deferred: a batch then begins after the last update.
+    `optimizer`: None if updates are not deferred: a batch then begins after the last update.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -98,8 +98,7 @@ class Posted(Exchange):
 
     Each message is posted separately. NCCL has one stream for all messages of two ranks in a group, in both directions. With one
     hardware queue a message after an unmatched one stalls compute and recomputations. So gradients use the group of all ranks,
-    which
-    has another stream (Megatron does the same if a pipeline has two stages).
+    which has another stream (Megatron does the same if a pipeline has two stages).
     """
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:

@@ -153,9 +153,7 @@ class Interpreter:
         (self._exchange.postpone if postponed else self._exchange.pass_on)(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:
-        """Reduce over replicas, tensor-parallel ranks and the ends of tied embeddings. `begun`: DDP has begun, and only ends it
-        here.
-        """
+        """Reduce over replicas, tensor-parallel ranks and tied embeddings. `begun`: DDP has begun, and only ends it here."""
         config = self.config
         if not begun:
             config.grad_sync_func(self.chunk.parameters())

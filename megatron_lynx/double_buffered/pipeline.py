@@ -8,8 +8,7 @@
 
 A batch that `drains` starts no forwards of the next one. No micro-batch is in flight after its update: only then may weights be
 evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted from there, so that continuing
-equals
-resuming from a checkpoint, which has one version.
+equals resuming from a checkpoint, which has one version.
 
 The order of a stage's passes, which the runtime follows: by batch, with micro-batches counted since filling.
 
@@ -150,11 +149,7 @@ class DoubleBuffered:
         self._engine.begin_batch(order, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's step with the gradient that `forward_backward` left. Returns the step's result.
-
-        Args:
-            step: called instead of the optimizer's own.
-        """
+        """Run the optimizer's step, or `step` instead, with the gradient that `forward_backward` left. Returns its result."""
         version = version_of(self._batch * self._microbatches, self._microbatches)
         with self.versions.update(), self._scales.update(version):
             result = (step or self.optimizer.step)()
@@ -273,9 +268,7 @@ def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
 
 
 def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
-    """Backwards of a run after which gradients may be read, or pointed at another buffer: the last one of its batch, and the
-    run's last.
-    """
+    """Backwards of a run after which gradients may be read or moved: the last one of its batch, and the run's last."""
     own = [step for step in run if step.kind == "B"]
     last = (batch + 1) * microbatches - 1
     return {step.virtual for step in own if step is own[-1] or step.micro_batch == last}

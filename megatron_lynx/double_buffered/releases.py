@@ -1,7 +1,4 @@
-"""Functions of megatron-core that training without flushes relies on, in addition to those of hooks.
-
-They decide where weights and gradients are stored (`buffers`), and when a batch's gradient is complete.
-"""
+"""Functions of megatron-core that decide where weights and gradients are stored, and when a gradient is complete."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ on all streams are reached; they are polled whenever memory is locked or unlocke
 
 Copies do not run on torch's streams: torch's pool of 32 is also used by NCCL, and a copy on a shared stream would queue after a
 receive. The driver creates streams on the device's primary context, which is torch's. CUDA's runtime may be linked statically
-into
-torch, and `torch.cuda.cudart().cudaStreamCreate` makes streams that synchronize with the default stream. Streams live as long as
-the process, because torch's allocator and events may refer to them.
+into torch, and `torch.cuda.cudart().cudaStreamCreate` makes streams that synchronize with the default stream. Streams live as
+long as the process, because torch's allocator and events may refer to them.
 """
 
 from __future__ import annotations
@@ -168,10 +167,7 @@ def _processors_near(where: torch.device) -> set[int]:
 
 
 def new_stream(device: int, driver: Any = None) -> int:
-    """Return the handle of a new stream. `driver`: its library, for tests.
-
-    Raises `OSError` without a driver, and `RuntimeError` with CUDA's status if no stream is made.
-    """
+    """Return the handle of a new stream. Raises `OSError` without a driver, `RuntimeError` with CUDA's status on failure."""
     library = driver or ctypes.CDLL(DRIVER)
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
     _call(library, "cuInit", 0)

@@ -104,9 +104,7 @@ class Engine(Progress):
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
-        """Run the forward of micro-batch `index` of a step of `microbatches` through one chunk. Call the yielded function with
-        its output.
-        """
+        """Run a forward through one chunk, `index` of `microbatches` in the step. Call the yielded function with its output."""
         if not torch.is_grad_enabled():
             yield lambda output: None
             return
@@ -202,9 +200,7 @@ class Engine(Progress):
         return too_many(frame, rows, balanced, self.ledger.in_flight_beside(own), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
-        """Return a half's arguments for its frame: those that the half before returns are replaced by `Fed` if that half is
-        recomputed.
-        """
+        """Return a half's arguments for its frame, with `Fed` for those that a recomputed half before returns."""
         fed_by = frame.policy.fed_by
         if fed_by is None:
             return map_nest(Tensor, detached, given)
@@ -216,8 +212,7 @@ class Engine(Progress):
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
         """Hook on the node that made the output: backward reaches the half when the output's gradient exists. Below a half
-        without hooks, a
-        hook on the input's gradient says that backward has left this half.
+        without hooks, a hook on the input's gradient says that backward has left this half.
         """
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:

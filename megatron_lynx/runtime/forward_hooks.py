@@ -4,8 +4,7 @@
     recompute    [2] the same code calls the same modules, some on memos without values: no hook is called
 
 Otherwise a hook that counts tokens would count twice, and one that records activations would read uninitialised memory. A hook
-that
-changes arguments or results is refused by name in a recomputed half: without it [2] would recompute other tensors.
+that changes arguments or results is refused by name in a recomputed half: without it [2] would recompute other tensors.
 
 Hooks of whole layers and of the model are outside of halves and run as usual; gradient hooks are not touched.
 """
@@ -28,10 +27,7 @@ Table = dict[int, Any]
 
 
 class ForwardHooks:
-    """Forward hooks of one layer's modules, and global ones. They may change during training.
-
-    `harmless`: whether a hook is known to change nothing.
-    """
+    """Forward hooks of one layer's modules, and global ones. `harmless`: whether a hook is known to change nothing."""
 
     def __init__(self, modules: Iterable[torch.nn.Module] = (), harmless: Callable[[Hook], bool] = lambda hook: False) -> None:
         modules = tuple(modules)

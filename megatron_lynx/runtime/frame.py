@@ -49,7 +49,6 @@ class MicroBatch:
     output: weakref.ref[Tensor] | None = None
     """Weak: an alias would keep memory that the schedule frees."""
     phase: Phase = "steady"
-    """Phase of its backward."""
     rows: dict[RowsOf, tuple[int, int]] = field(default_factory=dict)
     """(expert halves that it holds, their rows), where experts may fall back (`record.too_many`)."""
 
@@ -67,8 +66,7 @@ class Absent:
     """A tensor whose values no recomputation reads. `made` returns an uninitialised tensor of the same geometry.
 
     Strides are kept because compiled code (`jit_fuser`) guards on them: a mismatch recompiles, and after eight recompilations
-    runs
-    plain code, which draws another dropout mask.
+    runs plain code, which draws another dropout mask.
     """
 
     size: tuple[int, ...]
@@ -92,10 +90,7 @@ class Absent:
 
 
 class _Made(torch.autograd.Function):
-    """Makes a non-leaf tensor that requires grad. Code may write into what a site returned in place (Megatron's experts add a
-    bias),
-    which a leaf forbids.
-    """
+    """A non-leaf tensor that requires grad: code may write into it in place (Megatron's experts add a bias)."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -107,9 +102,7 @@ class _Made(torch.autograd.Function):
 
 
 def absent(tensor: Tensor) -> Any:
-    """Return a stand-in for a tensor's values. Integer tensors are kept: they are small, and code may branch on them (tokens per
-    expert).
-    """
+    """Return a stand-in for a tensor's values. Integers are kept: code may branch on them (tokens per expert)."""
     if is_parameter(tensor):
         return tensor
     return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
@@ -120,10 +113,7 @@ WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Memo:
-    """What a site returned (`Absent` for tensors that are not needed), and the random state after it if it may have drawn. The
-    record
-    makes those of kept sites; a recomputation that stops at a site makes those of the sites that it ran.
-    """
+    """What a site returned (`Absent` for tensors that are not needed), and the random state after it if it may have drawn."""
 
     outputs: Any
     random: Any | None
@@ -149,8 +139,6 @@ class UnderWay:
 
 
 class GatheredGradient(NamedTuple):
-    """An early gather of the gradient of a half's output."""
-
     source: Tensor
     whole: Tensor
     work: Any
@@ -176,12 +164,11 @@ class Frame:
     """Whether it may have drawn random numbers."""
     random: Any = None
     """Random state at its begin, if it may have drawn. A fed half begins with the state that the half before leaves; if that one
-    may draw,
-    this is None until that one was recomputed.
+    may draw, this is None until that one was recomputed.
     """
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """State that its sites keep between calls (FP8 scales), by segment."""
+    """State of its sites (FP8 scales), by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     """Views of a site's argument among the saved tensors."""
@@ -224,9 +211,7 @@ class Frame:
 
     @property
     def lets_go(self) -> bool:
-        """Whether it is still to be recomputed. An early gather of the input can leave nothing wanted; the frame is then still
-        open.
-        """
+        """Whether it is still to be recomputed, even if an early gather of the input has left nothing wanted."""
         return not self.replayed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
 
     @property
@@ -255,9 +240,7 @@ class Frame:
         return work
 
     def take_gathered_gradient(self, gradient: Tensor | None) -> GatheredGradient | None:
-        """Return the gather of this gradient, once, if it was started and the gradient has not changed since. Another gather is
-        waited for and dropped: NCCL writes its buffer until then.
-        """
+        """Return the gather of this gradient, once. Another one is waited for and dropped: NCCL writes its buffer until then."""
         begun, self.gathered_gradient = self.gathered_gradient, None
         if begun is None:
             return None
@@ -298,10 +281,7 @@ class Handle:
         self.key = key
 
     def tensor(self) -> Tensor:
-        """Return the tensor, recomputing it now if no window did, and drop it here.
-
-        Raises `ReplayError` if it is requested again.
-        """
+        """Return the tensor once, recomputing it now if no window did. Raises `ReplayError` if it was returned before."""
         frame = self.frame
         if torch.is_grad_enabled():
             raise second_order(frame.policy.name)

@@ -45,10 +45,7 @@ class StageOrder:
         *,
         in_turns: bool = False,
     ) -> None:
-        """`completing`: backwards after which gradients may be read; by default the last one of each chunk. `in_turns`: backwards
-        of the one
-        chunk overlap the next micro-batch's forward layer by layer, and each begins when its own forward is over.
-        """
+        """`in_turns`: each backward of the one chunk overlaps the next micro-batch's forward, layer by layer."""
         self.all, self.in_turns = tuple(passes), in_turns
         self.backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
         self.completing = {one.chunk: one.virtual for one, _ in self.backwards}.values() if completing is None else completing
@@ -71,8 +68,6 @@ OrderOfStep = Callable[[int], StageOrder]
 
 
 class Ledger:
-    """The micro-batches in flight in all chunks of a stage, and their frames."""
-
     def __init__(self, order_of_step: OrderOfStep | None = None) -> None:
         self._order_of_step = order_of_step or (lambda microbatches: StageOrder(()))
         self._order = StageOrder(())
@@ -86,7 +81,6 @@ class Ledger:
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
         """Living frames by (micro-batch number, half). Autograd's graph owns them."""
         self._first = self._count = 0
-        """Numbers of this step's first micro-batch, and of the next one."""
         self.recording: MicroBatch | None = None
         """The micro-batch whose forward runs."""
         self.in_forward = False
@@ -111,10 +105,7 @@ class Ledger:
         return self._overlapping or not self._order.all or self._begun < len(self._order.backwards)
 
     def begin_batch(self, order: StageOrder, fills: bool) -> None:
-        """Begin a batch of a schedule that does not drain the pipeline between batches. `order` starts with its first pass.
-
-        `fills`: nothing is in flight, and micro-batches are counted from 0.
-        """
+        """Begin a batch without draining the pipeline before. `fills`: nothing is in flight; micro-batches are counted from 0."""
         self._overlapping = True
         self._order, self._begun = order, 0
         if fills:
@@ -122,10 +113,7 @@ class Ledger:
             self._in_flight.clear()
 
     def begin_forward(self, index: int, chunk: int, microbatches: int) -> bool:
-        """Begin the forward of micro-batch `index` of `microbatches` through a chunk. Returns whether it begins a step: it is the
-        first one
-        through the first chunk, and batches do not overlap.
-        """
+        """Begin a forward, `index` of `microbatches` in the step. Returns whether it begins a step."""
         begins = not self._overlapping and (index, chunk) == (0, 0)
         if self._overlapping:
             index = self._count - self._first
@@ -172,10 +160,7 @@ class Ledger:
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
-        """Return the micro-batch of a frame that is recorded now. Outside of Megatron's schedules a repeated layer, or another
-        chunk, begins
-        a new one.
-        """
+        """Return the micro-batch of a new frame. Outside of Megatron's schedules a repeated layer or another chunk begins one."""
         recording = self.recording
         if not self.in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
             recording = self.recording = MicroBatch(self._count, self._count, chunk)
@@ -218,10 +203,7 @@ class Ledger:
         return micro_batch
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """Return the micro-batches between forward and backward, except one. The order of passes determines them, so they are
-        equal on all
-        ranks of a stage.
-        """
+        """Return the other micro-batches between forward and backward. They are equal on all ranks of a stage."""
         return [each for each in self._in_flight.values() if each is not micro_batch]
 
     @property

@@ -6,8 +6,7 @@
     experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
 
 Additions to a parameter's gradient keep their order, so that each sum equals stock's in every bit. An entry owns its operands,
-and
-their bytes count until it is computed.
+and their bytes count until it is computed.
 """
 
 from __future__ import annotations

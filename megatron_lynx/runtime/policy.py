@@ -32,8 +32,6 @@ class ChunkPolicy:
 
 @dataclass(frozen=True)
 class Beyond:
-    """When a half of experts falls back."""
-
     hold: float
     """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`record.too_many`)."""
     replay: frozenset[str]
@@ -44,7 +42,7 @@ class Beyond:
 
 @dataclass(frozen=True)
 class HalfPolicy:
-    """One half of one layer; `apply.assignment` makes it from a rule of the plan."""
+    """One half of one layer, from a rule of the plan."""
 
     layer: int
     section: Section
@@ -84,19 +82,16 @@ class HalfPolicy:
 
     @cached_property
     def keeping(self) -> HalfPolicy:
-        """The same half with everything kept."""
         without = replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
         return replace(without, checkpoint=False, feeds=False, fed_by=None)
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        """The same half after falling back."""
         assert self.beyond is not None, f"{self.name} never falls back"
         return replace(self, replay=self.replay | self.beyond.replay, beyond=None)
 
     @cached_property
     def may_replay(self) -> bool:
-        """Whether a call of it may be recomputed."""
         return bool(self.replay) or self.beyond is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:

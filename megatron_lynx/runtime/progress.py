@@ -110,9 +110,7 @@ class Progress:
         )
 
     def take_counts(self, *, exact: bool = True) -> Figures:
-        """Return the figures since the last call. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
-        passed yet count in the next call.
-        """
+        """Return the figures since the last call; `exact` as in `Clock.take`."""
         counts, self.counts = self.counts, Figures()
         counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)

@@ -35,8 +35,6 @@ Key = tuple[int, int]
 
 
 class Replaced(NamedTuple):
-    """A saved tensor that is replaced."""
-
     node: int
     """Index of the node among the site's."""
     slot: Slot
@@ -52,11 +50,8 @@ class SiteGraph:
 
     replaced: tuple[Replaced, ...] = ()
     edges: tuple[Edge, ...] = ()
-    """Edges from the outputs to these nodes."""
     kinds: tuple[type, ...] = ()
-    """Classes of these nodes."""
     views: tuple[Replaced, ...] = ()
-    """Views of an argument."""
     by_attribute: tuple[tuple[Replaced, ...], ...] = ()
     """All of them by node and attribute, which is read once: each read makes all wrappers again."""
 
@@ -84,7 +79,6 @@ class SiteGraph:
 
 
 NOTHING = SiteGraph()
-"""Graph of a site that the recorded call did not reach."""
 
 
 @dataclass
@@ -103,11 +97,7 @@ class RecordedGraph:
 
 
 class FirstCall:
-    """Builds the recorded graph during the half's first call.
-
-    `inputs`: the frame's, for recomputation. `may_go(tensor, any_size=)`: whether a kept tensor may go to the host; None without
-    offloading.
-    """
+    """Builds the recorded graph during the half's first call. `may_go`: whether a kept tensor may go to the host."""
 
     def __init__(self, section: Section, replay: Collection[str], inputs: Any, may_go: Callable[..., bool] | None) -> None:
         self.graph = RecordedGraph()
@@ -201,10 +191,7 @@ Signature = tuple[Any, ...]
 
 
 def signature_of(arguments: Any) -> Signature:
-    """Return rounded shapes, dtypes, contiguity and `requires_grad` of a half's tensor arguments.
-
-    Sizes 0 and 1 stay apart: they decide whether code copies or makes a view.
-    """
+    """Return rounded shapes, dtypes, contiguity and `requires_grad`. Sizes 0 and 1 stay apart: views and copies differ."""
     return tuple(
         [
             (
@@ -223,7 +210,7 @@ MOST_SIGNATURES = 16
 
 
 Graphs = dict[frozenset[str], RecordedGraph]
-"""Recorded graphs of a half by the items that are recomputed: experts that fall back recompute more."""
+"""By the items that are recomputed: experts that fall back recompute more."""
 
 
 class RecordedGraphs:

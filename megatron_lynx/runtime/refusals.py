@@ -1,7 +1,4 @@
-"""Errors of training steps that recomputation cannot support (rules R2, R10 and R14).
-
-Each error names the half, such as `attention(3)`, and says what to do instead.
-"""
+"""Errors of training steps that recomputation cannot support (rules R2, R10 and R14). Each names its half and what to do."""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ class Replayer(Run):
         self._goes_on = whole or starts is not None
         """Whether it continues without wanted tensors."""
         self.argument: Tensor | None = None
-        """Input of the site `until` (of its first part's rest, if it has a first part). None if the recomputation stopped
-        earlier.
-        """
+        """Input of the site `until`, or of its rest if it has a first part. None if the recomputation stopped earlier."""
         self.returned: list[Tensor] = []
         """The half's outputs, after a whole recomputation."""
         self.left: Any = None
@@ -109,10 +107,7 @@ class Replayer(Run):
         return self._site is not None and self._site == site
 
     def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
-        """Refuse collectives, except those of a checkpoint, which may be left in flight.
-
-        Raises `ReplayError`: a recomputation in a window must not communicate (rule R2).
-        """
+        """Raise `ReplayError`: recomputations do not communicate (rule R2), except those of checkpoints."""
         policy = self.frame.policy
         if not policy.checkpoint:
             raise collective_in_replay(policy.name)
@@ -307,10 +302,7 @@ class Replays:
         self._progress.counts.on_demand += 1
 
     def beside_gradient(self, frame: Frame, gradient: Tensor | None, window: str) -> None:
-        """Recompute a checkpoint, and gather the gradient of its output meanwhile, after the gather of its input. `window`: where
-        backward
-        waits for the gradient.
-        """
+        """Recompute a checkpoint, and gather the gradient of its output meanwhile, until backward's wait `window`."""
         self._feed(frame)
         frame.gradient = gradient
         self.replay(frame, window)
@@ -396,9 +388,8 @@ class Replays:
 
 
 def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
-    """Wait for communication that the stopped recomputation left in flight, and return its marks. Memos of sites that it passed
-    lose their
-    values: code that wrote into them in place would write again.
+    """Wait for communication of the stopped recomputation, and return its marks. Memos that it passed lose their values: code
+    would write into them in place again.
     """
     under_way, frame.under_way = frame.under_way, None
     if under_way is None:

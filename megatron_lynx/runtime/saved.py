@@ -137,15 +137,12 @@ class Edge(NamedTuple):
 
 
 def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
-    """Return the nodes from `outputs` back to `arguments`, without gradient accumulators.
-
-    The order depends on the code that ran only, so record and recomputation agree on it.
-    """
+    """Return the nodes from `outputs` back to `arguments`, in an order that depends on the code that ran only."""
     return [node for node, _ in edges_between(outputs, arguments)]
 
 
 def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
-    """Return the same nodes, each with the edge that reaches it."""
+    """Return the same nodes, each with the edge that reaches it, without gradient accumulators."""
     seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
     waiting = [(tensor.grad_fn, Edge(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
     found: list[tuple[Any, Edge]] = []

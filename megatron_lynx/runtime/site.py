@@ -6,8 +6,7 @@ A shortcut is a recomputation that runs the half's first sites one after another
                             └ step 0: input of the half               └ step 1: output of step 0
 
 A shortcut needs that no tensor of the code in between was dropped, and that each site is called with one of the half's arguments
-or
-an earlier site's output, unchanged. The half's first call learns whether that holds; later calls check it by tensor identity.
+or an earlier site's output, unchanged. The half's first call learns whether that holds; later calls check it by tensor identity.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ class FirstPart:
 
     item: str
     run: Callable[[Tensor], tuple[Tensor | None, ...]]
-    """Runs this part alone on the site's argument. Returns the tensors that the node saves of it; the first one is the rest's
-    input.
-    """
+    """Runs this part alone on the site's argument. Returns the tensors that the node saves of it, the rest's input first."""
     node: str
     slots: Callable[[Any], tuple[int, ...]]
     """Indices of `run`'s tensors among the node's saved tensors."""

@@ -69,10 +69,7 @@ class Autocast:
 
 
 class Surroundings:
-    """All contexts of a run as one. Default saved-tensor hooks are off inside: a recomputation or weight gradient must not run
-    under those
-    of a half that is being recorded.
-    """
+    """All contexts of a run as one. Default saved-tensor hooks are off inside: those of another half may be on."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = tuple(contexts)

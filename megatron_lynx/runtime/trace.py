@@ -85,10 +85,7 @@ class Clock:
             self._timed.append((what, begin, self._device.current.record(timed=True)))
 
     def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
-        """Return (label, seconds) of pairs since the last call, in order. `exact` waits for the device; otherwise pairs that it
-        has not
-        reached stay for the next call.
-        """
+        """Return (label, seconds) since the last call. `exact` waits for the device; otherwise unreached pairs stay."""
         seconds = []
         while self._timed and (exact or self._timed[0][2].done):
             what, begin, end = self._timed.popleft()

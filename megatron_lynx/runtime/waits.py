@@ -63,9 +63,7 @@ class WindowedWork:
 
 
 class Waits:
-    """The planned work and the windows of one engine. `ahead_depths`: by chunk, halves of a micro-batch that may be recomputed
-    before backward reaches them (rule R4).
-    """
+    """The planned work and the windows of one engine. `ahead_depths`: by chunk, the most halves recomputed ahead (rule R4)."""
 
     def __init__(
         self,
@@ -85,8 +83,7 @@ class Waits:
     # --- windows -------------------------------------------------------------------------------------------------------
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
-        """Return what makes a window of the `Work` of a tensor-parallel collective, or of an `exchange` of tokens, that is about
-        to be issued.
+        """Return what makes a window of the `Work` of a collective, or of an `exchange` of tokens, that is about to be issued.
 
         Returns None outside of halves, in halves without windows, and for windows without tasks.
         """
@@ -114,8 +111,7 @@ class Waits:
         """Wrap the works of a pipeline exchange that receives a gradient: the first wait runs the window.
 
         The window's micro-batch is looked up then: interleaved schedules post receives ahead of time, and wait for each before
-        its
-        backward.
+        its backward.
         """
         pending = [True]
 
@@ -137,10 +133,7 @@ class Waits:
         return gathering[0] if gathering is not None else None
 
     def served(self, output: Any) -> Any:
-        """Return the `Work` that gathers into `output`, if a frame has started it. It counts as a collective, so that windows
-        keep their
-        addresses.
-        """
+        """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
         gathering = self._gathering
         if gathering is None:
             return None
@@ -204,8 +197,7 @@ class Waits:
 
     def _recompute(self, task: Task, reached: Reached) -> None:
         """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
-        R4 allows it
-        and the gather of its input was not missed.
+        R4 allows it and the gather of its input was not missed.
         """
         frame = self._frame_of(task, reached)
         if frame is None:
@@ -218,10 +210,7 @@ class Waits:
             self._progress.counts.in_windows += frame.replayed
 
     def _begin(self, task: Task, reached: Reached) -> None:
-        """Start communication of a checkpoint. For the half that backward enters, gather the gradient after the input and
-        recompute
-        meanwhile.
-        """
+        """Start communication of a checkpoint. On entering its half, also gather the gradient, after the input."""
         frame = self._frame_of(task, reached)
         if frame is None or task.item is None:
             return

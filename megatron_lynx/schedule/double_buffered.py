@@ -15,10 +15,8 @@ micro-batches of batch j + 1 are in flight. A batch needs at least p micro-batch
     buffer      0 0 1 0 1 ...                                   micro-batches in flight continue to read W(j)
 
 An update is usually a barrier: Megatron's optimizers compute the norm of the whole gradient, and tied embeddings sum both ends.
-The
-last stage reaches it (p - 1) backwards before the first one, and would wait. With a second gradient buffer it continues, and
-makes
-its update some backwards of the next batch later (`deferral`), when the first stage has reached it:
+The last stage reaches it (p - 1) backwards before the first one, and would wait. With a second gradient buffer it continues, and
+makes its update some backwards of the next batch later (`deferral`), when the first stage has reached it:
 
     stage 0   ... 4F0 2B0 U0  5F0 3B0  6F0 4B0  7F0 5B0 U1  8F0 6B0 | 7B0 8B0 U2
     stage 1   ... 3F0 2B0  4F0 3B0 U0  5F0 4B0  6F0 5B0  7F0 6B0 U1  8F0 7B0 | 8B0 U2
@@ -48,10 +46,7 @@ class Update:
 
 
 def version_of(micro_batch: int, microbatches: int) -> int:
-    """Return the version of a micro-batch's forward, recomputation and backward (counted from 0 since filling).
-
-    The paper counts from 1: max(floor((k - 1) / m) - 1, 0).
-    """
+    """Return a micro-batch's version (counted from 0 since filling). The paper: max(floor((k - 1) / m) - 1, 0), from 1."""
     return max(micro_batch // microbatches - 1, 0)
 
 
@@ -73,8 +68,7 @@ def defers_more_than_before(stage: int) -> bool:
     """Return whether a stage runs one more backward before a deferred update than the stage before it.
 
     The exchange after the stage's last backward then follows the update: the stage before uses that gradient, and runs the
-    forward whose
-    output is needed next, after its own update only.
+    forward whose output is needed next, after its own update only.
 
         stage 0   ... 4F0 2B0 U0  5F0 3B0        between 3B0 and U0 of stage 1: 3B0's gradient, 5F0's output
         stage 1   ... 3F0 2B0  4F0 3B0 U0  5F0
@@ -88,8 +82,7 @@ def batch_order(
     """Return one stage's steps after update `batch - 1` (or from the start), up to update `batch`.
 
     Forwards run ahead into the next batch by one micro-batch per later stage and `deferral` pairs of a forward and a backward,
-    unless
-    it `drains`.
+    unless it `drains`.
 
     Args:
         deferral: backwards of the next batch before the update: at most `stage`.

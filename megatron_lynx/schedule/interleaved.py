@@ -6,8 +6,7 @@
     stage s:   w = 2 (p - 1 - s) + (v - 1) g  forwards | pairs of a forward and a backward | the remaining backwards
 
 If w is not less than m·v, all forwards run first. With g = p at most w + 1 = v p + p - 1 chunk-forwards are in flight on the
-first
-stage.
+first stage.
 
 The forward before a steady backward is w entries later in the same table, so it is usually of another chunk:
 
@@ -38,9 +37,7 @@ def come_in_groups(microbatches: int, group: int, pipeline: int) -> bool:
 
 
 def groups_needed(microbatches: int, group: int, pipeline: int, prefix: str = "") -> str | None:
-    """Return in words the number of micro-batches that is needed; None if it is right. `prefix`: of the keys in the file at
-    fault.
-    """
+    """Return in words the number of micro-batches that is needed; None if it is right. `prefix`: of the file's keys."""
     if come_in_groups(microbatches, group, pipeline):
         return None
     if group == pipeline:
@@ -83,12 +80,10 @@ def order(
     pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0
 ) -> tuple[Action, ...]:
     """Return the passes of one stage in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p.
-    `more`:
-    additional forwards before the first backward.
+    `more`: additional forwards before the first backward.
 
     Raises `ConfigError` as Megatron refuses: a group smaller than the pipeline or larger than the step, or a last group that is
-    smaller
-    than the pipeline; a pipeline of one stage, or stages of one chunk.
+    smaller than the pipeline; a pipeline of one stage, or stages of one chunk.
     """
     group = pipeline if group_size is None else group_size
     if problems := list(_problems(pipeline, microbatches, chunks, group)):

@@ -24,9 +24,7 @@ REPEATING_GROUPS = 4
 def passes_of(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, more: int = 0
 ) -> Iterator[tuple[Action, Phase]]:
-    """Return a stage's actions with their phases. `more`: additional forwards before the first backward. Raises as
-    `interleaved.order`.
-    """
+    """Return a stage's actions with their phases. `more`: additional warm-up forwards. Raises as `interleaved.order`."""
     if chunks == 1:
         return phases_of(one_f_one_b.order(pipeline, stage, microbatches, more), one_f_one_b.warmup(pipeline, stage) + more)
     order = interleaved.order(pipeline, stage, microbatches, chunks, group_size, more)
@@ -56,8 +54,7 @@ def counts_at_backwards(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return for each chunk how many micro-batches of every chunk are in flight when one of its backwards begins, including its
-    own; only
-    the maximal counts.
+    own; only the maximal counts.
 
     Warm-up takes at most two groups (`interleaved.warmup`), after which counts repeat, so the first groups and the last one
     suffice.
@@ -87,10 +84,7 @@ def sets_on_host(
 
 
 def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
-    """Return by chunk the most micro-batches on the host. A micro-batch whose backward follows its forward stays on the device,
-    or moves
-    half by half, into separate host memory.
-    """
+    """Return by chunk the most micro-batches on the host, without those whose backward follows their forward."""
     order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}

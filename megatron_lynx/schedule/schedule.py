@@ -63,9 +63,7 @@ class Schedule:
     chunks: int = 1
     """Model chunks of each stage."""
     blocking: bool = True
-    """Whether a stage waits until its messages have arrived: true of Megatron's 1F1B, false of its interleaved schedule with
-    `overlap_p2p_comm`.
-    """
+    """Whether sends are blocking: in Megatron's 1F1B, not in its interleaved schedule with `overlap_p2p_comm`."""
 
     @property
     def pipeline(self) -> int:
@@ -75,8 +73,7 @@ class Schedule:
         """Return the actions of a stage with their phases.
 
         A forward is steady if its collectives may hide recomputations of the backward that follows it. A backward has the phase
-        of the
-        forward before it, and is in cool-down after another backward.
+        of the forward before it, and is in cool-down after another backward.
         """
         return phases_of(self.orders[stage], self.warmups[stage])
 

@@ -23,6 +23,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy
+from megatron_lynx.runtime.run import DONE
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
@@ -347,7 +348,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
         frame = engine.ledger.entered
         assert frame is not None
         frame.gradient = torch.ones(3, WIDTH)
-        frame.gather_gradient()
+        frame.gather_gradient(DONE)
         if gathered:
             assert engine.waits.gathered_gradient(torch.ones(3, WIDTH)) is None, "another gradient"
             assert log == ["waited gather"]

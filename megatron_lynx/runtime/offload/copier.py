@@ -87,10 +87,7 @@ class Copier:
         self._waited_s = 0.0
 
     def start(self, pairs: Sequence[Pair], owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        """Copy after the compute issued so far, and after the copies `after`. Keeps the tensors alive.
-
-        Raises `OffloadError` if the device refuses the copy.
-        """
+        """Copy after the compute issued so far and the copies `after`. Raises `OffloadError` if the device refuses the copy."""
         self.settle()
         self._stream.wait(self._device.current.record())  # [1]
         for before in dict.fromkeys(copy for copy in after if copy is not None):
@@ -146,10 +143,7 @@ class Copier:
         return taken
 
     def take_waited_s(self, *, exact: bool = True) -> float:
-        """Return the seconds for which compute waited for copies since the last call. `exact` waits for the device; otherwise
-        waits that it has
-        not passed yet count next time.
-        """
+        """Return seconds for which compute waited for copies since the last call; `exact` as in `Clock.take`."""
         self._add_up(exact)
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s

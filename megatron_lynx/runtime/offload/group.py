@@ -19,12 +19,10 @@ Half by half, the copies run within the micro-batch's own forward and backward:
 As a whole, all leave after the forward, and `Offloader` decides when originals are freed and copies back begin.
 
 The storages of one half move in one copy. A tensor stays on the device if its storage lasts (parameters, buffers), or if
-something
-else references it: masks and rotary tables, which are arguments of a half, and the stage's input and output.
+something else references it: masks and rotary tables, which are arguments of a half, and the stage's input and output.
 
 Reloads go into fresh tensors of the original's size: each is freed once backward has passed its node. Two alternating buffers
-would
-occupy two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
+would occupy two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
 """
 
 from __future__ import annotations
@@ -75,10 +73,7 @@ class OffloadPolicy:
 
 
 class OffloadedStorage:
-    """One storage of one micro-batch: on the device, (partly) on the host, or back on the device.
-
-    If the tensor it was made for fills it, that tensor is copied, and one like it is made on return; otherwise its bytes are.
-    """
+    """One storage of one micro-batch: on the device, (partly) on the host, or back on the device."""
 
     def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier) -> None:
         """`saved`: the first tensor in this storage that was pushed."""
@@ -331,9 +326,7 @@ class OffloadGroup:
         return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1
 
     def _choose(self, outputs: Any, ahead: int = 1) -> None:
-        """Choose storages made since the last call to leave next, up to the plan's bytes; those of `outputs` wait for the next
-        call.
-        """
+        """Choose storages made since the last call to leave next, up to the plan's bytes; `outputs` wait for the next call."""
         kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
         made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
         before_bytes, chosen = self._chosen_bytes, list[tuple[_Known, int]]()

@@ -102,10 +102,7 @@ def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
 
 
 class Slab:
-    """Page-locked host memory. It is freed when neither it nor any of its blocks is referenced.
-
-    Raises `OffloadError` if the host has too little. `where`: owner, for messages.
-    """
+    """Page-locked host memory, freed with the last reference to it or its blocks. Raises `OffloadError`."""
 
     def __init__(self, where: str, size_bytes: int, device: Device, limit: HostLimit) -> None:
         if size_bytes > limit.free_bytes:
@@ -211,10 +208,7 @@ class HostMemory:
         self._locked, self._planned_bytes = Slab(self._where, size_bytes, self._device, self._limit), size_bytes
 
     def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> list[Block]:
-        """Return a block of at least each size, from the shelf `key`. `changing`: sizes differ from one micro-batch to the next.
-
-        Raises `OffloadError` if the host has too little.
-        """
+        """Return a block of at least each size from the shelf `key`. `changing`: sizes differ. Raises `OffloadError`."""
         if key not in self._shelves or (blocks := self._shelves[key].take(sizes)) is None:
             self._grow(key, sizes, changing)
             blocks = self._shelves[key].take(sizes)

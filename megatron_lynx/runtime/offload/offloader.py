@@ -42,10 +42,7 @@ class Locked(NamedTuple):
 
 
 class Offloader:
-    """The offload groups of one stage. `policies` by chunk: a chunk without one keeps all on the device.
-
-    Raises `OffloadError` if `limit` is less than the plan's bytes.
-    """
+    """The offload groups of one stage, by chunk. Raises `OffloadError` if `limit` is less than the plan's bytes."""
 
     def __init__(
         self,
@@ -82,10 +79,7 @@ class Offloader:
         return self._policies
 
     def lock_ahead(self) -> None:
-        """Page-lock the plan's bytes before the first step, if the limit has a margin. Sizes of experts are not known yet.
-
-        Raises `OffloadError` if the host has too little.
-        """
+        """Page-lock the plan's bytes before the first step, if the limit has a margin. Raises `OffloadError`."""
         known = [policy for policy in self._policies.values() if policy.sets and not policy.ragged]
         wanted_bytes = sum(policy.sets * bytes_ahead(policy.bytes, policy.smallest_tensor_bytes) for policy in known)
         if known and wanted_bytes <= self._limit.most_bytes:
