@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lynx.cli.terminal import announced, say
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.config import load_job
-    from megatron_lynx.errors import ConfigError
     from megatron_lynx.launch_arguments.expert_facts import EXPERTS, without_experts
 
     asked = changes or {}
@@ -69,8 +68,6 @@ def named_in(text: str) -> list[str]:
 
 def whole_numbers_in(text: str, option: str) -> list[int]:
     """The numbers in a comma-separated list. Raises `ConfigError` for other text."""
-    from megatron_lynx.errors import ConfigError, Problem
-
     if strange := [name for name in named_in(text) if not name.isdecimal()]:
         raise ConfigError("this option does not read", [Problem(option, repr(strange[0]), "whole numbers, with commas")])
     return [int(name) for name in named_in(text)]
@@ -86,42 +83,38 @@ def lengths_of(text: str) -> dict[str, float]:
         return lengths_in(Path(text))
 
 
-def costs_of(job: Job, profile_file: Path | None) -> Profile:
-    """Seconds and bytes of a job's layers and links. Links of a described cluster replace measured ones."""
+def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
+    """A profile, with the links of the job's cluster if that is described; else its figures. Measures nothing."""
     from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+
+    if profile is not None and profile.source.caution is not None:
+        say(f"warning: {profile.source.caution}", err=True)
+    if job is None or job.cluster.matmul is None:
+        return profile
+    if profile is not None:
+        return on_cluster(profile, job)
+    say(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
+    return analytic_profile(job)
+
+
+def costs_of(job: Job, profile_file: Path | None) -> Profile:
+    """Seconds and bytes of a job's layers and links, measured here if they are not known."""
     from megatron_lynx.profiler.profile import load_profile
 
-    described = job.cluster.matmul is not None
-    if profile_file is not None:
-        given = load_profile(profile_file)
-        warn_of(given)
-        return on_cluster(given, job) if described else given
-    if described:
-        say(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
-        return analytic_profile(job)
+    if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is not None:
+        return known
     with hosts_of(job) as hosts:
         return measured_here(job, hosts)
 
 
-def warn_of(profile: Profile) -> None:
-    """Warn of a profile that describes no real device."""
-    if profile.source.caution is not None:
-        say(f"warning: {profile.source.caution}", err=True)
-
-
 def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
     """Figures to simulate a plan with, from a profile or a described cluster, corrected by earlier runs. Measures nothing."""
-    from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import as_learned, load_profile
 
-    if job is not None and (job.cluster.matmul is not None or profile_file is not None):
-        return as_learned(costs_of(job, profile_file), plan.provenance.learned)
-    if profile_file is not None:
-        given = load_profile(profile_file)
-        warn_of(given)
-        return as_learned(given, plan.provenance.learned)
-    needed = "a profile of the plan's job, or --job, whose cluster has figures"
-    raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
+    if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is None:
+        needed = "a profile of the plan's job, or --job, whose cluster has figures"
+        raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
+    return as_learned(known, plan.provenance.learned)
 
 
 @contextmanager
@@ -137,16 +130,15 @@ def measured_here(job: Job, hosts: Hosts) -> Profile:
     from megatron_lynx.testbed.profiling import measure_profile
 
     measured = measure_profile(job, hosts, announced)
-    warn_of(measured)
+    if measured.source.caution is not None:
+        say(f"warning: {measured.source.caution}", err=True)
     return measured
 
 
 def host_time_here(words: list[str]) -> HostTime | Unmeasured:
-    """Measure this machine's host time for a layer of a launch, for some seconds, or return why that is impossible.
+    """Measure host time of a layer for some seconds: Transformer Engine's if it can run and the launch uses it, else Megatron's.
 
-    Measures Transformer Engine's layers if they can run and the launch uses them, else Megatron's own. Raises `ConfigError` for
-    words
-    that are no launch.
+    Raises `ConfigError` for words that are no launch.
     """
     from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.launch_arguments import read_launch
@@ -216,7 +208,6 @@ def _given(job: Job, plan_file: Path) -> Plan:
 
 def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
     """The job and its costs, corrected by a run if one is given."""
-    from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.from_run import lesson
     from megatron_lynx.measure.run_outcome import load_outcome
 
@@ -233,7 +224,6 @@ def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[
 
 def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
     """The plan of a run, from its original path or next to the outcome; None if it is missing or has changed."""
-    from megatron_lynx.errors import LynxError
     from megatron_lynx.plan import load_plan
 
     for path in (Path(outcome.plan), run_file.with_name(Path(outcome.plan).name)):

@@ -23,11 +23,11 @@ from megatron_lynx.cli.inputs import (
     hosts_of,
     job_named,
     job_path,
+    known_costs,
     lengths_of,
     measured_here,
     mention_experts,
     taught,
-    warn_of,
 )
 from megatron_lynx.cli.launches import (
     asked_about,
@@ -355,7 +355,6 @@ def report(
     ] = 12,
 ) -> None:
     """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
-    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
     from megatron_lynx.profiler.profile import as_learned, load_profile
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
@@ -369,10 +368,7 @@ def report(
     if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
         job, reading, own = origin
         costs = costs if costs is not None or own is None else load_profile(own)
-    if costs is not None:
-        warn_of(costs)
-    if job is not None and job.cluster.matmul is not None:
-        costs = analytic_profile(job) if costs is None else on_cluster(costs, job)
+    costs = known_costs(job, costs)
     if given.plan is not None and (learned := given.plan.provenance.learned) is not None:  # earlier runs correct all prices
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
