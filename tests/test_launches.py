@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ready_launches import table
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.launch_arguments.command_line import without_plan
 from megatron_lynx.plan import load_plan

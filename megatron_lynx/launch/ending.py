@@ -39,17 +39,13 @@ ENDED = "megatron-lynx/ended"
 
 
 class LastWord:
-    """Finds out which rank failed first. That one prints why; later ones exit without a message.
-
-    Must be created while all ranks are alive: it opens its own connection to the store, since other threads may be waiting on the
-    first one.
-    """
+    """Finds out which rank failed first; later ones exit without a message. Must be created while all ranks are alive."""
 
     def __init__(self) -> None:
         self._store: Any = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             store: Any = dist.distributed_c10d._get_default_store()
-            self._store = store.clone() if hasattr(store, "clone") else store
+            self._store = store.clone() if hasattr(store, "clone") else store  # other threads may be waiting on the first
 
     def is_first(self) -> bool:
         """Whether this rank, which is about to exit, failed first. False if the rank that hosts the store is gone."""
@@ -122,7 +118,10 @@ class Report:
 
 
 class Ended(SystemExit):
-    """All ranks exit together, after rank 0 has printed why."""
+    """Exit on all ranks if one has an error, or if `same`, named in words by `what`, differs between ranks. Collective.
+
+    Raises `SystemExit` on every rank, after rank 0 has printed why; without a process group, raises `error`.
+    """
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
@@ -160,7 +159,7 @@ def gathered_on_rank_0(mine: Value) -> list[Value]:
 def _end(reports: Sequence[Report | None]) -> None:
     first = next(report for report in reports if report is not None)
     on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
-    with suppress(RuntimeError):  # a rank that exits too early may be ended before rank 0's message is out
+    with suppress(RuntimeError):
         dist.barrier()
     raise Ended(max(report.exit_status for report in reports if report is not None))
 

@@ -18,7 +18,6 @@ HOSTS = ("megatron-lm", BRIDGE)
 GROUP = "megatron-lynx"
 FRAMES = "frames:"
 FRAME_STEPS = 5
-"""Steps in which frames are checked by default."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,12 @@ class Flags:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `ConfigError` instead of exiting."""
-
     def error(self, message: str) -> None:  # type: ignore[override]
         flag, _, text = message.removeprefix("argument ").partition(": ")
         raise ConfigError("the launch cannot be read", [Problem(flag, text or message, "", "see --help")])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our group of flags to a parser, and return it."""
     group = parser.add_argument_group(GROUP)
     group.add_argument("--lynx-plan", metavar="PLAN", help="Train under this plan. Without it nothing is changed.")
     group.add_argument(
@@ -136,10 +132,7 @@ def _check(text: str) -> int | str:
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
-    """Parse our flags among a script's arguments.
-
-    Raises `ConfigError` for an unknown flag of ours, a bad value, and a flag that would have no effect.
-    """
+    """Parse our flags among a script's arguments. Raises `ConfigError` for an unknown, bad or useless flag of ours."""
     parser = add_flags(_Parser(add_help=False, allow_abbrev=False))
     found, others = parser.parse_known_args(list(arguments))
     known = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Flags))

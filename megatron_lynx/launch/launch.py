@@ -11,7 +11,9 @@ the training loop ends normally          the last table and figures; then, howev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,20 @@ import torch.distributed as dist
 
 from megatron_lynx.apply import install
 from megatron_lynx.apply.live_run import live_run, of_all_ranks
+from megatron_lynx.apply.match import launch_mismatches
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.figures import Figures
-from megatron_lynx.launch.check.check import Check
-from megatron_lynx.launch.check.frames import FrameCheck
+from megatron_lynx.launch.check import Check
 from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, on_rank_0
-from megatron_lynx.launch.fit import against_two_versions, arguments_against
 from megatron_lynx.launch.flags import Flags
-from megatron_lynx.launch.hosts.host import Host
+from megatron_lynx.launch.frames import FrameCheck
+from megatron_lynx.launch.hosts import Host
+from megatron_lynx.launch.measuring import DevicePeak
 from megatron_lynx.launch.metrics import Metrics
-from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
-from megatron_lynx.launch.outcome.measuring import DevicePeak
-from megatron_lynx.launch.outcome.reporter import Reporter, path_of
+from megatron_lynx.launch.out_of_memory import MemoryWatch
+from megatron_lynx.launch.reporter import Reporter, path_of
+from megatron_lynx.limits import ARGUMENTS, refused
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.trace import Trace
@@ -89,33 +92,25 @@ class Launch:
 
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
-        """Train under the plan and the schedule inside."""
         self.how_far = "when its training loop began"
         self.memory.trains(model, optimizer)
-        with self._in_force(model, optimizer):
+        with ExitStack() as inside:
+            pipeline = None
+            if self.flags.without_flushes:
+                from megatron_lynx.launch.schedule import without_flushes  # it imports Megatron
+
+                pipeline = inside.enter_context(without_flushes(model, optimizer, self._plan))
+            if self._plan is not None:
+                inside.enter_context(self._planned(model, self._plan, pipeline))
             yield
             self.how_far = f"when its training loop ended, behind {self._steps} steps"
         self.how_far = f"behind its training loop, {self._steps} steps, when nothing of megatron-lynx ran any more"
 
     @contextmanager
-    def _in_force(self, model: Any, optimizer: Any) -> Iterator[None]:
-        if not self.flags.without_flushes:
-            with self._planned(model):
-                yield
-            return
-        from megatron_lynx.launch.schedule import without_flushes  # it imports Megatron
-
-        with without_flushes(model, optimizer, self._plan) as pipeline, self._planned(model, pipeline):
-            yield
-
-    @contextmanager
-    def _planned(self, model: Any, pipeline: Any = None) -> Iterator[None]:
-        if self._plan is None:
-            yield
-            return
+    def _planned(self, model: Any, plan: Plan, pipeline: Any) -> Iterator[None]:
         error: LynxError | None = None
         try:
-            self._installation = install(model, self._plan, without_flushes=pipeline)
+            self._installation = install(model, plan, without_flushes=pipeline)
         except LynxError as found:
             error = self._spoken(found)
         agree(error)
@@ -166,7 +161,6 @@ class Launch:
             self._say_checked()
 
     def _spoken(self, error: LynxError) -> LynxError:
-        """Return the error in the words of the host's users."""
         spoken = tuple(self.host.spoken(problem) for problem in error.problems)
         return error if spoken == error.problems else type(error)(error.headline, spoken)
 
@@ -238,6 +232,56 @@ class Launch:
         if counts.deferred:
             done += f"; deferred {counts.deferred} weight gradients: {counts.filled} ran in waits, {counts.flushed} were flushed"
         on_rank_0(f"megatron-lynx: rank 0 {done}")
+
+
+def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
+    """Yield a problem for every argument (defaults filled in) that differs from the plan or is refused with one."""
+    yield from launch_mismatches(plan, args)
+    yield from _backend(args)
+    if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
+        found = "a plan without flushes, whose gradients are not complete when a step ends"
+        todo = "check frames, or a plan for --lynx-schedule flush"
+        yield Problem("--lynx-check", found, "--lynx-check frames, or a plan that flushes", todo)
+    found, planned = getattr(args, "lynx_schedule", "flush"), plan.schedule.replace("_", "-")
+    if found != planned:
+        todo = "launch with the plan's, or make a plan for this one"
+        yield Problem("--lynx-schedule", str(found), f"{planned}, as the plan has it", todo)
+    yield from refused(args, ["plan"], attrgetter("option"), ARGUMENTS)
+
+
+def against_two_versions(args: Any) -> Iterator[Problem]:
+    """Yield a problem for every argument that `--lynx-schedule double-buffered` refuses."""
+    flag, stages = "--lynx-schedule double-buffered", args.pipeline_model_parallel_size
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    if stages == 1:
+        yield Problem("--pipeline-model-parallel-size", "1", f"at least 2 with {flag}", f"one stage has no flush, or drop {flag}")
+    if chunks > 1:
+        todo = f"drop the flags of interleaving, or drop {flag}"
+        yield Problem("model chunks of each stage", str(chunks), f"1 with {flag}", todo)
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if microbatches < stages:
+        sizes = f"--global-batch-size {args.global_batch_size} / {args.micro_batch_size} / {args.data_parallel_size}"
+        needed = f"at least {stages}, one for each stage, with {flag}"
+        todo = f"enlarge --global-batch-size, or drop {flag}"
+        yield Problem("micro-batches per update", f"{microbatches} ({sizes})", needed, todo)
+    yield from refused(args, ["two versions"], attrgetter("option"), ARGUMENTS, name=attrgetter("argument"))
+
+
+BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}
+
+
+def _backend(args: Any) -> Iterator[Problem]:
+    """Check for the dispatcher's package: without it Megatron fails later, on this rank alone, while others wait for it."""
+    if getattr(args, "moe_token_dispatcher_type", None) != "flex":
+        return
+    backend = getattr(args, "moe_flex_dispatcher_backend", None) or "deepep"
+    deep_ep = None
+    with suppress(ImportError):
+        deep_ep = import_module("deep_ep")
+    if backend in BUFFERS and not hasattr(deep_ep, BUFFERS[backend]):
+        todo = "install DeepEP on every node, or launch, and plan, with --moe-token-dispatcher-type alltoall"
+        needed = f"a package deep_ep with {BUFFERS[backend]}, which is not installed on this rank"
+        yield Problem("--moe-flex-dispatcher-backend", backend, needed, todo)
 
 
 class TraceFile:

@@ -1,5 +1,3 @@
-"""Messages of the launcher, on standard error."""
-
 from __future__ import annotations
 
 import os
@@ -15,10 +13,7 @@ def say(text: str) -> None:
 
 
 def stop(error: LynxError) -> None:
-    """Print an error. In a distributed job, exit at once: a normal exit would wait for other ranks, which may be waiting for this
-    one in
-    a collective; torchrun ends them when this process is gone.
-    """
+    """Print an error, and in a distributed job exit at once: a normal exit would wait for ranks that may wait in a collective."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     in_job = distributed is not None and distributed.is_initialized()
     if in_job or os.environ.get("LOCAL_RANK", "0") == "0":

@@ -42,13 +42,7 @@ class _Pending:
 
 
 class Metrics:
-    """Logs the counts of one training loop. All ranks must create it together.
-
-    Args:
-        args: Megatron's.
-        tensorboard: the SummaryWriter; None on ranks that do not log.
-        wandb: the initialised module; None on ranks that do not log.
-    """
+    """Logs the counts of one training loop. Collective. `tensorboard` and `wandb` are None on ranks that do not log."""
 
     def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
         self.total = Figures()
@@ -59,11 +53,9 @@ class Metrics:
         self._pending: _Pending | None = None
 
     def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
-        """Take, log and return the engine's counts of this step.
-
-        They are logged every `tensorboard_log_interval` steps. `named` returns the logged figures; its names must be the same on
-        all
-        ranks, and None is unknown.
+        """Take, log and return the engine's counts of this step. `named` returns the logged figures, None if unknown, with the
+        same names on
+        all ranks.
         """
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
@@ -140,7 +132,6 @@ def _group_of_all(args: Any) -> Any:
 
 
 def _made(args: Any) -> tuple[Any, str | None]:
-    """The group, or why there is none."""
     if not all(getattr(args, name, True) for name in GLOO):
         return None, "--disable-gloo-process-groups"
     if not dist.is_gloo_available():

@@ -42,10 +42,7 @@ from megatron_lynx.units import format_bytes
 
 @contextmanager
 def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Iterator[DoubleBuffered]:
-    """Train without flushes inside. All ranks enter, or all exit.
-
-    `plan` says whether updates are deferred; by default they are.
-    """
+    """Train without flushes inside. All ranks enter, or all exit. `plan` says whether updates are deferred (the default)."""
     from megatron.training import training
     from megatron.training.global_vars import get_args
 
@@ -108,12 +105,7 @@ def _is_due(interval: int | None, number: int) -> bool:
 
 
 class Draining:
-    """Decides for each batch whether the pipeline must be empty after it. All ranks decide alike.
-
-    Args:
-        args: Megatron's.
-        training: the module `megatron.training.training`.
-    """
+    """Decides for each batch whether the pipeline must be empty after it. All ranks decide alike."""
 
     def __init__(self, args: Any, training: Any) -> None:
         self._args = args
@@ -121,13 +113,10 @@ class Draining:
         self._wants_to_stop = False
 
     def now(self) -> bool:
-        """Whether the pipeline must be empty after the batch that begins now."""
         return self._wants_to_stop or any(reasons(self._args, self._args.curr_iteration + 1))
 
     def look(self) -> None:
-        """Check signals and the time limit where Megatron would, on all ranks. If one applies, the next batch drains, and
-        Megatron stops there.
-        """
+        """Check signals and the time limit as Megatron would. If one applies, the next batch drains, and Megatron stops there."""
         self._wants_to_stop |= self._signalled() or self._out_of_time()
 
     def _signalled(self) -> bool:
@@ -143,8 +132,6 @@ class Draining:
 
 
 def stopping_claims(training: Any, pipeline: DoubleBuffered, draining: Draining) -> Iterator[Claim]:
-    """`training`: the module of Megatron's loop."""
-
     def stop(original: Any) -> Any:
         @wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:

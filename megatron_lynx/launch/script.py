@@ -24,7 +24,7 @@ from megatron_lynx.launch.message import say, stop
 
 if TYPE_CHECKING:
     from megatron_lynx.apply import hook as holding
-    from megatron_lynx.launch.hosts.host import Host
+    from megatron_lynx.launch.hosts import Host
     from megatron_lynx.launch.launch import Launch
 
 USAGE = """\
@@ -48,7 +48,6 @@ class Command:
 
 
 def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
-    """Run a command line and return its exit status."""
     if list(arguments[:1]) in (["-h"], ["--help"]):
         print(USAGE.format(module=module))
         return 0
@@ -79,11 +78,8 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def run_script(command: Command) -> None:
-    """Run the script under the launch's hooks. Raises what the script raises, `SystemExit` included.
-
-    Raises:
-        ConfigError: the host's training cannot be imported.
-        HookRefused: the host lacks a function that a launch hooks.
+    """Run the script under the launch's hooks. Raises what it raises, `ConfigError` without the host, `HookRefused` for an
+    unknown one.
     """
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending
@@ -104,11 +100,10 @@ def run_script(command: Command) -> None:
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
-    """Place the hooks until the process ends, for a script that calls this first (`patches/`).
+    """Place the hooks until the process ends, for a script that calls this first (`patches/`), unless the launcher has placed
+    them.
 
-    `script_arguments`: by default those of this process. Exits with a message for a bad flag of ours. Does nothing if the
-    launcher
-    started the script, as its hooks are in place.
+    `script_arguments`: by default those of this process. Exits with a message for a bad flag of ours.
     """
     from megatron.training import arguments
 
@@ -129,7 +124,6 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
 
 
 def held(launch: Launch) -> list[holding.Hook]:
-    """Place a launch's hooks on its host, and return them. Raises `HookRefused` if the host lacks a function."""
     from megatron_lynx.apply import hook as holding
 
     claims = [*launch.host.claims(launch)]

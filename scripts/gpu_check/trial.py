@@ -193,7 +193,7 @@ class _Differs(Exception):
 
 
 def _frame_check(setting: Setting) -> Any:
-    from megatron_lynx.launch.check.frames import FrameCheck
+    from megatron_lynx.launch.frames import FrameCheck
 
     return FrameCheck(STEPS, setting.plan, seed=SEED)
 

@@ -38,7 +38,7 @@ def with_wrong_replays(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str
 def passes_from_one_state(rank: int, job: Job) -> tuple[list[str], int]:
     """What differs between a model's first pass and the same pass again, its state put back; and how many tensors of FP8 were
     compared."""
-    from megatron_lynx.launch.check.training_state import TrainingState
+    from megatron_lynx.launch.training_state import TrainingState
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     training = trained(job)

@@ -58,7 +58,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
 
     from megatron_lynx.apply import install
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.launch.check.frames import FrameCheck
+    from megatron_lynx.launch.frames import FrameCheck
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_lynx.config.job import Head
-from megatron_lynx.launch.check.check import room_bytes
+from megatron_lynx.launch.check import room_bytes
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job

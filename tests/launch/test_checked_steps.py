@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lynx.launch.check.check import Need, stock
-from megatron_lynx.launch.check.outcome import Outcome, backward_position, differences, named_parameters
-from megatron_lynx.launch.check.training_state import DataIterators, TrainingState
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.check import Need, stock
+from megatron_lynx.launch.differences import Outcome, backward_position, differences, named_parameters
+from megatron_lynx.launch.launch import arguments_against
+from megatron_lynx.launch.training_state import DataIterators, TrainingState
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

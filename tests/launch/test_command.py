@@ -63,7 +63,7 @@ def test_megatrons_parser_reads_the_same():
 
 def test_help_of_a_text_that_argparse_cannot_format():
     """0.18 and 0.19 have one: their own `--help` ends in a traceback."""
-    from megatron_lynx.launch.hosts.megatron_lm import printable
+    from megatron_lynx.launch.hosts import printable
 
     parser = argparse.ArgumentParser(prog="script", allow_abbrev=False)
     parser.add_argument("--share", default=1, help="in % of the batch, by default %(default)s")
@@ -122,7 +122,7 @@ def test_the_host_may_stand_before_the_script(tmp_path):
 
 def test_a_script_of_bridges_finds_its_own_words():
     """It hands `sys.argv` to a parser that knows nothing of ours."""
-    from megatron_lynx.launch.hosts.bridge import Bridge
+    from megatron_lynx.launch.bridge import Bridge
 
     words = ["--lynx-plan", "p.yaml", "model.seq_length=64", "--lynx-check=2", "--hf_path", "x", "--lynx-host", "bridge"]
     assert list(Bridge().arguments_of(words)) == ["model.seq_length=64", "--hf_path", "x"]

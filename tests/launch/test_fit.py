@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job

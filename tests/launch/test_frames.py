@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.launch.check.frames import Draw, Original
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.frames import Draw, Original
+from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -47,7 +47,7 @@ def test_a_rank_that_fails_because_another_one_is_gone_is_silent() -> None:
     script = """
 import torch.distributed as dist
 from megatron_lynx.launch.ending import ENDED, LastWord
-from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
+from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

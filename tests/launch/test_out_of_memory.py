@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_lynx.figures import Figures
-from megatron_lynx.launch.out_of_memory import watch
-from megatron_lynx.launch.out_of_memory.explanation import Allocator, budget_bytes, command, explained, rounded_down, states_held
-from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
+from megatron_lynx.launch.moment import Rank, moment_of
+from megatron_lynx.launch import out_of_memory as explanation
+from megatron_lynx.launch.out_of_memory import Allocator, budget_bytes, command, explained, rounded_down, states_held
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.pending import Entry, Pending
@@ -107,9 +107,9 @@ def test_the_stand_in_says_what_the_allocator_says():
 def test_segments_are_not_told_to_grow_beside_nccl_ub(monkeypatch, registers, torch_version, grows):
     """Megatron raises for the two together, before torch 2.11."""
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(watch, "installed_version", lambda: "0.19.2")
+    monkeypatch.setattr(explanation, "installed_version", lambda: "0.19.2")
     wrapped = SimpleNamespace(wrappers=(SimpleNamespace(ddp_config=SimpleNamespace(nccl_ub=registers)),))
-    assert watch._may_grow(wrapped) == grows
+    assert explanation._may_grow(wrapped) == grows
 
 
 def test_a_command_that_would_fit():

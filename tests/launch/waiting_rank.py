@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.message import stop
-from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
+from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

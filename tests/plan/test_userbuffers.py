@@ -14,7 +14,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import stage_memory
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan

@@ -1,4 +1,4 @@
-"""The message for an error of PyTorch's allocator: where it happened, what was planned, and what would fit.
+"""Explains an out-of-memory error: where it happened, what was planned, what is allocated, and what would fit.
 
 The nearest change that fits, as a command:
 
@@ -7,6 +7,8 @@ only fragmentation    expandable segments, except with         export PYTORCH_CU
 too few bytes         a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
                       can use, less what this moment took
                       beyond its prediction
+
+The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
 """
 
 from __future__ import annotations
@@ -14,39 +16,40 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
+from megatron_lynx.launch.ending import LastWord
+from megatron_lynx.launch.message import stop
+from megatron_lynx.launch.moment import Moment, Rank, moment_of
+from megatron_lynx.plan import Plan
 from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
-from megatron_lynx.torch_release import ALLOCATOR, GROWING
+from megatron_lynx.torch_release import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
 LARGEST = 5
-"""Kinds of bytes that are named."""
 
 
 class OutOfDeviceMemory(LynxError):
-    """A rank's device is out of memory."""
-
     def too(self) -> OutOfDeviceMemory:
-        """The short form, for a rank that did not fail first."""
         return OutOfDeviceMemory(f"{self.headline}, too", self.problems[:1])
 
 
 def explained(error: BaseException, rank: Rank, how_far: str, plan: str) -> OutOfDeviceMemory | None:
-    """Return our error for one of memory, and None for another. `how_far`: progress of the run, in words; `plan`: the plan's
-    path.
-    """
+    """Our error for one of memory, else None. `how_far`: the run's progress in words; `plan`: the plan's path."""
     first = _of_memory(error)
     if first is None:
         return None
@@ -107,7 +110,6 @@ def _held(states: Mapping[str, int], allocator: Allocator) -> str:
 
 
 def _largest(kinds: Mapping[str, int]) -> str:
-    """The largest kinds, and the sum of the others."""
     ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
     words = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in ordered[:LARGEST]]
     others = sum(size for _, size in ordered[LARGEST:])
@@ -144,7 +146,6 @@ def _fragmented(allocator: Allocator) -> str:
 
 
 DIGITS = 4
-"""Digits of a budget, rounded down."""
 
 
 def command(
@@ -156,13 +157,7 @@ def command(
     *,
     may_grow: bool = True,
 ) -> str:
-    """The command to paste.
-
-    Args:
-        planned_bytes: of this moment.
-        asked: the words of the command that made the plan.
-        may_grow: whether expandable segments are possible.
-    """
+    """The command to paste. `asked`: the words that made the plan. `may_grow`: expandable segments are possible."""
     name = next((name for name in ALLOCATOR if name in environment), ALLOCATOR[-1])
     present = environment.get(name, "")
     if not allocator.lacking_bytes and GROWING not in present and may_grow:
@@ -180,7 +175,6 @@ def budget_bytes(allocator: Allocator, planned_bytes: int | None) -> int:
 
 
 def rounded_down(gib: float) -> str:
-    """A budget with four significant digits, rounded down."""
     if gib <= 0:
         return "0"
     places = max(0, DIGITS - 1 - math.floor(math.log10(gib)))
@@ -206,9 +200,7 @@ class Allocator:
     unused_bytes: int
     """Reserved and not allocated."""
     free_bytes: int
-    """Free and not reserved."""
     capacity_bytes: int | None = None
-    """The device's; None if unknown."""
 
     @property
     def limit_bytes(self) -> int:
@@ -293,3 +285,67 @@ def _inner(optimizer: Any) -> Iterator[Any]:
 
 def _states_of(inner: Any) -> Mapping[Any, Mapping[str, Any]]:
     return getattr(inner, "state", None) or {}
+
+
+class MemoryWatch:
+    def __init__(self, how_far: Callable[[], str]) -> None:
+        self._how_far = how_far
+        self._plan: Plan | None = None
+        self._path = ""
+        self._run: LiveRun | None = None
+        self._optimizer: Any = None
+        self._stepped = False
+        self._last_word: LastWord | None = None
+
+    def under(self, plan: Plan | None, path: str) -> None:
+        """Watch runs under this plan from now on. Call after torch.distributed is initialised."""
+        self._plan, self._path = plan, path
+        self._last_word = None if plan is None else LastWord()
+
+    def trains(self, model: Any, optimizer: Any) -> None:
+        run = live_run(model)
+        self._run = run if isinstance(run, LiveRun) else None
+        self._optimizer, self._stepped = optimizer, has_state(optimizer)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn an out-of-memory error inside into ours, with the original as its cause."""
+        try:
+            yield
+        except Exception as error:
+            if self._plan is None or self._last_word is None or isinstance(error, OutOfDeviceMemory):
+                raise
+            found = explained(error, self._rank(self._plan), self._how_far(), self._path)
+            if found is not None:
+                raise (found if self._last_word.is_first() else found.too()) from error
+            if not isinstance(error, LynxError):
+                self._last_word.follow()
+            elif not self._last_word.is_first():
+                self._last_word.follow(error.exit_status)
+            raise
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch one step. Exits at once on an error of ours: Megatron's clean-up could wait for other ranks."""
+        try:
+            with self.watching():
+                yield
+        except LynxError as error:
+            if dist.is_initialized():
+                stop(error)
+            raise
+        self._stepped = True
+
+    def _rank(self, plan: Plan) -> Rank:
+        from megatron.core import parallel_state
+
+        if (run := self._run) is None:  # no model is built yet
+            known = parallel_state.model_parallel_is_initialized()
+            return Rank(plan, int(parallel_state.get_pipeline_model_parallel_rank()) if known else 0)
+        return Rank(plan, run.stage, run.chunks, self._optimizer, self._stepped, _may_grow(run))
+
+
+def _may_grow(run: LiveRun) -> bool:
+    """Whether expandable segments of the allocator are possible."""
+    registers = any(getattr(getattr(wrapper, "ddp_config", None), "nccl_ub", False) for wrapper in run.wrappers)
+    return not (registers and nccl_ub_stands_alone(torch.__version__, installed_version()))

@@ -16,13 +16,11 @@ exits.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, r
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.flags import PREFIX
-from megatron_lynx.launch.hosts.host import Told, around_step
+from megatron_lynx.launch.hosts import Told, around
 from megatron_lynx.launch.message import stop
 
 TRAINING = "megatron.bridge.training"
@@ -43,16 +41,12 @@ class Settings:
 
     def __init__(self, cfg: Any) -> None:
         self._cfg = cfg
-        self._state: Any = None
-
-    def under(self, state: Any) -> None:
-        """Count iterations by this state of the training loop."""
-        self._state = state
+        self.state: Any = None
+        """Of the training loop, which counts the steps of this and earlier runs."""
 
     @property
     def curr_iteration(self) -> int:
-        """Steps of this and earlier runs."""
-        return 0 if self._state is None else int(self._state.train_state.step)
+        return 0 if self.state is None else int(self.state.train_state.step)
 
     iteration = curr_iteration
 
@@ -100,36 +94,24 @@ class Bridge:
     def claims(self, told: Told) -> Iterator[Claim]:
         setup, pretrain, train = (importlib.import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))
 
-        def initialised(original: Callable[..., Any]) -> Callable[..., Any]:
-            signature = inspect.signature(original)
+        @contextmanager
+        def initialised(given: Mapping[str, Any]) -> Iterator[None]:
+            yield
+            _let_our_warnings_through()
+            self._settings = Settings(given["cfg"])
+            with _leaving_together():
+                told.prepare(self._settings)
 
-            @wraps(original)
-            def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-                groups = original(*args, **kwargs)
-                _let_our_warnings_through()
-                self._settings = Settings(signature.bind(*args, **kwargs).arguments["cfg"])
-                with _leaving_together():
-                    told.prepare(self._settings)
-                return groups
+        @contextmanager
+        def loop(given: Mapping[str, Any]) -> Iterator[None]:
+            assert self._settings is not None, "Bridge initialises before it trains"
+            self._settings.state = given["global_state"]
+            with _leaving_together(), told.training(given["model"], given["optimizer"]):
+                yield
 
-            return initialize_megatron
-
-        def around_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-            signature = inspect.signature(original)
-
-            @wraps(original)
-            def loop(*args: Any, **kwargs: Any) -> Any:
-                given = signature.bind(*args, **kwargs).arguments
-                assert self._settings is not None, "Bridge initialises before it trains"
-                self._settings.under(given["global_state"])
-                with _leaving_together(), told.training(given["model"], given["optimizer"]):
-                    return original(*args, **kwargs)
-
-            return loop
-
-        yield Claim(setup, "initialize_megatron", initialised, "starts torch.distributed")
-        yield Claim(pretrain, "train", around_loop, "is the training loop")
-        yield Claim(train, "train_step", around_step(told), "is one step")
+        yield around(setup, "initialize_megatron", initialised, "starts torch.distributed")
+        yield around(pretrain, "train", loop, "is the training loop")
+        yield around(train, "train_step", told.step, "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
         yield from refused_settings(args._cfg)
@@ -139,8 +121,7 @@ class Bridge:
 
     def writers(self) -> tuple[Any, Any]:
         assert self._settings is not None
-        state = self._settings._state
-        return state.tensorboard_logger, state.wandb_logger
+        return self._settings.state.tensorboard_logger, self._settings.state.wandb_logger
 
     def spoken(self, problem: Problem) -> Problem:
         settings = self._settings

@@ -28,8 +28,8 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen, in_words, logged
 from megatron_lynx.launch.ending import gathered_on_rank_0, on_rank_0
-from megatron_lynx.launch.outcome.measuring import DevicePeak, Peak, StepClock, StepSeconds
-from megatron_lynx.launch.outcome.rows import largest_input, parts_of, predicted_of, reserve_of, rows, step_input
+from megatron_lynx.launch.measuring import DevicePeak, Peak, StepClock, StepSeconds
+from megatron_lynx.launch.rows import largest_input, parts_of, predicted_of, reserve_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (
     COLUMNS,
     FILE_NAME,
@@ -54,7 +54,6 @@ BETWEEN = "  "
 
 
 def lines(report: Report) -> list[str]:
-    """A report as text."""
     cells = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     heading = _heading(widths)
@@ -144,7 +143,6 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 FIRST = 2
-"""Steps with a table each."""
 
 TRACED = FIRST + 1
 
@@ -156,13 +154,8 @@ def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path |
 
 
 class Reporter:
-    """Reports the figures of one rank.
-
-    Args:
-        plan_path: the plan's path, as given.
-        path: the outcome file's path, if one is written.
-        shards: ranks that share a sequence.
-        checked: whether steps are compared with stock's.
+    """`path`: of the outcome file, if one is written. `shards`: ranks that share a sequence. `checked`: steps are compared with
+    stock's.
     """
 
     def __init__(
@@ -182,11 +175,9 @@ class Reporter:
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
         self._checked, self._shards = checked, shards
         self._step = self._measured = 0
-        """Steps of this run, and those neither checked nor traced."""
         self._known: dict[str, Any] = {}
         """Latest figures of this rank, by name; `expert_load` and `fell_back` are maxima over all steps."""
         self._seen, self._steps_seen = InputSeen(), 0
-        """Since the last table."""
         self._input: StepInput | None = None
         self._reports: list[Report] = []
 
@@ -229,7 +220,6 @@ class Reporter:
             self._clock.forget()
 
     def ends(self) -> None:
-        """Report the whole run."""
         if self._measured:
             self._report("end", self._clock.usual())
 

@@ -29,8 +29,6 @@ from megatron_lynx.nest import map_nest
 
 
 class AllRandom:
-    """The state of every random number generator that training uses (a `RandomSource`)."""
-
     def __init__(self) -> None:
         self._megatron = MegatronRandom()
 
@@ -49,8 +47,6 @@ class AllRandom:
 
 
 class TrainingState:
-    """The state of one rank that a pass changes, saved when this is created."""
-
     def __init__(self, model: Sequence[Module]) -> None:
         self._random = AllRandom()
         self._drawn = self._random.capture()
@@ -62,7 +58,6 @@ class TrainingState:
         self._validated = [(machine, _copies(vars(machine))) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
-        """Restore everything. Can be repeated."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for module, extra in self._extra:
@@ -131,11 +126,8 @@ def in_fp8(module: Module) -> bool:
 
 
 class Fp8Scales:
-    """FP8 scales and amax histories of some modules, saved when this is created: every pass in FP8 changes them.
-
-    Transformer Engine creates them in a module's first forward, so extra states do not contain those of a module that has not run
-    yet;
-    and newer releases refuse to read extra states.
+    """FP8 scales and amax histories: every pass in FP8 changes them, and extra states lack those of a module that has not run
+    yet.
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
@@ -176,7 +168,6 @@ class Batches:
         self._next = 0
 
     def again(self) -> None:
-        """Begin with the first batch again."""
         self._next = 0
 
     def __iter__(self) -> Batches:

@@ -22,11 +22,9 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
 
 _AT_ONCE = 1 << 24
-"""Values compared at a time."""
 
 Gradients = Mapping[str, Tensor | None]
 Position = tuple[int, ...]
-"""When a pass reaches a value: smaller is earlier."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,9 +49,7 @@ class Outcome:
     losses: tuple[Any, ...]
     """Values of the loss function, by micro-batch; empty on ranks without a loss."""
     gradients: Gradients
-    """Gradients by their parameter's name in the whole model."""
     positions: Mapping[str, Position]
-    """When backward reaches each parameter."""
 
     @classmethod
     def of(cls, losses: Any, chunks: Sequence[Module]) -> Outcome:
@@ -66,7 +62,6 @@ class Outcome:
         )
 
     def on_host(self) -> Outcome:
-        """A copy in host memory."""
         losses = map_nest(Tensor, _to_host, self.losses)
         gradients = {name: None if value is None else _to_host(value) for name, value in self.gradients.items()}
         return Outcome(losses, gradients, self.positions)
@@ -105,12 +100,7 @@ def differences(
     names: tuple[str, str],
     tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Difference]:
-    """Return all values that differ, earliest first.
-
-    Args:
-        names: of the two passes, for messages.
-        tolerances: fraction of the largest value by which a gradient may differ, by name.
-    """
+    """Return all values that differ, earliest first. `tolerances`: fractions of the largest value, by names of gradients."""
     found = [
         Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
         for index, pair in enumerate(_paired(one.losses, other.losses))
@@ -138,7 +128,6 @@ def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
 
 
 def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
-    """How two tensors differ, in words; empty if they are equal."""
     if one is None or other is None:
         there, absent = (names[1], names[0]) if one is None else names
         return "" if one is other else f"a value in {there}, none in {absent}"
@@ -155,9 +144,8 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
 
 
 def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> bool:
-    """Whether two gradients differ by at most `tolerance` times the largest value of the first. False without a tolerance.
-
-    Compares in pieces: a head's gradient may have gigabytes.
+    """Whether two gradients differ by at most `tolerance` times the largest value of the first. Compares in pieces, to save
+    memory.
     """
     if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False

@@ -49,7 +49,6 @@ OVER = 0.02
 
 
 def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageRow, ...]:
-    """Return a row for each stage, in order. `ranks`: (stage, figures) of each rank."""
     stages: dict[int, list[StageMeasured]] = defaultdict(list)
     for stage, measured in ranks:
         stages[stage].append(measured)
@@ -84,10 +83,7 @@ def reserve_of(plan: Plan) -> PlannedReserve | None:
 
 
 def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInput | None:
-    """The input of one rank over `steps`; None for a rank without attention. Waits for the device if lengths are on it.
-
-    `shards`: ranks that share a sequence.
-    """
+    """The input of one rank over `steps`; None without attention. Waits for the device if lengths are on it."""
     if not seen.microbatches or not steps:
         return None
     full, packed = plan.model.seq * plan.batch.micro, plan.batch.packed
@@ -159,7 +155,6 @@ def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool
 
 
 def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
-    """Yield each span with those directly inside it."""
     around: list[tuple[Span, list[Span]]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         while around and around[-1][0].end_s < span.end_s:

@@ -1,12 +1,11 @@
-"""Checked steps: each runs under stock and under the plan.
-
-Megatron's `train_step` gets another function in place of its schedule. At its first call in a step:
+"""Checked steps of `--lynx-check N`: each runs under stock and under the plan, inside `train_step`, in place of Megatron's
+schedule.
 
     1. the state that the pass will change is saved
     2. once, if device memory is counted: a pass under the plan, to estimate what stock needs
     3. hooks lifted: stock; its losses and gradients are copied to the host
     4. a pass under the plan, from which training continues
-    5. all ranks compare; at a difference stock runs again, to tell whether stock differs from itself
+    5. all ranks compare bits; at a difference stock runs again, to tell whether stock differs from itself
 
 A rank that runs out of memory in 2 to 5 says so and exits, and torchrun ends the others.
 """
@@ -29,16 +28,14 @@ from megatron_lynx.apply import Installation
 from megatron_lynx.apply.assignment import order_of
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.check.outcome import Difference, Outcome, differences, gradient_of, named_parameters
-from megatron_lynx.launch.check.training_state import DataIterators, TrainingState
+from megatron_lynx.launch.differences import Difference, Outcome, differences, gradient_of, named_parameters
 from megatron_lynx.launch.ending import agree, on_rank_0
+from megatron_lynx.launch.training_state import DataIterators, TrainingState
 from megatron_lynx.units import format_bytes
 
 
 @dataclass(frozen=True)
 class _Found:
-    """One rank's comparison in one step."""
-
     parameters: int
     losses: int
     size_bytes: int
@@ -48,12 +45,7 @@ class _Found:
 
 
 class Check:
-    """Checks the first `steps` steps of a run.
-
-    Args:
-        against: fitting, none or full.
-        head_in_pieces: whether the gradient of the head's weight need only be near stock's.
-    """
+    """`against`: fitting, none or full. `head_in_pieces`: the gradient of the head's weight need only be near stock's."""
 
     def __init__(self, steps: int, against: str, *, head_in_pieces: bool = False) -> None:
         self._left = steps
@@ -61,15 +53,11 @@ class Check:
         self._head_in_pieces = head_in_pieces
         self._need: Need | None = None
         self._compared: list[_Found] = []
-        """All ranks' results of the latest step."""
         self._settings: set[str] = set()
         self.steps = 0
-        """Steps checked so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead. A later call in the same step (a rerun of Megatron's) is not
-        checked.
-        """
+        """Return the function that `train_step` calls instead. A later call in a step (a rerun of Megatron's) is not checked."""
         if self._left == 0:
             return schedule
         self._left -= 1
@@ -140,7 +128,6 @@ class Check:
         agree(plan_differs(self.steps, setting, min(first), count, head_in_pieces=self._head_in_pieces))
 
     def summary(self) -> str | None:
-        """A sentence on the checked steps; None without any."""
         if not self._compared:
             return None
         parameters, losses, size_bytes = (
@@ -264,7 +251,6 @@ class Step:
         self._fresh = True
 
     def planned(self) -> Any:
-        """Run a pass under the plan, and return its losses. Step 4."""
         trace = self._installation.engine.trace
         with self._once_more():
             if trace.enabled:
@@ -326,13 +312,12 @@ ADDED_IN_16_BITS = 2.0**-4
 
 
 def head_tolerances(chunks: Sequence[Module]) -> dict[str, float]:
-    """Tolerance of the head's weight in these chunks, by its name in the whole model."""
     weights = {id(weight) for chunk in chunks for weight in _head_weights(chunk)}
     return {name: tolerance_of(chunks[0], parameter) for name, parameter in named_parameters(chunks) if id(parameter) in weights}
 
 
 def tolerance_of(chunk: Module, weight: Parameter) -> float:
-    """The tolerance, as a fraction of the largest value of a weight's gradient."""
+    """As a fraction of the largest value of the weight's gradient."""
     gradient, fused = gradient_of(weight), chunk.config.gradient_accumulation_fusion  # type: ignore[union-attr]
     if gradient is not None and gradient.element_size() < 4 and hasattr(weight, "main_grad"):
         return ADDED_IN_16_BITS

@@ -24,8 +24,8 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.check.check import Schedule, frames_differ
-from megatron_lynx.launch.check.outcome import Difference, bits, unlike
+from megatron_lynx.launch.check import Schedule, frames_differ
+from megatron_lynx.launch.differences import Difference, bits, unlike
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame
@@ -35,11 +35,8 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class _Found:
-    """One rank's comparison in one step."""
-
     frames: int
     again: dict[Again, int]
-    """Tensors, by how they were restored."""
     size_bytes: int
     kinds: tuple[int, int]
     """Kinds of frames drawn and seen since the run began."""
@@ -49,8 +46,6 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """One saved tensor of a drawn frame."""
-
     step: int
     frame: tuple[int, FrameKey]
     place: Place
@@ -59,12 +54,7 @@ class _Drawn:
 
 
 class FrameCheck:
-    """Checks the first `steps` steps of a run. Observes the engine meanwhile.
-
-    Args:
-        seed: seed of the draws; each rank draws other frames.
-        lag: steps between a forward and its backward (1 without flushes).
-    """
+    """`seed`: of the draws; each rank draws other frames. `lag`: steps between a forward and its backward (1 without flushes)."""
 
     def __init__(self, steps: int, plan: Plan, *, seed: int = 0, lag: int = 0) -> None:
         self._left = steps
@@ -77,14 +67,10 @@ class FrameCheck:
         self._reached: dict[tuple[int, FrameKey], int] = {}
         """Drawn frames in the order in which backward reached them."""
         self._compared: list[_Found] = []
-        """All ranks and steps."""
         self.steps = 0
-        """Steps in which frames were drawn so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead. A later call in the same step (a rerun of Megatron's) is not
-        checked.
-        """
+        """Return the function that `train_step` calls instead. A later call in a step (a rerun of Megatron's) is not checked."""
         if self.over:
             return schedule
         draws, checked = self._left > 0, iter([True])
@@ -114,7 +100,6 @@ class FrameCheck:
         return self._left + self._lag == 0
 
     def summary(self) -> str | None:
-        """A sentence on the checked steps; None without any."""
         if not self._compared:
             return None
         frames, size_bytes = (sum(getattr(found, name) for found in self._compared) for name in ("frames", "size_bytes"))
@@ -132,8 +117,6 @@ class FrameCheck:
             "had saved"
         )
 
-    # --- the engine's observer --------------------------------------------------------------------------------------------
-
     def wants(self, frame: Frame, offloads: bool) -> bool:
         policy = frame.policy
         windows = self._plan.chunks_of(self._stage)[policy.chunk].rule_for(policy.layer).windows
@@ -150,8 +133,6 @@ class FrameCheck:
             original.compare(made)
 
         return returned
-
-    # --- one step ------------------------------------------------------------------------------------------------------
 
     def _begin(self, model: Any) -> None:
         run = live_run(model)
@@ -212,8 +193,6 @@ PER_STEP = 4
 
 
 class Draw:
-    """Draws the frames of one rank, preferring kinds that were drawn least."""
-
     def __init__(self, seed: int, per_step: int = PER_STEP) -> None:
         self._random = random.Random(seed)  # a generator that training does not use
         self._per_step = per_step
@@ -254,9 +233,7 @@ class Draw:
 
 
 class _Compared(NamedTuple):
-    """On the device: the number of elements that differ, the index of the first, and its bits in the returned and the saved
-    tensor.
-    """
+    """On the device: the number of elements that differ, the first one's index, and its bits in both tensors."""
 
     differing: Tensor
     first: Tensor
@@ -265,8 +242,6 @@ class _Compared(NamedTuple):
 
 
 class Original:
-    """One saved tensor of a drawn frame. `made_by`: `replayed`, `reloaded` or `gathered`."""
-
     def __init__(self, tensor: Tensor, made_by: str) -> None:
         self.made_by = made_by
         self.size_bytes = tensor.nbytes
@@ -292,7 +267,6 @@ class Original:
 
     @property
     def over(self) -> bool:
-        """Whether backward has requested it."""
         return self._kept is None
 
     def found(self) -> str:

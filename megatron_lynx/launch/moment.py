@@ -74,8 +74,6 @@ class Rank:
 
 
 class _Passed(NamedTuple):
-    """A function in a traceback."""
-
     module: str
     function: str
     local: dict[str, Any]
@@ -158,7 +156,6 @@ def _put_off(passed: Sequence[_Passed]) -> Entry | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -166,7 +163,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _passed(error: BaseException) -> Iterator[_Passed]:
-    """Functions of its traceback, outermost first."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame

@@ -25,7 +25,6 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.trace import Clock
 
 REMEMBERED = 1000
-"""Latest steps in the medians."""
 
 
 class StepSeconds(NamedTuple):

@@ -1,0 +1,162 @@
+"""The frameworks whose scripts a launch runs, and hooks on Megatron-LM. `bridge` has those on Megatron-Bridge.
+
+MegatronLM runs `pretrain_gpt.py` and other scripts that read flags and call `pretrain` of `megatron.training`.
+
+Replaces              `add_megatron_arguments` of `megatron.training.arguments` (a global, read by `parse_args`);
+                      `_initialize_distributed` of `megatron.training.initialize` (a global, read by `initialize_megatron`);
+                      `train` and `train_step` of `megatron.training.training` (globals, read by `pretrain` and by `train`).
+Why                   our flags appear in `--help`, in Megatron's log, and in the arguments that checkpoints record; all ranks
+                      refuse a wrong plan together as soon as they can communicate, before a model is built; the plan is
+                      installed when the loop begins, with the model built, wrapped and loaded, and removed when it ends, so
+                      that evaluation, saving and a second `pretrain` use Megatron's own objects.
+Calls the original    once per call, with the same arguments (they differ by release); a checked step with another
+                      `forward_backward_func`. Help texts that argparse cannot format are escaped: a per cent sign in one of
+                      Megatron's makes `--help` of 0.18 and 0.19 fail.
+Holds                 nothing.
+Passes through when   no plan is given. A script that only evaluates (`--skip-train`) never reaches the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any, Protocol
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch.flags import BRIDGE, add_flags
+
+
+class Told(Protocol):
+    """The part of a launch that a host's hooks call.
+
+    `args` has the names of Megatron-LM's (`seq_length`, `tensor_model_parallel_size`, ...), accepts our flags, and its
+    `curr_iteration` follows the loop. The arguments of a step have `forward_backward_func` and `optimizer`, and may be replaced.
+    """
+
+    def prepare(self, args: Any) -> None: ...
+
+    def training(self, model: Any, optimizer: Any) -> AbstractContextManager[None]: ...
+
+    def step(self, arguments: dict[str, Any]) -> AbstractContextManager[None]: ...
+
+
+class Host(Protocol):
+    """One framework."""
+
+    name: str
+    """Its name in messages."""
+
+    def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
+        """The script's `sys.argv[1:]`, with our flags or without."""
+        ...
+
+    def find(self, script: str) -> None:
+        """Raises `ConfigError` if the framework cannot be imported as the script would import it."""
+        ...
+
+    def claims(self, told: Told) -> Iterator[Claim]:
+        """Hooks that call `told` when distributed is initialised, around the training loop, and around a step."""
+        ...
+
+    def refused(self, args: Any) -> Iterator[Problem]:
+        """Settings of the framework that no plan can run with, beyond those that the model and its flags are checked for."""
+        ...
+
+    def writers(self) -> tuple[Any, Any]:
+        """The writers of TensorBoard and W&B; None on most ranks."""
+        ...
+
+    def spoken(self, problem: Problem) -> Problem:
+        """A problem in the words of the framework's users: flags, or settings of a configuration."""
+        ...
+
+
+def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractContextManager[None]], what: str) -> Claim:
+    """A hook that runs a function inside `context`, which gets its arguments by name and may replace them."""
+
+    def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            with context(given.arguments):
+                return original(*given.args, **given.kwargs)
+
+        return inside
+
+    return Claim(module, name, hooked, what)
+
+
+def host_named(name: str) -> Host:
+    """The host that `--lynx-host` names."""
+    if name == BRIDGE:
+        from megatron_lynx.launch.bridge import Bridge
+
+        return Bridge()
+    return MegatronLM()
+
+
+class MegatronLM:
+    name = "Megatron-LM"
+
+    def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
+        """All of them: Megatron's parser shows and records our flags."""
+        return words
+
+    def find(self, script: str) -> None:
+        try:
+            import_module("megatron.training.training")
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").split(".")[0] != "megatron":
+                raise
+            found = f"no {missing.name} that it could import"
+            needed = "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
+            todo = "put the Megatron-LM checkout that the script belongs to on PYTHONPATH"
+            raise ConfigError("the launch cannot find Megatron's training", [Problem(script, found, needed, todo)]) from None
+
+    def claims(self, told: Told) -> Iterator[Claim]:
+        arguments, initialize, training = (
+            import_module(f"megatron.training.{name}") for name in ("arguments", "initialize", "training")
+        )
+
+        def declared(original: Any) -> Any:
+            return wraps(original)(lambda parser: printable(add_flags(original(parser))))
+
+        @contextmanager
+        def initialised(_: Mapping[str, Any]) -> Iterator[None]:
+            yield
+            told.prepare(import_module("megatron.training.global_vars").get_args())
+
+        yield Claim(arguments, "add_megatron_arguments", declared, "declares Megatron's arguments")
+        yield around(initialize, "_initialize_distributed", initialised, "starts torch.distributed")
+        loop = around(training, "train", lambda given: told.training(given["model"], given["optimizer"]), "is the training loop")
+        yield from (loop, around(training, "train_step", told.step, "is one step"))
+
+    def refused(self, args: Any) -> Iterator[Problem]:
+        return iter(())
+
+    def writers(self) -> tuple[Any, Any]:
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        return get_tensorboard_writer(), get_wandb_writer()
+
+    def spoken(self, problem: Problem) -> Problem:
+        return problem
+
+
+def printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape help texts that `--help` could not print, and return the parser."""
+    for action in parser._actions:
+        if action.help is None:
+            continue
+        try:
+            action.help % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
+    return parser
