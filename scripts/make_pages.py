@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.given import flag_table
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/generated"

@@ -52,7 +52,7 @@ def with_judgements(recorded: dict[str, Any], before: dict[str, Any]) -> dict[st
 
 def not_judged(table: dict[str, Any]) -> list[str]:
     """The names of which nothing says what they mean for a plan."""
-    from megatron_lynx.launch_arguments.flag_table import REFUSED
+    from megatron_lynx.launch_arguments.given import REFUSED
 
     rows = (row for row in table["flags"] if "kind" not in row and row["group"] not in table["groups"])
     return sorted({row["sets"] for row in rows} - REFUSED.keys())

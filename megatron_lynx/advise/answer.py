@@ -26,7 +26,7 @@ from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.optimizer_facts import CHUNK, CHUNKED
+from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import decide, plannable

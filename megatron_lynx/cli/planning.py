@@ -260,7 +260,7 @@ def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     """The command or flags to launch with. `chosen`: an option of `plan` decides the optimizer's share on the host."""
-    from megatron_lynx.launch_arguments.optimizer_facts import OF_THE_HOST, ON_HOST
+    from megatron_lynx.launch_arguments.model_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
 

@@ -34,8 +34,7 @@ from typing import Any
 from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.files import checked
-from megatron_lynx.launch_arguments.flag_table import FlagTable
-from megatron_lynx.launch_arguments.given import Given, Value
+from megatron_lynx.launch_arguments.given import FlagTable, Given, Value
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.yaml_file import read_yaml
 
@@ -52,8 +51,6 @@ BUCKET = 128 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Container:
-    """A container. Its parts are objects with fields, from a recipe or a file."""
-
     cfg: Any
     is_resolved: bool
     """Whether Bridge has resolved it."""
@@ -70,7 +67,6 @@ class Container:
         return in_settings(text, self.has)
 
     def setting(self, flag: str) -> str:
-        """The setting that does the same as a flag with its value."""
         return as_setting(flag, self.has)
 
 
@@ -92,7 +88,6 @@ def read_container(words: Sequence[str], gpus: int | None) -> Container:
 
 
 def _as_objects(data: Mapping[str, Any]) -> Any:
-    """The parts of a file as objects with fields, like a container's."""
     parts = {part: SimpleNamespace(**value) if isinstance(value, Mapping) else value for part, value in data.items()}
     inner = getattr(parts.get("model"), "transformer", None)
     if isinstance(inner, Mapping):
@@ -235,9 +230,8 @@ def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]
 
 @contextmanager
 def _beside_the_user() -> Iterator[None]:
-    """Import from the current folder, as `python -m` does. Hubs are set offline unless the user decides otherwise: without a
-    network they
-    would retry for minutes.
+    """Import from the current folder, with hubs offline unless the user decides otherwise: without a network they retry for
+    minutes.
     """
     folder, said = os.getcwd(), os.environ.get(OFFLINE)
     sys.path.insert(0, folder)
@@ -304,7 +298,6 @@ def _other_class(model: Any) -> str | None:
 
 
 def activation(container: Container) -> tuple[str, bool]:
-    """The activation's name, and whether it is gated."""
     return str(container.get("model.activation_func", "gelu")), bool(container.get("model.gated_linear_unit"))
 
 

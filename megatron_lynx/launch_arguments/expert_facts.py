@@ -66,7 +66,6 @@ def routes_naturally(given: Given) -> bool:
 
 
 def natural_routing(experts: Experts) -> Iterator[str]:
-    """Lines about the load assumed under natural routing, and the options that state another."""
     if experts.drops and experts.holds is not None:
         yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
@@ -76,10 +75,7 @@ def natural_routing(experts: Experts) -> Iterator[str]:
 
 
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Yield the facts of experts, if there are any. Dispatch that is not modelled is added to `problems`.
-
-    `planning`: for a plan, which not every dispatcher supports.
-    """
+    """Yield the facts of experts, if any. `planning`: for a plan. Dispatch that is not modelled is added to `problems`."""
     if not has_experts(given):
         if (given[EXPERT] or 1) > 1:
             needed = "1 without --num-experts, or --num-experts with it"
@@ -115,9 +111,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
 
 
 def _scores(given: Given) -> Iterator[Fact]:
-    """Tensors of scores that `TopKRouter` saves, as counted on CPU ranks. Group-limited routing (`group_limited_topk`) also saves
-    a mask
-    of all experts and indices of the best groups.
+    """Tensors of scores that `TopKRouter` saves. Group-limited routing also saves a mask of all experts and indices of the best
+    groups.
     """
     kinds, coefficients = ([value] if not isinstance(value, list) else value for value in map(given.__getitem__, AUXILIARY))
     kept = {
@@ -144,9 +139,7 @@ def _scores(given: Given) -> Iterator[Fact]:
 
 
 def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Shared experts overlapped with the exchanges. Megatron runs them in every dispatcher but all-gather, and refuses them with
-    overlapped exchanges, which is reported with the launch's setting.
-    """
+    """Shared experts overlapped with the exchanges: in every dispatcher but all-gather, and not with overlapped exchanges."""
     if not given[BESIDE] or given["moe_shared_expert_intermediate_size"] is None or given[OVERLAP]:
         return
     if given[DISPATCHER] == "allgather":
@@ -156,9 +149,9 @@ def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """The bound of a capacity factor: rows that an expert gets from each rank, over a balanced share
-    (`apply_router_token_dropping`).
-    Padded, every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router.
+    """The bound of a capacity factor: rows of an expert from each rank, over a balanced share (`apply_router_token_dropping`).
+    Padded,
+    every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router.
     """
     factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
     padded = given[PADDED]
@@ -192,10 +185,9 @@ def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Iterator[Fact]:
-    """A rank's capacity of rows, over a balanced share. NCCL EP allocates one block of that size, which the experts' first
-    linears save;
-    their output is counted as equally large. With HybridEP, Megatron accepts it only with fused experts
-    (`TransformerConfig.__post_init__` of 0.18 and 0.19), which are not modelled, and it refuses other backends.
+    """A rank's capacity of rows, over a balanced share. NCCL EP allocates a block of that size, which the first linears save.
+    HybridEP
+    needs fused experts with it (`TransformerConfig.__post_init__` of 0.18 and 0.19), which are not modelled.
     """
     factor, origin = given[RANK_CAPACITY], given.origin(RANK_CAPACITY)
     if factor is not None and backend == "ncclep":
@@ -208,7 +200,6 @@ def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Itera
 
 
 def _widths(given: Given) -> Iterator[Fact]:
-    """Widths of experts and shared experts. The default is the MLP's."""
     if given["moe_ffn_hidden_size"] is not None:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
     elif (found := ffn_of(given)) is not None:

@@ -26,8 +26,7 @@ from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE
-from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
-from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
+from megatron_lynx.launch_arguments.given import SHELL, Flag, FlagTable, Given, Value, in_range
 from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
@@ -95,7 +94,6 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
 
 
 def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each key as written, the argument's name, and the value."""
     for key, value in data.items():
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))

@@ -1,23 +1,211 @@
-"""Reads the values of a launch, from arguments or Megatron's YAML form, by Megatron's names.
+"""The flags of Megatron's parsers, by release, and the values of a launch, from arguments or Megatron's YAML form.
 
---num-layers 32 --swiglu --lr 3e-4  ─┐
-                                     ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that accept all of them
-language_model: {num_layers: 32 ...} ─┘
+--swiglu        takes nothing, sets swiglu to True       0.16 0.17 0.18 0.19
+--split         takes one word                           0.16 0.17 0.18 0.19        a flag that changed has a row for each form
 
-Values become `Fact`s about the job, which name their flag.
+`scripts/record_flags.py` writes the rows of flags.json. The columns `kind` and `why`, and `groups`, are written by hand; a flag
+whose cost is unknown has neither.
+
+read           becomes part of the job                        --num-layers
+priced as      counted as something else, and reported so      --fp16: as bf16
+no matter      changes neither activations nor seconds         --lr: learning rate
+refused        by a row of `megatron_lynx.limits`              --spec
+
+Arguments are split into pieces, a flag and its words. An unknown flag gets all words up to the next one that begins with `--`.
+
+--num-layers 32    --swiglu    --recompute-modules moe layernorm    --use-mpi    --rollout 3 4       stray
+└─── takes 1 ──┘   └ none ┘    └──────────── one or more ─────────┘ └─── unknown to Megatron ──┘     └ no flag's ┘
+
+--num-layers 32 --swiglu --lr 3e-4  ─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that accept all of them
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.command_line import is_flag, pieces
-from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
+from megatron_lynx.limits import ARGUMENTS, limits
+
+REFUSED = {limit.argument: limit.reason for limit, _ in limits(["any"], ARGUMENTS)}
+"""Names of Megatron's namespace that cannot be estimated, and why."""
+
+
+class FlagKind(NamedTuple):
+    """`why`: the reason of a refusal, the substitute in pricing, or the subject."""
+
+    name: Literal["read", "priced as", "refused", "no matter"]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One form of one flag."""
+
+    options: tuple[str, ...]
+    """Spellings. If `takes` is 0 and `to` is None, those that start with --no- switch it off."""
+    sets: str
+    takes: int | str
+    """Number of words that follow, or `+` (some), `*` (any)."""
+    type: str
+    to: Any
+    """The value set by a flag without words; None: True, or False for its --no- form."""
+    choices: tuple[Any, ...]
+    default: Any
+    group: str
+    releases: tuple[str, ...]
+    kind: FlagKind | None
+
+    @property
+    def is_read(self) -> bool:
+        return self.kind is not None and self.kind.name == "read"
+
+    def switched(self, option: str) -> Any:
+        """The value that this spelling of a flag without words sets."""
+        return not option.startswith("--no-") if self.to is None else self.to
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    releases: tuple[str, ...]
+    """Oldest first."""
+    flags: tuple[Flag, ...]
+    no_flag: frozenset[str]
+    """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds."""
+    no_flag_of_bridge: frozenset[str]
+    """Fields of `cfg.model` of Megatron-Bridge that are ignored, or read elsewhere."""
+
+    def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
+        """The form of an option in the newest of these releases (by default all) that has it."""
+        wanted = set(self.releases if releases is None else releases)
+        forms = [flag for flag in self.of_option.get(option, ()) if wanted & set(flag.releases)]
+        return max(forms, key=lambda flag: max(self.releases.index(one) for one in flag.releases if one in wanted), default=None)
+
+    def releases_of(self, option: str) -> tuple[str, ...]:
+        having = {release for flag in self.of_option.get(option, ()) for release in flag.releases}
+        return tuple(release for release in self.releases if release in having)
+
+    def default(self, name: str, release: str) -> Any:
+        return next((flag.default for flag in self.of_name.get(name, ()) if release in flag.releases), None)
+
+    @cached_property
+    def of_option(self) -> dict[str, list[Flag]]:
+        return _grouped((option, flag) for flag in self.flags for option in flag.options)
+
+    @cached_property
+    def of_name(self) -> dict[str, list[Flag]]:
+        return _grouped((flag.sets, flag) for flag in self.flags)
+
+
+@cache
+def flag_table() -> FlagTable:
+    data = json.loads((Path(__file__).parent / "flags.json").read_text(encoding="utf-8"))
+    flags = tuple(_flag(row, data["groups"]) for row in data["flags"])
+    return FlagTable(tuple(data["releases"]), flags, frozenset(data["no_flag"]), frozenset(data["no_flag_of_bridge"]))
+
+
+def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
+    """`groups`: Megatron's headings whose flags change neither activations nor seconds, with their subject."""
+    kind = None
+    if "kind" in row:
+        kind = FlagKind(row["kind"], row.get("why", ""))
+    elif row["sets"] in REFUSED:
+        kind = FlagKind("refused", REFUSED[row["sets"]])
+    elif row["group"] in groups:
+        kind = FlagKind("no matter", groups[row["group"]])
+    columns = {"type": "text", "to": None, "choices": (), **row, "kind": kind}
+    columns |= {name: tuple(columns[name]) for name in ("options", "choices", "releases")}
+    return Flag(**{name: value for name, value in columns.items() if name != "why"})
+
+
+def _grouped(pairs: Iterable[tuple[str, Flag]]) -> dict[str, list[Flag]]:
+    grouped: dict[str, list[Flag]] = {}
+    for name, flag in pairs:
+        grouped.setdefault(name, []).append(flag)
+    return grouped
+
+
+OURS = "--lynx-"
+
+BY_STEPS = "--step-batch-size-schedule"
+"""One word with blanks; scripts often lose its quotes."""
+PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One flag with its values, or one word that belongs to no flag."""
+
+    option: str | None
+    """As written, without a value; None for a stray word."""
+    values: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def ours(self) -> bool:
+        return self.option is not None and self.option.startswith(OURS)
+
+
+def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) -> Iterator[Piece]:
+    """Yield the pieces in order. The newest of `releases` that has a flag decides how many words it takes."""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not is_flag(word):
+            yield Piece(None, (), (word,))
+            continue
+        option, equals, value = word.partition("=")
+        following = [] if equals else _up_to_next_flag(rest)
+        taken = tuple(following[: _takes(option, len(following), table, releases)])
+        del rest[: len(taken)]
+        if option == BY_STEPS:
+            while rest and PAIR.fullmatch(rest[0]):
+                taken = (" ".join((*taken, rest.pop(0))),)
+        yield Piece(option, (value,) if equals else taken, (word, *taken))
+
+
+def is_flag(word: str) -> bool:
+    return word.startswith("--") and len(word) > 2
+
+
+def changed(
+    arguments: Sequence[str],
+    table: FlagTable,
+    releases: Sequence[str],
+    *,
+    without: Collection[str] = (),
+    setting: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[str, ...]:
+    """The arguments without flags that set a name of `without`, and with those of `setting` replaced, or added at the end."""
+    given = dict(setting or {})
+    words: list[str] = []
+    for piece in pieces(arguments, table, releases):
+        flag = None if piece.option is None else table.newest(piece.option, releases)
+        if flag is not None and flag.sets in without:
+            continue
+        if piece.option is not None and piece.option in (setting or {}):
+            words += [piece.option, *given.pop(piece.option)] if piece.option in given else []
+            continue
+        words += piece.words
+    return (*words, *(word for option, values in given.items() for word in (option, *values)))
+
+
+def _takes(option: str, following: int, table: FlagTable, releases: Sequence[str]) -> int:
+    if option.startswith(OURS):
+        return min(1, following)
+    flag = table.newest(option, releases) or table.newest(option)
+    return following if flag is None or not isinstance(flag.takes, int) else flag.takes
+
+
+def _up_to_next_flag(words: Sequence[str]) -> list[str]:
+    return list(words[: next((index for index, word in enumerate(words) if is_flag(word)), len(words))])
+
 
 MISTYPED = 0.9
 """Similarity, from 0 to 1, of a word and its misspelling by a letter or two."""
@@ -56,8 +244,7 @@ class Given:
     """The releases that accept every flag of the launch, oldest first; never empty."""
     table: FlagTable
     unknown: tuple[str, ...] = ()
-    """Flags that Megatron does not have, each with its words, and unknown values of flags that do not matter. A fork may have
-    them.
+    """Flags that Megatron does not have, with their words, and unknown values of flags that do not matter; a fork may have them.
     """
     packed: str = ""
     """The setting of a data set that packs sequences, if no flag does."""
@@ -82,7 +269,6 @@ class Given:
 
 
 def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, list[Problem]]:
-    """Read arguments, and return their values and problems."""
     options = [word.partition("=")[0] for word in arguments if is_flag(word)]
     options = [option for option in options if table.newest(option) is not None]
     releases, problems = _common(options, table)
@@ -178,8 +364,6 @@ def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> 
 
 @dataclass(frozen=True)
 class Fact:
-    """One value of the job."""
-
     place: str
     """Path in a job file: `model.layers`."""
     value: Any
@@ -188,7 +372,6 @@ class Fact:
 
 
 def as_job_data(facts: Iterable[Fact]) -> dict[str, Any]:
-    """The facts as nested dicts, like a job file."""
     data: dict[str, Any] = {}
     for fact in facts:
         *path, last = fact.place.split(".")

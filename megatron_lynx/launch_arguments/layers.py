@@ -37,8 +37,7 @@ from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.opaque import gated_attention, gated_delta_net, mamba
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
-from megatron_lynx.launch_arguments.model_facts import FORKS
-from megatron_lynx.launch_arguments.optimizer_facts import STATES_ON_HOST
+from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
@@ -46,10 +45,7 @@ MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
 
 
 def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str) -> int | list[int] | None:
-    """The number, or the list for all layers of the launch; None, with a problem, for anything else.
-
-    `example`: a valid list for the message.
-    """
+    """The number, or the list for all layers; None, with a problem, for anything else. `example`: a valid list."""
     said, origin, layers = written(given, flag), given.origin(flag), given["num_layers"]
     if said.isdecimal() and len(said) < 10 and int(said) > 0:
         return int(said)
@@ -65,7 +61,6 @@ def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str
 
 
 def written(given: Given, flag: str) -> str:
-    """The value of a flag as text without blanks."""
     return str(given[flag]).replace(" ", "")
 
 
@@ -83,7 +78,6 @@ def pattern_of(text: str) -> list[int]:
 
 
 def _evaluated(node: ast.expr) -> list[int]:
-    """Raises TypeError for other expressions."""
     match node:
         case ast.List(elts=elements):
             numbers = [element.value if isinstance(element, ast.Constant) else None for element in elements]
@@ -224,7 +218,6 @@ def without_known(given: Given) -> Given:
 
 
 def _in_stack(given: Given, stack: Sequence[StackLayer]) -> Iterator[dict[str, Any]]:
-    """Opaque and missing halves of a hybrid stack."""
     having: dict[str, list[int]] = {}
     for number, layer in enumerate(stack, start=1):
         for name in layer.opaque:
@@ -245,7 +238,6 @@ def _delta_net(given: Given) -> dict[str, Any]:
 
 
 def element_of(given: Given) -> int:
-    """Bytes per element of an activation."""
     return 2 if given["bf16"] or given["fp16"] else 4
 
 

@@ -80,7 +80,6 @@ def _plain(given: Given, pipeline: int, left_open: bool) -> Iterator[Fact]:
 
 
 def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
-    """Layers of each virtual stage, in layer order."""
     if given[LAYOUT]:
         return layers_of_layout(given[LAYOUT], given["mtp_num_layers"] or 0)
     stages = _of_stages(given, layers, pipeline)
@@ -106,10 +105,7 @@ def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
 
 
 def layers_of_layout(text: str, mtp: int = 0) -> tuple[int, ...]:
-    """Layers of each virtual stage of a layout. `mtp`: layers of multi-token prediction, on the last virtual stage.
-
-    Raises `_Uneven` for a malformed layout.
-    """
+    """Layers of each virtual stage of a layout. `mtp`: layers of multi-token prediction, on the last one. Raises `_Uneven`."""
     plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text.replace(",", ""))
     plain = re.sub(r"(.)\*(\d+)", _repeated, plain)
     if strange := sorted(set(plain) - set("EtmL|")):
@@ -131,9 +127,7 @@ SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_par
 
 
 def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Sizes of Megatron's parallel groups, without context parallelism. Sequence parallelism needs more than one tensor-parallel
-    rank.
-    """
+    """Sizes of Megatron's parallel groups, without context. Sequence parallelism needs more than one tensor-parallel rank."""
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
@@ -173,8 +167,7 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
 
 def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """The final batch size: in `0:16 2.4B:320`, 320 from 2.4e9 samples or tokens on. Megatron refuses --global-batch-size with
-    it; an
-    equal one is ignored here, and dropped from the launch under a plan.
+    it.
     """
     origin, text, stated = (
         given.origin("step_batch_size_schedule"),
@@ -194,7 +187,6 @@ SIZE, EXCHANGE, LEVELS = "context_parallel_size", "cp_comm_type", "hierarchical_
 
 
 def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Yield the facts of context parallelism."""
     yield Fact("parallel.context", given[SIZE], given.origin(SIZE))
     if given[SIZE] in (None, 1):
         return
@@ -263,7 +255,6 @@ def learns_from_rollouts(given: Given) -> bool:
 
 
 def packs(given: Given) -> bool:
-    """Whether `--max-tokens-per-gpu` sets the tokens of a micro-batch."""
     return "seq_length" in given.values and given.origin("seq_length").startswith(TOKENS)
 
 
@@ -304,6 +295,5 @@ def _batch(given: Given) -> dict[str, tuple[int, str]]:
 
 
 def _number(given: Given, option: str) -> int | None:
-    """The number after a flag that Megatron does not have, if it is one."""
     word = given.unknown_value(option) or ""
     return int(word) if word.isdecimal() else None

@@ -23,16 +23,26 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, OURS, CommandLine, changed, command_line
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.files import given_file
-from megatron_lynx.launch_arguments.flag_table import FlagKind, flag_table
-from megatron_lynx.launch_arguments.given import Fact, Given, Value, as_job_data, given_arguments, mistyped, unknown_problem
+from megatron_lynx.launch_arguments.given import (
+    OURS,
+    Fact,
+    FlagKind,
+    Given,
+    Value,
+    as_job_data,
+    changed,
+    flag_table,
+    given_arguments,
+    mistyped,
+    unknown_problem,
+)
 from megatron_lynx.launch_arguments.layers import in_words_of_a_gpt, opaque_facts, window_facts, without_known
-from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork
-from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
+from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, optimizer_facts
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
     batch_facts,
@@ -60,8 +70,6 @@ POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FU
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of reading a launch."""
-
     command: CommandLine
     given: Given
     facts: tuple[Fact, ...]
@@ -103,7 +111,6 @@ class Reading:
         return replace(self, today=self.today.beside_graphs) if captured else self
 
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
-        """The launch with the flags of `setting`, and without those that the plan replaces or that set a name of `without`."""
         names = {*self.today.replaced, *without}
         if self.given["step_batch_size_schedule"] is not None:
             names.add("global_batch_size")  # Megatron refuses the two together
@@ -118,9 +125,8 @@ class Reading:
         without: Collection[str] = (),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command under a plan; for a launch without a script, a sentence with the changes.
-
-        `environment`: variables that the plan needs, unless the launch sets them. `without`: as in `changed`.
+        """The command under a plan; for a launch without a script, a sentence with the changes. `environment`, `without`: as
+        `changed`.
         """
         if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment, runner)
@@ -137,12 +143,9 @@ class Reading:
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
     """Read a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
 
-    Args:
-        gpus: replaces the launcher's number.
-        planning: for a plan; otherwise for an estimate of the launch with its own recomputation.
-        strict: unknown flags are problems.
-
-    Raises `ConfigError` only if there is no launch; other errors are in `problems`.
+    `gpus` replaces the launcher's number. `planning`: for a plan; else for an estimate with the launch's own recomputation.
+    `strict`:
+    unknown flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
     command = command_line(words)
     container = None
@@ -224,7 +227,6 @@ def _judged(given: Given, value: Value) -> FlagKind | None:
 
 
 def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
-    """The circumstances of `limits` that apply to a launch."""
     latent, flex = given["multi_latent_attention"], given["moe_token_dispatcher_type"] == "flex"
     te = given["transformer_impl"] == "transformer_engine"
     planned = {"plan": True, "te": te, "flex": flex and has_experts(given), "planned latent": latent}
@@ -306,9 +308,7 @@ def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
 
 def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
     """The job of a launch on a cluster, given by name or file. `changes`: further values of the job by their place
-    (`{"budget.memory_gib": 70}`).
-
-    Raises `ConfigError` with all problems of the launch, the cluster and the job.
+    (`{"budget.memory_gib": 70}`). Raises `ConfigError` with all problems.
     """
     problems: list[Problem] = list(reading.problems)
     if any(place.startswith("head.") for place in changes or {}):
@@ -345,7 +345,6 @@ COUNTS = {
     "--lynx-check": ("how many steps, from 1, or frames, or frames:N", re.compile(r"frames|(frames:)?0*[1-9][0-9]*")),
     "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
 }
-"""Flags with a number: its description and form."""
 
 
 def misread(arguments: Sequence[str]) -> Iterator[Problem]:
@@ -371,7 +370,6 @@ def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterato
 
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:
-    """Yield the values of a flag; an empty one if it has none."""
     for word, following in pairwise((*arguments, "")):
         name, equals, value = word.partition("=")
         if name == flag:

@@ -21,7 +21,6 @@ MASK = "create_attention_mask_in_dataloader"
 
 
 def understood(reading: Reading) -> WrappedTable:
-    """A row for each fact of the job."""
     columns = ("job", "value", "from")
     table = WrappedTable(columns, words=columns)
     for fact in reading.facts:
@@ -79,7 +78,6 @@ def unsaid(reading: Reading) -> Iterator[str]:
 
 
 def _masks(reading: Reading) -> bool:
-    """Whether Megatron's data loader makes attention masks."""
     script = reading.command.script or ""
     return Path(script).name.startswith("pretrain_") and bool(reading.given[MASK])
 

@@ -90,8 +90,6 @@ LOWER_BOUND = {
 
 @dataclass(frozen=True)
 class Today:
-    """The settings. `flags`: those that a plan replaces, as written."""
-
     setting: StockSetting = NONE
     flags: tuple[str, ...] = ()
     not_priced: tuple[str, ...] = ()
@@ -101,7 +99,6 @@ class Today:
     graphs: bool = False
     """Whether anything is captured; then host time is priced as zero."""
     graph_flags: tuple[str, ...] = ()
-    """Those of `flags` for graphs."""
     alone: str = ""
     """Why no plan can run with the graphs; empty if one can."""
     keeps_graphs: bool = False
@@ -109,13 +106,11 @@ class Today:
 
     @property
     def beside_graphs(self) -> Today:
-        """The settings for a plan that runs with the graphs."""
         flags = tuple(flag for flag in self.flags if flag not in self.graph_flags)
         return replace(self, flags=flags, keeps_graphs=True)
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Names whose flags are dropped from the launch under a plan."""
         kept = (*(BESIDE if self.beside else ()), *(OF_GRAPHS if self.keeps_graphs else ()))
         return tuple(name for name in REPLACED if name not in kept) if self.flags else ()
 
@@ -127,9 +122,8 @@ class Today:
 
 
 def stays_overlapped(given: Given) -> bool:
-    """Whether exchanges of experts are overlapped, and can be under a plan (`plan.overlapped`). In FP8, Megatron frees the rows
-    of an
-    expert that is alone on its rank, and a recomputation would find them empty.
+    """Whether exchanges of experts stay overlapped under a plan. Not if FP8 experts are alone on a rank: Megatron frees their
+    rows.
     """
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
     return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
@@ -165,7 +159,6 @@ def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
 
 
 def cannot_train(given: Given, today: Today, job: Job) -> str | None:
-    """Why stock Megatron fails in training with it, although it starts; None if it does not."""
     return fails(today.setting, _facts(given, job, given.release))
 
 
@@ -281,7 +274,6 @@ def why_alone(given: Given) -> str:
 
 
 def graph_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
-    """Yield the captured modules, if a plan runs with them."""
     if planning and captures(given) and not why_alone(given):
         named = _modules(given)
         yield Fact("model.captured", [each for each in CAPTURED_MODULES if each in named], given.origin(_named_by(given)))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lynx.figures import figures_of
 from megatron_lynx.launch.metrics import GLOO, Metrics
-from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.given import flag_table
 from megatron_lynx.measure.run_outcome import StageMeasured, StagePredicted
 
 from . import metrics_on_ranks

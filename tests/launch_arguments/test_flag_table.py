@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.given import flag_table
 
 ROOT = Path(__file__).parents[2]
 

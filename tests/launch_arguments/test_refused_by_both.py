@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
-from megatron_lynx.launch_arguments.flag_table import Flag, flag_table
+from megatron_lynx.launch_arguments.given import Flag, flag_table
 from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, LIMITS, Limit, limits
 
 from .test_reading import SMALL
