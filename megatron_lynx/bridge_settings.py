@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -77,47 +77,49 @@ def places_of(name: str) -> Iterator[tuple[str, str]]:
     yield from ((part, name) for part in PARTS)
 
 
-def has_setting(cfg: Any, part: str, field: str) -> bool:
-    """Whether a container has a setting, or a part if no field is given."""
-    return hasattr(getattr(cfg, part, None), field) if field else hasattr(cfg, part)
+class BridgeSettings:
+    """A container, by Megatron-LM's names."""
 
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
 
-def refused_settings(cfg: Any) -> Iterator[Problem]:
-    """Settings of a container that no plan supports, checked when it is made and before the first step."""
-    for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
-        path = limit.option.split(".")[1:]
-        found = reduce(lambda part, field: getattr(part, field, None), path, cfg)
-        if not limit.allows(found):
-            kind = str(getattr(found, "_target_", type(found).__name__)).rpartition(".")[2]
-            yield limit.problem(limit.option, found if found is True else kind, under)
+    def has(self, part: str, field: str) -> bool:
+        """Whether the container has a setting, or a part if no field is given."""
+        return hasattr(getattr(self.cfg, part, None), field) if field else hasattr(self.cfg, part)
 
+    def place(self, name: str) -> tuple[str, str] | None:
+        return next((place for place in places_of(name) if self.has(*place)), None)
 
-def in_settings(text: str, has: Callable[[str, str], bool]) -> str:
-    """The same text with Bridge's settings in place of Megatron-LM's flags. Our own flags and unknown ones stay.
+    def refused(self) -> Iterator[Problem]:
+        """Settings that no plan supports, checked when it is made and before the first step."""
+        for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
+            path = limit.option.split(".")[1:]
+            found = reduce(lambda part, field: getattr(part, field, None), path, self.cfg)
+            if not limit.allows(found):
+                kind = str(getattr(found, "_target_", type(found).__name__)).rpartition(".")[2]
+                yield limit.problem(limit.option, found if found is True else kind, under)
 
-    `has(part, field)`: whether the container has such a setting.
-    """
+    def say(self, text: str) -> str:
+        """A text with settings in place of Megatron-LM's flags. Our own flags and unknown ones stay."""
+        text = _CONFIG.sub(r"cfg.model.\1", _FLAG.sub(self._setting, text))
+        return text.replace("drop cfg.", "unset cfg.").replace("launch with cfg.", "train with cfg.")
 
-    def setting(found: re.Match[str]) -> str:
+    def _setting(self, found: re.Match[str]) -> str:
         negative, words, all_of_them = found.groups()
         name = words.replace("-", "_")
-        if name.startswith("lynx"):
-            return found[0]
-        if all_of_them:
+        if all_of_them and not name.startswith("lynx"):
             return f"cfg.model.{name}_*"
-        place = next((place for place in places_of(name) if has(*place)), None)
-        if place is None:
+        if name.startswith("lynx") or (place := self.place(name)) is None:
             return found[0]
         return f"cfg.{'.'.join(filter(None, place))}{'=False' if negative else ''}"
 
-    text = _CONFIG.sub(r"cfg.model.\1", _FLAG.sub(setting, text))
-    return text.replace("drop cfg.", "unset cfg.").replace("launch with cfg.", "train with cfg.")
+    def setting(self, flag: str) -> str:
+        """A flag with its value, in shell syntax, as an assignment: `cfg.train.micro_batch_size=2`."""
+        name, *values = shlex.split(flag)
+        said = self.say(name)
+        if said == name or "=" in said:
+            return flag if said == name else said
+        return f"{said}={shlex.quote(' '.join(values)) if values else True}"
 
-
-def as_setting(flag: str, has: Callable[[str, str], bool]) -> str:
-    """A flag with its value, in shell syntax, as an assignment: `cfg.train.micro_batch_size=2`."""
-    name, *values = shlex.split(flag)
-    said = in_settings(name, has)
-    if said == name or "=" in said:
-        return flag if said == name else said
-    return f"{said}={shlex.quote(' '.join(values)) if values else True}"
+    def in_words(self, problem: Problem) -> Problem:
+        return Problem(*map(self.say, (problem.where, problem.found, problem.needed, problem.todo)))

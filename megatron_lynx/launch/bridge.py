@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.bridge_settings import has_setting, in_settings, places_of, refused_settings
+from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.flags import PREFIX
@@ -36,11 +36,11 @@ from megatron_lynx.launch.message import stop
 TRAINING = "megatron.bridge.training"
 
 
-class Settings:
-    """A resolved `ConfigContainer` under Megatron-LM's names. Our flags are set on it."""
+class Settings(BridgeSettings):
+    """A resolved container as Megatron-LM's arguments. Our flags are set on it."""
 
     def __init__(self, cfg: Any) -> None:
-        self._cfg = cfg
+        super().__init__(cfg)
         self.state: Any = None
         """Of the training loop, which counts the steps of this and earlier runs."""
 
@@ -54,16 +54,10 @@ class Settings:
     def rank(self) -> int:
         return dist.get_rank()
 
-    def has(self, part: str, field: str) -> bool:
-        return has_setting(self._cfg, part, field)
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        for part, field in places_of(name):
-            if self.has(part, field):
-                return getattr(getattr(self._cfg, part), field)
-        raise AttributeError(f"cfg has no {name}")
+        if name.startswith("_") or (place := self.place(name)) is None:
+            raise AttributeError(f"cfg has no {name}")
+        return getattr(getattr(self.cfg, place[0]), place[1])
 
 
 class Bridge:
@@ -114,7 +108,7 @@ class Bridge:
         yield around(train, "train_step", told.step, "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
-        yield from refused_settings(args._cfg)
+        yield from args.refused()
         if args.lynx_schedule != "flush":
             needed = "flush: Megatron-Bridge's loop saves and stops where a pipeline is empty"
             yield Problem("--lynx-schedule", args.lynx_schedule, needed, "launch without it")
@@ -124,11 +118,7 @@ class Bridge:
         return self._settings.state.tensorboard_logger, self._settings.state.wandb_logger
 
     def spoken(self, problem: Problem) -> Problem:
-        settings = self._settings
-        if settings is None:
-            return problem
-        texts = (problem.where, problem.found, problem.needed, problem.todo)
-        return Problem(*(in_settings(text, settings.has) for text in texts))
+        return problem if self._settings is None else self._settings.in_words(problem)
 
 
 def _let_our_warnings_through() -> None:

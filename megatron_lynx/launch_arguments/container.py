@@ -23,7 +23,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from importlib import import_module
@@ -31,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_lynx.bridge_settings import as_setting, has_setting, in_settings, places_of, refused_settings
+from megatron_lynx.bridge_settings import BridgeSettings, places_of
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.files import checked
 from megatron_lynx.launch_arguments.given import FlagTable, Given, Value
@@ -49,25 +48,16 @@ BUCKET = 128 * 1024 * 1024
 """Parameters per bucket if `cfg.comm_overlap` is set without a bucket size."""
 
 
-@dataclass(frozen=True)
-class Container:
-    cfg: Any
-    is_resolved: bool
-    """Whether Bridge has resolved it."""
+class Container(BridgeSettings):
+    """A container, from a recipe or a file. `is_resolved`: by Bridge."""
 
-    def has(self, part: str, field: str) -> bool:
-        return has_setting(self.cfg, part, field)
+    def __init__(self, cfg: Any, is_resolved: bool) -> None:
+        super().__init__(cfg)
+        self.is_resolved = is_resolved
 
     def get(self, place: str, otherwise: Any = None) -> Any:
         part, _, field = place.partition(".")
         return plain(getattr(getattr(self.cfg, part, None), field, otherwise))
-
-    def say(self, text: str) -> str:
-        """A text in Bridge's settings instead of flags."""
-        return in_settings(text, self.has)
-
-    def setting(self, flag: str) -> str:
-        return as_setting(flag, self.has)
 
 
 def read_container(words: Sequence[str], gpus: int | None) -> Container:
@@ -123,7 +113,7 @@ def _changed(cfg: Any, change: str) -> Problem | None:
     part, _, field = place.removeprefix("cfg.").partition(".")
     if not equals or not (field or hasattr(cfg, part)):
         return Problem("launch", f"the word {change!r}", "part.field=value, such as model.seq_length=8192")
-    if not has_setting(cfg, part, field):
+    if not BridgeSettings(cfg).has(part, field):
         fields = vars(getattr(cfg, part)) if hasattr(getattr(cfg, part, None), "__dict__") else vars(cfg)
         close = difflib.get_close_matches(field if hasattr(cfg, part) else part, list(fields), n=1)
         return Problem(
@@ -174,7 +164,7 @@ def _with_overlap(cfg: Any, gpus: int | None) -> None:
 def _laid_over(cfg: Any, parts: Sequence[str], values: Mapping[str, Any]) -> None:
     for part in parts:
         for name, value in values.items():
-            if not name.startswith("_") and has_setting(cfg, part, name):
+            if not name.startswith("_") and BridgeSettings(cfg).has(part, name):
                 setattr(getattr(cfg, part), name, value)
 
 
@@ -312,12 +302,12 @@ def vocabulary(container: Container) -> int | None:
 
 def given_container(container: Container, table: FlagTable) -> tuple[Given, list[Problem]]:
     """The container's values by Megatron's names, and all its problems."""
-    problems = [*refused_model(container, table), *refused_settings(container.cfg)]
+    problems = [*refused_model(container, table), *container.refused()]
     release, values = table.releases[-1], {}
     for name, flags in table.of_name.items():
         flag = next((flag for flag in flags if release in flag.releases), None)
-        place = next((place for place in places_of(name) if place[1] and container.has(*place)), None)
-        if flag is None or place is None:
+        place = container.place(name)
+        if flag is None or place is None or not place[1]:
             continue
         said, default = "cfg." + ".".join(place), table.default(name, release)
         value = TOLD[name](container) if name in TOLD else container.get(".".join(place))
@@ -353,18 +343,8 @@ def _layout(container: Container) -> str | None:
     return "|".join("".join(LETTERS.get(str(one), str(one)) for one in stage) for stage in stages)
 
 
-def _grouped(container: Container) -> bool:
-    return container.get("model.num_query_groups") not in (None, container.get("model.num_attention_heads"))
-
-
-def _implementation(container: Container) -> Any:
-    spec = str(container.get("model.transformer_layer_spec"))
-    return "local" if spec == LAYERS_OF_MEGATRON else "transformer_engine"
-
-
-def _strange_layers(container: Container) -> str | None:
-    spec = str(container.get("model.transformer_layer_spec"))
-    return None if spec in (*LAYERS_OF_TE, LAYERS_OF_MEGATRON) else spec
+def _layers(container: Container) -> str:
+    return str(container.get("model.transformer_layer_spec"))
 
 
 def _pattern(container: Container) -> Any:
@@ -372,50 +352,54 @@ def _pattern(container: Container) -> Any:
     return container.get("model.hybrid_layer_pattern") or container.get("model.hybrid_override_pattern")
 
 
-TOLD: dict[str, Callable[[Container], Any]] = {
+Read = Callable[[Container], Any]
+
+
+def _any_of(*places: str) -> Read:
+    return lambda container: any(bool(container.get(place)) for place in places)
+
+
+def _only_if(condition: str, place: str, value: Any = None) -> Read:
+    """A setting that has an effect only if another is set, or has a certain value."""
+    return lambda container: (
+        container.get(place) if (container.get(condition) if value is None else container.get(condition) == value) else None
+    )
+
+
+TOLD: dict[str, Read] = {
     "swiglu": lambda container: activation(container) == ("silu", True),
     "squared_relu": lambda container: activation(container) == ("squared_relu", False),
     "quick_geglu": lambda container: activation(container) == ("quick_gelu", True),
     "untie_embeddings_and_output_weights": lambda container: not container.get("model.share_embeddings_and_output_weights", True),
-    "group_query_attention": _grouped,
+    "group_query_attention": lambda container: (
+        container.get("model.num_query_groups") not in (None, container.get("model.num_attention_heads"))
+    ),
     "grad_reduce_in_bf16": lambda container: not container.get("ddp.grad_reduce_in_fp32"),
     "vocab_size": vocabulary,
     "pad_vocab_size": lambda container: (
         is_of_tokenizer(container) or (container.is_resolved and bool(container.get("model.should_pad_vocab")))
     ),
-    "transformer_impl": _implementation,
-    "spec": _strange_layers,
+    "transformer_impl": lambda container: "local" if _layers(container) == LAYERS_OF_MEGATRON else "transformer_engine",
+    "spec": lambda container: None if _layers(container) in (*LAYERS_OF_TE, LAYERS_OF_MEGATRON) else _layers(container),
     "is_hybrid_model": lambda container: None if _pattern(container) else container.get("model.is_hybrid_model"),
     "hybrid_layer_pattern": _pattern,
     "cuda_graph_modules": lambda container: (
         own if (own := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
     ),
-    "use_distributed_optimizer": lambda container: bool(
-        container.get("ddp.use_distributed_optimizer") or container.get("optimizer.use_distributed_optimizer")
-    ),
-    "fp8_param_gather": lambda container: bool(container.get("ddp.fp8_param_gather") or container.get("model.fp8_param")),
-    "fp4_param_gather": lambda container: bool(container.get("ddp.fp4_param_gather") or container.get("model.fp4_param")),
-    "te_rng_tracker": lambda container: bool(container.get("rng.te_rng_tracker") or container.get("model.use_te_rng_tracker")),
+    "use_distributed_optimizer": _any_of("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"),
+    "fp8_param_gather": _any_of("ddp.fp8_param_gather", "model.fp8_param"),
+    "fp4_param_gather": _any_of("ddp.fp4_param_gather", "model.fp4_param"),
+    "te_rng_tracker": _any_of("rng.te_rng_tracker", "model.use_te_rng_tracker"),
     "pipeline_model_parallel_layout": _layout,
-    "overlap_p2p_comm": lambda container: (
-        container.get("model.overlap_p2p_comm") if container.get("model.virtual_pipeline_model_parallel_size") else None
-    ),
-    "apply_rope_fusion": lambda container: (
-        container.get("model.apply_rope_fusion") if container.get("model.position_embedding_type") == "rope" else None
-    ),
-    "cpu_offloading_num_layers": lambda container: (
-        container.get("model.cpu_offloading_num_layers") if container.get("model.cpu_offloading") else None
-    ),
+    "overlap_p2p_comm": _only_if("model.virtual_pipeline_model_parallel_size", "model.overlap_p2p_comm"),
+    "apply_rope_fusion": _only_if("model.position_embedding_type", "model.apply_rope_fusion", "rope"),
+    "cpu_offloading_num_layers": _only_if("model.cpu_offloading", "model.cpu_offloading_num_layers"),
     **dict.fromkeys(
         (
-            "hybrid_override_pattern",
-            "recompute_activations",
-            "num_layers_per_virtual_pipeline_stage",
-            "vocab_file",
-            "max_position_embeddings",
+            *("hybrid_override_pattern", "recompute_activations", "num_layers_per_virtual_pipeline_stage", "vocab_file"),
+            *("max_position_embeddings", "async_tensor_model_parallel_allreduce"),
         ),
         lambda container: None,
     ),
-    "async_tensor_model_parallel_allreduce": lambda container: None,  # unused by megatron-core
 }
 """Values that Bridge expresses differently, by Megatron's names; None if not set."""

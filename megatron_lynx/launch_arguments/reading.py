@@ -86,9 +86,7 @@ class Reading:
 
     def spoken(self, problem: Problem) -> Problem:
         """A problem in flags, or in Bridge's settings."""
-        if self.container is None:
-            return problem
-        return Problem(*map(self.container.say, (problem.where, problem.found, problem.needed, problem.todo)))
+        return problem if self.container is None else self.container.in_words(problem)
 
     def said(self, flags: Sequence[str]) -> str:
         """Flags with their values (quoted for a shell) as flags, or as Bridge's settings."""

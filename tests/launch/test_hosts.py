@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_lynx.bridge_settings import in_settings
 from megatron_lynx.launch.bridge import Bridge, Settings
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.planner import uniform_plan
@@ -31,7 +30,7 @@ def test_what_bridge_does_and_no_plan_goes_with():
         ("--lynx-schedule", "double-buffered"),
     ]
     [sharded] = [problem for problem in arguments_against(PLAN, settings) if problem.where == "--use-megatron-fsdp"]
-    assert in_settings(sharded.where, settings.has) == "cfg.ddp.use_megatron_fsdp"
+    assert settings.say(sharded.where) == "cfg.ddp.use_megatron_fsdp"
     usual = {"dist": SimpleNamespace(use_decentralized_pg=False), "peft": None}
     settings = Settings(SimpleNamespace(**usual, inprocess_restart=SimpleNamespace(enabled=False)))
     settings.lynx_schedule = "flush"
