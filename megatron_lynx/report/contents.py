@@ -251,8 +251,11 @@ def contents(asked: Asked) -> Island:
     if given.outcome is not None and plan is not None:
         check_outcome(given.outcome, plan, given.sources["outcome"])
     drawn = views_of(given, plan, simulation)
-    views, seen = [each.view for each in drawn], [each.seen for each in drawn]
-    points = [*own, *_front(asked)]
+    views, seen = [view for view, _ in drawn], [figures for _, figures in drawn]
+    points = list(own)
+    if asked.job is not None and asked.costs is not None and asked.budgets:
+        points += plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
+        points += stock_points(asked.job, asked.costs)
     on_gpus = asked.job is not None and asked.job.cluster.device != "cpu"
     return Island(
         version=VERSION,
@@ -260,7 +263,7 @@ def contents(asked: Asked) -> Island:
         title=", ".join(given.names),
         subject="" if plan is None else subject_of(plan),
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
-        notes=[*notes_of(plan, asked.costs, simulation), *([] if given.measurement is None else how_measured(given.measurement))],
+        notes=[*notes_of(plan, asked.costs, simulation), *how_measured(given.measurement)],
         tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
         kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
         memory_kinds=with_fallbacks(MEMORY_KINDS, _memory_kinds(views, points)),
@@ -319,12 +322,6 @@ def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | 
         shown=True,
         stages=stages_of(plan, simulation, measured_bytes=measured_bytes),
     )
-
-
-def _front(asked: Asked) -> Iterator[Point]:
-    if asked.job is not None and asked.costs is not None and asked.budgets:
-        yield from plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
-        yield from stock_points(asked.job, asked.costs)
 
 
 def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:

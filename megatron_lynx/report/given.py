@@ -153,35 +153,28 @@ def _spans(actions: list[Mapping[str, Any]]) -> Iterator[Span]:
 def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
     """Return the stage of each row of a trace. Raises `PlanMismatch` if the trace is of another job than the plan."""
     rows = list(trace.timeline.ranks)
-    if plan is None or trace.simulated:
-        stages = {row: row for row in rows}
-        problems = list(_too_many_stages(rows, plan, where)) if plan is not None else []
-    else:
-        group = max(1, len(rows) // plan.parallel.pipeline)
-        stages = {row: row // group for row in rows}
-        problems = list(_wrong_ranks(rows, plan, where))
-    if plan is not None and not problems:
-        problems = [*_wrong_layers(trace, stages, plan, where), *_wrong_batch(trace, plan, where)]
-    if problems:
-        raise PlanMismatch("the trace is of another job than the plan", problems)
+    group = 1 if plan is None or trace.simulated else max(1, len(rows) // plan.parallel.pipeline)
+    stages = {row: row // group for row in rows}
+    if plan is not None:
+        problems = list(_wrong_rows(trace, plan, where))
+        problems = problems or [*_wrong_layers(trace, stages, plan, where), *_wrong_batch(trace, plan, where)]
+        if problems:
+            raise PlanMismatch("the trace is of another job than the plan", problems)
     return stages
 
 
 ABOUT_RUNS = "give the trace of a run under this plan, or the plan of that run"
 
 
-def _wrong_ranks(rows: list[int], plan: Plan, where: str) -> Iterator[Problem]:
-    layout = plan.parallel
-    needed = layout.tensor * layout.pipeline
-    if len(rows) % needed or rows != list(range(len(rows))):
-        of = f"a multiple of {needed} (tensor {layout.tensor} x pipeline {layout.pipeline}), counted from 0"
-        yield Problem(f"{where}: ranks", ", ".join(map(str, as_spans(set(rows)))), of, ABOUT_RUNS)
-
-
-def _too_many_stages(rows: list[int], plan: Plan, where: str) -> Iterator[Problem]:
-    if rows != list(range(plan.parallel.pipeline)):
-        found = ", ".join(map(str, as_spans(set(rows))))
-        yield Problem(f"{where}: stages", found, f"the plan's {plan.parallel.pipeline}, counted from 0", ABOUT_RUNS)
+def _wrong_rows(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
+    layout, rows = plan.parallel, list(trace.timeline.ranks)
+    of, needed = f"the plan's {layout.pipeline}", layout.pipeline
+    if not trace.simulated:
+        needed = layout.tensor * layout.pipeline
+        of = f"a multiple of {needed} (tensor {layout.tensor} x pipeline {layout.pipeline})"
+    if rows != list(range(needed if trace.simulated else len(rows))) or len(rows) % needed:
+        kind = "stages" if trace.simulated else "ranks"
+        yield Problem(f"{where}: {kind}", ", ".join(map(str, as_spans(set(rows)))), f"{of}, counted from 0", ABOUT_RUNS)
 
 
 def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_lynx.advise.today import launch_today
 from megatron_lynx.config.job import Job
@@ -20,7 +20,7 @@ from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.table import remarks
-from megatron_lynx.measure.run_outcome import COLUMNS, Report, RunOutcome, StageRow
+from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit, is_wait, kind_of
@@ -62,7 +62,7 @@ def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
     for wait in spans:
         if not is_wait(wait):
             continue
-        use = found[wait_name(wait)]
+        use = found[(wait.window or wait.name).partition("@")[0]]
         use.count += 1
         use.seconds += wait.seconds
         for task in _within(tasks, ends, wait):
@@ -78,11 +78,6 @@ def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterato
             return
         if task.end_s > wait.start_s:
             yield task
-
-
-def wait_name(span: Span) -> str:
-    """Return `bwd.mlp.0` for `bwd.mlp.0@3`."""
-    return (span.window or span.name).partition("@")[0]
 
 
 def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
@@ -191,9 +186,6 @@ FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
 )
 
 
-WITH_UPDATE = "the optimizer's update included"
-
-
 def tiles_of(
     views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None, stated_s: float | None = None
 ) -> Iterator[Tile]:
@@ -202,13 +194,13 @@ def tiles_of(
     measured = next((seen for seen in views if seen.name == "measured"), None)
     shown = next((point for point in points if point["shown"]), None)
     if shown is not None and shown["step_s"]:
-        measured_s = None if outcome is None else whole_step_s(outcome)
-        yield Tile(label="step", unit="s", predicted=shown["step_s"], measured=measured_s, note=WITH_UPDATE)
+        measured_s, note = _last_known(outcome, "step_s"), "the optimizer's update included"
+        yield Tile(label="step", unit="s", predicted=shown["step_s"], measured=measured_s, note=note)
     for label, unit, note, figure in FIGURES:
         values = [None if seen is None else figure(seen) for seen in (predicted, measured)]
         if label == "passes":
             values[0] = stated_s if values[0] is None else values[0]
-            values[1] = passes_s(outcome) if values[1] is None and outcome is not None else values[1]
+            values[1] = _last_known(outcome, "passes_s") if values[1] is None else values[1]
         if values != [None, None]:
             yield Tile(label=label, unit=unit, predicted=values[0], measured=values[1], note=note)
     if shown is not None and shown["memory_bytes"]:
@@ -232,12 +224,12 @@ def outcome_table(outcome: RunOutcome) -> Table:
     note = f"Of each stage the rank that needs most; seconds of one step{met}. {outcome.ranks} ranks; {ended}."
     columns: dict[str, Unit] = {"when": "text", "stage": "count"}
     columns |= {f"{group} {heading}": unit_of(name) for group, heading, name in COLUMNS}
-    rows: list[list[Cell]] = [[_when(at), row.stage, *at.cells(row)] for at in outcome.reports for row in at.stages]
+    rows: list[list[Cell]] = [
+        ["the end" if at.when == "end" else f"step {at.step}", row.stage, *at.cells(row)]
+        for at in outcome.reports
+        for row in at.stages
+    ]
     return _table("outcome", "How the run came out", note, columns, rows)
-
-
-def _when(report: Report) -> str:
-    return "the end" if report.when == "end" else f"step {report.step}"
 
 
 def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
@@ -245,20 +237,12 @@ def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
     return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
 
 
-def passes_s(outcome: RunOutcome) -> float | None:
-    return _last_known(outcome, lambda row: row.measured.passes_s)
-
-
-def whole_step_s(outcome: RunOutcome) -> float | None:
-    return _last_known(outcome, lambda row: row.measured.step_s)
-
-
-def _last_known(outcome: RunOutcome, figure: Callable[[StageRow], float | None]) -> float | None:
+def _last_known(outcome: RunOutcome | None, figure: Literal["passes_s", "step_s"]) -> float | None:
     """Return the maximum over stages from the latest report that has the figure."""
-    for report in reversed(outcome.reports):
-        seconds = [value for row in report.stages if (value := figure(row)) is not None]
+    for report in reversed(outcome.reports) if outcome is not None else ():
+        seconds = [value for row in report.stages if (value := getattr(row.measured, figure)) is not None]
         if seconds:
-            return max(seconds)
+            return float(max(seconds))
     return None
 
 
@@ -277,10 +261,11 @@ def settings_table(measurement: Measurement) -> Table:
     return _table("settings", "Settings side by side, measured", " ".join(verdicts(measurement)), columns, rows)
 
 
-def how_measured(measurement: Measurement) -> list[str]:
-    from megatron_lynx.compare import notes
+def how_measured(measurement: Measurement | None) -> Iterator[str]:
+    if measurement is not None:
+        from megatron_lynx.compare import notes
 
-    return list(notes(measurement))
+        yield from notes(measurement)
 
 
 def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> tuple[Table, Table]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -45,7 +44,7 @@ def view(
     memory: Mapping[int, Memory] | None = None,
 ) -> View:
     """Return a view. `stages`: stage of each row (a stage, or a rank); `memory` by row."""
-    index = _Subjects()
+    subjects: dict[_Subject, int] = {}
     shown = _shown(timeline, stages)
     first = min((span.micro_batch for row in shown for span in timeline.ranks[row] if span.micro_batch is not None), default=0)
     rows = [
@@ -53,12 +52,13 @@ def view(
             label=f"stage {stages[row]}" + ("" if name == "predicted" else f", rank {row}"),
             number=row,
             stage=stages[row],
-            spans=_columns(timeline.ranks[row], index, first),
+            spans=_columns(timeline.ranks[row], subjects, first),
             memory=(memory or {}).get(row),
         )
         for row in shown
     ]
-    return View(name=name, title=title, step_ns=_ns(timeline.seconds), subjects=index.subjects, rows=rows)
+    found = [Subject(kind=kind, name=of, layer=layer, half=half, window=at) for kind, of, layer, half, at in subjects]
+    return View(name=name, title=title, step_ns=_ns(timeline.seconds), subjects=found, rows=rows)
 
 
 def memory_of(simulation: Simulation, stage: int) -> Memory:
@@ -87,26 +87,16 @@ def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memor
     return Memory(time_ns=times, kinds={"kept": kept, "regenerated": again} if any(again) else {"kept": kept})
 
 
-class _Subjects:
-    """Distinct subjects of spans."""
-
-    def __init__(self) -> None:
-        self.subjects: list[Subject] = []
-        self._places: dict[tuple[object, ...], int] = {}
-
-    def place(self, kind: str, span: Span) -> int:
-        key = (kind, span.name, span.layer, span.half, span.window)
-        if key not in self._places:
-            self._places[key] = len(self.subjects)
-            self.subjects.append(Subject(kind=kind, name=span.name, layer=span.layer, half=span.half, window=span.window))
-        return self._places[key]
+_Subject = tuple[str, str, int | None, str | None, str | None]
 
 
-def _columns(spans: Iterable[Span], index: _Subjects, first_micro_batch: int) -> Spans:
+def _columns(spans: Iterable[Span], subjects: dict[_Subject, int], first_micro_batch: int) -> Spans:
     bars = sorted(_bars(spans), key=lambda bar: (bar[1].start_s, -bar[1].end_s))
     starts = [_ns(span.start_s) for _, span in bars]
     return Spans(
-        subject=[index.place(kind, span) for kind, span in bars],
+        subject=[
+            subjects.setdefault((kind, span.name, span.layer, span.half, span.window), len(subjects)) for kind, span in bars
+        ],
         micro_batch=[None if span.micro_batch is None else span.micro_batch - first_micro_batch for _, span in bars],
         start_ns=starts,
         length_ns=[_ns(span.end_s) - start for start, (_, span) in zip(starts, bars, strict=True)],
@@ -133,21 +123,13 @@ def _ns(seconds: float) -> int:
     return round(seconds * NANO)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A view with its figures."""
-
-    view: View
-    seen: Seen
-
-
-def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> list[Drawn]:
+def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> list[tuple[View, Seen]]:
     """Return the views, predicted first. Raises `PlanMismatch` for a trace of another job."""
     measured = None if given.trace is None or given.trace.simulated else _traced("measured", given, plan)
     return [each for each in (_predicted(given, plan, simulation), measured) if each is not None]
 
 
-def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -> Drawn | None:
+def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -> tuple[View, Seen] | None:
     if simulation is not None:
         stages = {stage: stage for stage in range(len(simulation.executed))}
         memory = {stage: memory_of(simulation, stage) for stage in stages}
@@ -161,7 +143,7 @@ def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -
     return None
 
 
-def _traced(name: Literal["predicted", "measured"], given: Given, plan: Plan | None) -> Drawn:
+def _traced(name: Literal["predicted", "measured"], given: Given, plan: Plan | None) -> tuple[View, Seen]:
     assert given.trace is not None, "asked for only where there is one"
     where, timeline = given.sources["trace"], given.trace.timeline
     memory = {row: by_kind(curve) for row, curve in given.trace.memory.items()}
@@ -176,26 +158,16 @@ def _drawn(
     memory: Mapping[int, Memory],
     plan: Plan | None,
     passes_s: float,
-) -> Drawn:
+) -> tuple[View, Seen]:
     timeline = trimmed(timeline)
     made = view(name, title, timeline, stages, memory)
     rows = {row["number"]: row for row in made["rows"]}
     owned = {} if plan is None else {number: plan.chunks_of(row["stage"]) for number, row in rows.items()}
-    return Drawn(
-        made,
-        Seen(
-            name=name,
-            passes_s=passes_s,
-            timeline=timeline,
-            labels={number: row["label"] for number, row in rows.items()},
-            layers={number: ", ".join(str(entry.layers) for entry in chunks) for number, chunks in owned.items()},
-            held_bytes={
-                number: max(map(sum, zip(*memory[number]["kinds"].values(), strict=True)), default=0)
-                for number in rows
-                if number in memory
-            },
-        ),
-    )
+    held = {number: zip(*memory[number]["kinds"].values(), strict=True) for number in rows if number in memory}
+    held_bytes = {number: max(map(sum, kinds), default=0) for number, kinds in held.items()}
+    labels = {number: row["label"] for number, row in rows.items()}
+    layers = {number: ", ".join(str(entry.layers) for entry in chunks) for number, chunks in owned.items()}
+    return made, Seen(name, passes_s, timeline, labels, layers, held_bytes)
 
 
 def trimmed(timeline: Timeline) -> Timeline:
@@ -206,9 +178,5 @@ def trimmed(timeline: Timeline) -> Timeline:
 def _trimmed(spans: Sequence[Span]) -> Iterator[Span]:
     exposed = sorted(span.start_s for span in spans if kind_of(span) in ("on_demand", "flushed"))
     for span in spans:
-        yield span._replace(end_s=_exposed_end_s(span, exposed)) if is_wait(span) else span
-
-
-def _exposed_end_s(wait: Span, exposed: Sequence[float]) -> float:
-    place = bisect_left(exposed, wait.start_s)
-    return min([wait.end_s, *exposed[place : place + 1]])
+        place = bisect_left(exposed, span.start_s)
+        yield span._replace(end_s=min([span.end_s, *exposed[place : place + 1]])) if is_wait(span) else span

@@ -120,12 +120,7 @@ def with_offload(plan: Plan, offload: Offload) -> Plan:
 
 
 def without_deferral(plan: Plan) -> Plan:
-    return plan.with_stages(_undeferred(stage) for stage in plan.stages)
-
-
-def _undeferred(stage: Stage) -> Stage:
-    rules = tuple(rule.model_copy(update={"weight_gradients": {}}) for rule in stage.rules)
-    return stage.model_copy(update={"weight_gradients": None, "rules": rules})
+    return deferring(plan, chosen=lambda wait: False)
 
 
 def _on_demand(rule: Rule) -> Rule:
@@ -149,20 +144,22 @@ def deferring(
 
 
 def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[str], bool], most_bytes: int) -> Stage:
+    timetable = timetable_of(plan, stage.stage)
+    deferrable = linears or [linear for half in HALVES for linear in plan.model.halves[half].linears]
+
+    def comes(rule: Rule, linear: str, wait: str) -> bool:
+        asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
+        return not list(weight_gradients.problems(plan, stage, asked, timetable))
+
     rules = []
     for rule in stage.rules:
-        waits = {}
-        for linear in linears or [linear for half in HALVES for linear in plan.model.halves[half].linears]:
-            if some := tuple(wait for wait in _waits(plan) if chosen(wait) and _comes(plan, stage, rule, linear, wait)):
-                waits[linear] = some
+        waits = {
+            linear: tuple(wait for wait in _waits(plan) if chosen(wait) and comes(rule, linear, wait)) for linear in deferrable
+        }
+        waits = {linear: some for linear, some in waits.items() if some}
         rules.append(rule.model_copy(update={"weight_gradients": waits}))
     bound = WeightGradients(bytes=most_bytes) if any(rule.weight_gradients for rule in rules) else None
     return stage.model_copy(update={"rules": tuple(rules), "weight_gradients": bound})
-
-
-def _comes(plan: Plan, stage: Stage, rule: Rule, linear: str, wait: str) -> bool:
-    asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
-    return not list(weight_gradients.problems(plan, stage, asked, timetable_of(plan, stage.stage)))
 
 
 def _waits(plan: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plan
-from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
+from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.subject import Census, Counted, Lap, race, take_census
@@ -55,7 +55,7 @@ def compare(
     field = field_of(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
-    settings = tuple(_setting(counted.candidate.name, censuses, laps) for counted in field)
+    settings = tuple(_setting(counted.candidate, censuses, laps) for counted in field)
     measurement = Measurement(
         subject=subject_of(job),
         machine=this_machine(hosts.links, hosts.device),
@@ -109,11 +109,9 @@ def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
         yield Skipped(name=counted.candidate.name, reason=reason)
 
 
-def _setting(name: str, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
-    ranks = tuple(
-        _result(rank, census.of(name), lap[name]) for rank, (census, lap) in enumerate(zip(censuses, laps, strict=True))
-    )
-    return Setting(name=name, ours=censuses[0].of(name).candidate.ours, ranks=ranks)
+def _setting(candidate: Candidate, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
+    found = zip((census.of(candidate.name) for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
+    return Setting(name=candidate.name, ours=candidate.ours, ranks=tuple(_result(rank, *each) for rank, each in enumerate(found)))
 
 
 def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:

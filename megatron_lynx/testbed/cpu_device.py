@@ -81,7 +81,7 @@ class OneGenerator(tuple[torch.Generator, ...]):
 def answer_device_calls(undo: ExitStack) -> None:
     answers = {
         "current_device": lambda: CPU,
-        "device": OnlyDevice,
+        "device": nullcontext,
         "is_initialized": lambda: True,
         "set_device": ignore,
         "empty_cache": ignore,
@@ -173,11 +173,6 @@ def is_cuda(place: Any) -> bool:
     return isinstance(place, torch.device) and place.type == "cuda"
 
 
-class OnlyDevice(nullcontext[None]):
-    def __init__(self, device: Any) -> None:
-        super().__init__()
-
-
 class CpuStream(torch.cpu.Stream):
     """`torch.cuda.Stream` as torch.cpu's no-op, with CUDA's arguments."""
 
@@ -226,7 +221,7 @@ def stand_in_for_missing_modules() -> StandIn:
     """
     undo = ExitStack()
     if not hasattr(typing, "override"):
-        replace(undo, typing, "override", unchanged)
+        replace(undo, typing, "override", lambda function: function)
     undo.enter_context(stand_in_for_compiled_parts())
     finder = Answers()
     sys.meta_path.insert(0, finder)
@@ -272,7 +267,3 @@ class Inert(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return ignore
-
-
-def unchanged(function: Any) -> Any:
-    return function

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
@@ -41,7 +41,7 @@ from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, deferring, w
 from megatron_lynx.testbed.fusions import adds_up_in_place, compiler_for, deferring_job, stand_in_for_fused_gradient
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
-from megatron_lynx.testbed.stand_in import stood_in_for
+from megatron_lynx.testbed.stand_in import replace, stood_in_for
 from megatron_lynx.testbed.subject import Subject, subjects_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
@@ -78,16 +78,12 @@ def asked_by(job: Job, rounds: int) -> Asked:
 
 def measured_here(*asked: Asked) -> HostTime:
     """Measure this machine's host time, each implementation on a fresh rank. Raises `RankError` with a rank's error."""
-    layers = {each.implementation: _on_a_fresh_rank(each) for each in asked}
+    layers: dict[str, LayerHostTime] = {}
+    for each in asked:
+        compiler = compiler_for(_job(each))
+        found = run_ranks(measure_alone, 1, each, pin=compiler is None, timeout_s=LONGEST_RUN_S, compiler=compiler)
+        layers[each.implementation] = found[0]
     return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
-
-
-def _on_a_fresh_rank(asked: Asked) -> LayerHostTime:
-    compiler = compiler_for(_job(asked))
-    found: list[LayerHostTime] = run_ranks(
-        measure_alone, 1, asked, pin=compiler is None, timeout_s=LONGEST_RUN_S, compiler=compiler
-    )
-    return found[0]
 
 
 def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
@@ -193,7 +189,8 @@ def _deferring(job: Job) -> Iterator[Candidate]:
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:
     """Return the time of one layer and micro-batch under every setting, stock's model, and its step's ratio of wall-clock to
     processor time: well above 1 if other processes run, or the host waits for the device."""
-    alone, all_layers = subjects_of(_with_one_layer(job), [NONE]), subjects_of(job, candidates)
+    one_layer = job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
+    alone, all_layers = subjects_of(one_layer, [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
     found = least_of_steps(all_layers, asked.rounds, asked.steps)
     layers = job.model.layers
@@ -209,10 +206,6 @@ def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dic
     found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
     return {each.name: (found[each.name] - found[kept.name]) * (1 / count) for each in candidates}
-
-
-def _with_one_layer(job: Job) -> Job:
-    return job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
 
 
 def offloading_all(plan: Plan) -> Plan:
@@ -231,16 +224,9 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
     offloaded = None if "offloaded" not in further else (kept + further["offloaded"] * share).at_least(kept)
     later = further.get(f"{half} deferred")
     deferred = None if later is None else (kept + later).at_least(kept)
-    return HalfHostTime(
-        none=_passes(none),
-        full=_passes(layer[FULL.name] * share),
-        kept=_passes(kept),
-        partly=_passes(alone("partly")),
-        replayed=_passes(replayed),
-        gathered=None if gathered is None else _passes(gathered),
-        offloaded=None if offloaded is None else _passes(offloaded),
-        deferred=None if deferred is None else _passes(deferred),
-    )
+    found: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
+    found |= {"replayed": replayed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
+    return HalfHostTime(**{name: _passes(spent) for name, spent in found.items() if spent is not None})
 
 
 def _passes(spent: Spent) -> HostPasses:
@@ -304,13 +290,18 @@ def spent_in_steps(
 def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
     """Return each half's share of a stock layer's forward and backward. Backward is split at the gradient of the one tensor
     between two halves."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     subject.uncleared_step()
     clock = issuing_clock(subject.device)
     forward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)
     backward: dict[Half, float] = dict.fromkeys(HALVES, 0.0)
     for _ in range(steps):
         marks: list[tuple[Half, float]] = []
-        with _marked_halves(forward, marks, clock):
+        with ExitStack() as undo:
+            for half, section in DENSE.items():
+                clocked = _clocked(vars(TransformerLayer)[section.method], forward, half, clock)
+                replace(undo, TransformerLayer, section.method, _marked(clocked, half, marks, clock))
             _idle_step(subject)
         for (half, begin_s), (following, end_s) in pairwise(marks):
             if half != following:  # time between two micro-batches belongs to neither
@@ -326,41 +317,14 @@ def _idle_step(subject: Subject) -> None:
 
 
 def _timed_step(subject: Subject, clock: Clock) -> Spent:
-    seconds = {"forward_step": 0.0, "backward_step": 0.0}
-    with _clocked_schedules(seconds, clock):
-        _idle_step(subject)
-    return Spent(seconds["forward_step"], seconds["backward_step"])
-
-
-@contextmanager
-def _clocked_schedules(seconds: dict[str, float], clock: Clock) -> Iterator[None]:
-    """Time the current versions of Megatron's two schedule functions, including a plan's hooks."""
     from megatron.core.pipeline_parallel import schedules
 
-    originals = {name: getattr(schedules, name) for name in seconds}
-    for name, original in originals.items():
-        setattr(schedules, name, _clocked(original, seconds, name, clock))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(schedules, name, original)
-
-
-@contextmanager
-def _marked_halves(forward: dict[Half, float], marks: list[tuple[Half, float]], clock: Clock) -> Iterator[None]:
-    """Time the halves' forwards in Megatron's layers, and record a timestamp when each half's backward begins."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    originals = {section: TransformerLayer.__dict__[section.method] for section in DENSE.values()}
-    for section, original in originals.items():
-        clocked = _clocked(original, forward, section.half, clock)
-        setattr(TransformerLayer, section.method, _marked(clocked, section.half, marks, clock))
-    try:
-        yield
-    finally:
-        for section, original in originals.items():
-            setattr(TransformerLayer, section.method, original)
+    seconds = {"forward_step": 0.0, "backward_step": 0.0}
+    with ExitStack() as undo:
+        for name in seconds:  # as they are now, a plan's hooks included
+            replace(undo, schedules, name, _clocked(getattr(schedules, name), seconds, name, clock))
+        _idle_step(subject)
+    return Spent(seconds["forward_step"], seconds["backward_step"])
 
 
 def _clocked(function: Callable[..., Any], seconds: dict[Any, float], name: str, clock: Clock) -> Callable[..., Any]:

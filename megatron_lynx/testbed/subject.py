@@ -111,14 +111,6 @@ class Subject:
         allocated = () if self._in_place else self.training.parameters().values()
         return count_step(step, self.device, allocated)
 
-    def traced_step(self, installation: Any) -> list[Span]:
-        """Return the events of one step under a plan. A barrier aligns the ranks' clocks."""
-        dist.barrier()
-        installation.engine.trace.start()
-        self.step()
-        spans: list[Span] = installation.engine.trace.stop()
-        return spans
-
 
 def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
     """Return one model per setting by name, all with the weights of the first. Makes the groups of the job's ranks."""
@@ -131,12 +123,6 @@ def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def most_of_all_ranks(figures: Sequence[int], device: torch.device) -> list[int]:
-    most = torch.tensor(figures, dtype=torch.int64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return [int(figure) for figure in most.tolist()]
 
 
 @contextmanager
@@ -188,7 +174,13 @@ def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str
 
 def _trace(subject: Subject) -> list[Span]:
     with subject.in_force() as installation:
-        return [] if installation is None else subject.traced_step(installation)
+        if installation is None:
+            return []
+        dist.barrier()  # aligns the ranks' clocks
+        installation.engine.trace.start()
+        subject.step()
+        spans: list[Span] = installation.engine.trace.stop()
+        return spans
 
 
 Bits = dict[str, torch.Tensor]
@@ -227,22 +219,30 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
     """
     from megatron_lynx.testbed.groups import initialise
 
-    failing = _failing(job) if module_sets_too else []
+    census = Census(skipped=_failing(job) if module_sets_too else [])
+    failing = {skipped.name for skipped in census.skipped}
     initialise(job)
     with fused_gradients(job):
-        return _census(job, plan, Census([], failing), module_sets_too)
+        none = Subject(job, NONE)
+        reference = none.repeatable_step()
+        census.counted.append(_count(none))
 
+        def count(candidate: Candidate) -> Counted:
+            subject = Subject(job, candidate, none)
+            if candidate.offloads:  # stock's first step only records tensors
+                subject.repeatable_step()
+            census.counted.append(_count(subject, reference))
+            return census.counted[-1]
 
-def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Census:
-    none = Subject(job, NONE)
-    reference = none.repeatable_step()
-    census.counted.append(_count(none))
-    for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan)):
-        census.counted.append(_count(Subject(job, candidate, none), reference))
-    if module_sets_too:
-        _count_module_sets(census, job, none, reference)
-        _count_offload_sets(census, job, none, reference)
-    _count_blocks(census, job, none, reference)
+        tried = (each for each in module_sets(job) if each.name not in failing)
+        further = (*tried, *offload_sets(job)) if module_sets_too else ()
+        for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *further):
+            count(candidate)
+        for candidate in blocks(job):  # each keeps more than the last
+            if not count(candidate).holds_no_more_than(census.of("ours")):
+                break
+    if module_sets_too and (reason := no_offloading(job)):
+        census.skipped.append(Skipped(name="stock offload", reason=reason))
     return census
 
 
@@ -255,34 +255,10 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
         if installation is not None:
             counts = installation.engine.take_counts()
         use = subject.counted_step()
-    most_resident, most_peak = most_of_all_ranks((use.resident_bytes, use.peak_bytes), subject.device)
+    most = torch.tensor((use.resident_bytes, use.peak_bytes), dtype=torch.int64, device=subject.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    most_resident, most_peak = most.tolist()
     return Counted(subject.candidate, use, most_resident, most_peak, counts, equal)
-
-
-def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    failing = {skipped.name for skipped in census.skipped}
-    for candidate in module_sets(job):
-        if candidate.name not in failing:
-            census.counted.append(_count(Subject(job, candidate, none), reference))
-
-
-def _count_offload_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    """Count stock's offloading after one more step: its first step only records tensors."""
-    for candidate in offload_sets(job):
-        subject = Subject(job, candidate, none)
-        subject.repeatable_step()
-        census.counted.append(_count(subject, reference))
-    if reason := no_offloading(job):
-        census.skipped.append(Skipped(name="stock offload", reason=reason))
-
-
-def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    """Count block settings up to the first that uses more memory than ours; each keeps more than the last."""
-    for candidate in blocks(job):
-        counted = _count(Subject(job, candidate, none), reference)
-        census.counted.append(counted)
-        if not counted.holds_no_more_than(census.of("ours")):
-            break
 
 
 def _failing(job: Job) -> list[Skipped]:
