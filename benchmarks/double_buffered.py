@@ -27,8 +27,8 @@ from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
+from megatron_lynx.testbed.ranks import hosts_for
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}

@@ -33,7 +33,7 @@ from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_time import Spent, offloading_all
-from megatron_lynx.testbed.hosts import Hosts, hosts_for
+from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests import instruments
 

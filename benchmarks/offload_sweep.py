@@ -37,8 +37,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
+from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.units import MIB
 
 RATIOS = (0.0, 0.3, 0.5, 0.63, 1.0)

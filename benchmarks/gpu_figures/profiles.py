@@ -15,10 +15,9 @@ from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 from megatron_lynx.testbed.fusions import compiler_for
-from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.profiling import measure_profile
-from megatron_lynx.testbed.ranks import run_ranks
+from megatron_lynx.testbed.ranks import Hosts, run_ranks
 
 SECONDS = {"forward": "forward_s", "backward": "backward_s", "dgrad": "dgrad_s", "wgrad": "wgrad_s"}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_lynx.measure.run_outcome import RunOutcome
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
-    from megatron_lynx.testbed.hosts import Hosts
+    from megatron_lynx.testbed.ranks import Hosts
 
 
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
@@ -119,7 +119,7 @@ def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profi
 
 @contextmanager
 def hosts_of(job: Job) -> Iterator[Hosts]:
-    from megatron_lynx.testbed.hosts import hosts_for
+    from megatron_lynx.testbed.ranks import hosts_for
 
     with hosts_for(job) as hosts:
         say(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)

@@ -18,7 +18,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate
 from megatron_lynx.testbed.fusions import deferring_job
-from megatron_lynx.testbed.hosts import Hosts
+from megatron_lynx.testbed.ranks import Hosts
 from megatron_lynx.testbed.subject import Census, Counted, Lap, race, take_census
 from megatron_lynx.timeline import Timeline, timeline_of
 from megatron_lynx.units import format_bytes

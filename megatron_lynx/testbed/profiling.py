@@ -33,7 +33,7 @@ from megatron_lynx.profiler.timing import InnerNorm
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.fusions import fusions_of
-from megatron_lynx.testbed.hosts import Hosts
+from megatron_lynx.testbed.ranks import Hosts
 from megatron_lynx.testbed.stand_in import stood_in_for, transformer_engine_can_run
 from megatron_lynx.version import __version__
 

@@ -15,8 +15,8 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed import stand_in
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
-from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import check_measurable, measure_profile
+from megatron_lynx.testbed.ranks import hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with

@@ -18,8 +18,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.testbed.candidates import MODULES, blocks, deferring, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job
-from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
+from megatron_lynx.testbed.ranks import hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.testbed import on_ranks
 
