@@ -9,25 +9,14 @@ each stage   if all of that holds: every recomputation finds its window in time 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
-from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import EXPERTS, HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import (
-    captured,
-    double_buffered,
-    experts,
-    latent,
-    opaque,
-    order,
-    overlapped,
-    userbuffers,
-    weight_gradients,
-)
+from megatron_lynx.plan import features, order, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
-from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
+from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.interleaved import groups_needed
@@ -39,9 +28,9 @@ def problems(plan: PlanContents) -> list[str]:
     found = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
-            unmet = [*latent.problems(plan, rule), *opaque.problems(plan, rule)]
-            unmet = unmet or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
-            unmet += [*userbuffers.problems(plan, rule), *overlapped.problems(plan, rule), *captured.problems(plan, rule)]
+            unmet = features.unknown_names(plan, rule)
+            unmet = unmet or [*_unhonoured(plan, stage, rule), *features.experts_rule(plan, rule)]
+            unmet += features.of_rule(plan, rule)
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
@@ -58,9 +47,7 @@ def problems(plan: PlanContents) -> list[str]:
 
 def of_launch(plan: PlanContents) -> list[str]:
     """Inconsistent facts of its launch, also before a plan has stages."""
-    found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *experts.misplaced(plan), *userbuffers.misplaced(plan)]
-    found += [*latent.misplaced(plan), *_uneven_pieces(plan), *overlapped.misplaced(plan), *opaque.misplaced(plan)]
-    return [*found, *captured.misplaced(plan)]
+    return [*_impossible_chunks(plan), *features.of_launch(plan), *_uneven_pieces(plan)]
 
 
 def _impossible_chunks(plan: PlanContents) -> list[str]:
@@ -116,15 +103,17 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
-        names = {phase: [stretch.window for stretch in rule.windows.stretches(half, phase)] for phase in BACKWARD_PHASES}
-        if stage.ahead_depth == 0 and {*chain(*names.values())} != {ON_DEMAND}:
+        places = features.places(rule, half)
+        if stage.ahead_depth == 0 and any(key == "windows" and name != ON_DEMAND for key, name in places):
             yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
-        for key, at in (("windows", names), ("gather", {phase: [rule.gather.of(half, phase)] for phase in BACKWARD_PHASES})):
-            for name in dict.fromkeys(name for name in chain(*at.values()) if name is not None):
-                yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
-            if isinstance(getattr(getattr(rule, key), half), ByPhase | GatherByPhase) or key == "gather":
-                late = [name for name in at["cooldown"] if name is not None and is_forward(name)]
-                yield from (f"{key}.{half}.cooldown is {name}, but no forward runs in cool-down" for name in late)
+        for key, name in places:
+            yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
+        late = [("gather", rule.gather.of(half, "cooldown"))]
+        if isinstance(getattr(rule.windows, half), ByPhase):
+            late += [("windows", stretch.window) for stretch in rule.windows.stretches(half, "cooldown")]
+        for key, cooldown in late:
+            if cooldown is not None and is_forward(cooldown):
+                yield f"{key}.{half}.cooldown is {cooldown}, but no forward runs in cool-down"
 
 
 def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
@@ -134,7 +123,9 @@ def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str
         return
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     if lacking := [layer for layer, section in halves if not _may_go_on(plan, layout, layer, section)]:
-        found = f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {experts.spans(lacking)}"
+        found = (
+            f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {features.spans(lacking)}"
+        )
         needed = "tokens that are dispatched in windows, or parallel.sequence_parallel without fp8"
         yield f"{found}: needed {needed}, or no window"
 
@@ -214,13 +205,22 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
     if name == RECV_BACKWARD and last:
         yield "but the last stage receives no gradient"
     if is_forward(name) and plan.schedule == "double_buffered":
-        yield double_buffered.NO_FORWARD_WINDOW
+        yield (
+            "but with schedule double_buffered the forward before a backward may be the next batch's, with other weights: "
+            "only windows of backwards and pipe.recv_backward hide replays"
+        )
     elif is_forward(name) and last:
         yield "but on the last stage a micro-batch's own forward runs just before its backward"
     elif is_forward(name) and layout.chunks > 1:
         yield from _no_such_place(plan, stage, rule, name)
-    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1 and not experts.exchange_in(plan, rule, name):
+    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1 and not _exchanged(plan, rule, name):
         yield "but tensor 1 has no collectives"
+
+
+def _exchanged(plan: PlanContents, rule: Rule, name: str) -> bool:
+    """Whether a window of this name is an exchange of tokens, in every layer of a rule."""
+    windows = [window_at(name, layer) for layer in rule.layers]
+    return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
 
 
 def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:

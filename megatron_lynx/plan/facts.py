@@ -158,7 +158,7 @@ class ParallelFacts(Part):
     userbuffers: bool = False
     """Whether the launch has --tp-comm-overlap: linears communicate inside their GEMMs, so there are no tensor-parallel windows,
     and
-    no linear is recomputed (`plan.userbuffers`).
+    no linear is recomputed (`plan.features`).
     """
 
     @property

@@ -72,7 +72,7 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def _overlap_problems(job: Job) -> Iterator[Problem]:
-    """Problems of overlapped exchanges of experts (`plan.overlapped`)."""
+    """Problems of overlapped exchanges of experts (`plan.features`)."""
     if not job.model.moe_overlapped:
         return
     parallel, model = job.parallel, job.model
@@ -99,7 +99,7 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
 
 
 def _graph_problems(job: Job) -> Iterator[Problem]:
-    """Problems of captured graphs (`plan.captured`): untested combinations."""
+    """Problems of captured graphs (`plan.features`): untested combinations."""
     if not job.model.captured:
         return
     for place, found, needed in (

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.experts import may_fall_back
+from megatron_lynx.plan.features import may_fall_back
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile

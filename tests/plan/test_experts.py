@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from megatron_lynx.anatomy import DENSE, EXPERTS
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, dump_plan, load_plan
-from megatron_lynx.plan.experts import may_fall_back
+from megatron_lynx.plan.features import may_fall_back
 from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
 from tests.plan.strategies import plans
 from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan

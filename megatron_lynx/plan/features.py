@@ -1,0 +1,344 @@
+"""Checks of a plan's features: facts of the launch that exclude each other, and requests of a rule that a feature excludes.
+
+captured        attention, mlp: the half is kept whole, none of its weight gradients is delayed, and the layer is no checkpoint.
+                moe_router: of a layer of experts only items between dispatch and combine may be recomputed
+without flushes two versions of the weights, one chunk on each stage. The forward before a backward may be the next batch's, with
+                other weights: its collectives hide no recomputation. `whole` counts micro-batches in a step; here micro-batches
+                of two batches are in flight
+experts         rules name items that their layers have. A rule may have layers with and without experts if it recomputes no
+                item that only some of them have. Exchanges of tokens are windows if experts are distributed over ranks
+latent          up-projections may be recomputed: their gathered inputs (sequence parallelism) are small, and kept. The fused
+                rotary kernel works in place: it is recomputed together with the linear that made its input, or not at all.
+                Linears that gather the residual stream, with sequence parallelism, are kept: Megatron's own down-projections,
+                and `linear_q_proj` if queries are not compressed
+opaque          halves are kept whole
+overlapped      Megatron's combined schedule interleaves nodes of a forward and a backward, and waits for no exchange: there are
+                no windows, and recomputation is on demand, where backward enters the node. A layer of experts has four nodes:
+
+    attention, norm, router, shared experts │ dispatch │ rows sorted, experts, rows sorted back │ combine, residual
+    └ recomputed, or a checkpoint                        └ recomputed
+
+userbuffers     linears communicate inside their GEMMs, so there is no tensor-parallel window and no gather to share. One buffer
+                serves all layers and all micro-batches: a linear that runs out of turn would overwrite the input of another.
+                Checkpoints run between two linears, which leave nothing in a buffer
+
+    linear_qkv, linear_fc1       gather their input piece by piece during the GEMM   recomputing would communicate out of turn
+    linear_proj, linear_fc2      scatter their output piece by piece; always kept
+    weight gradients             communicate during their GEMM, or read a gathered   computed as in stock
+                                 input from a buffer
+    others                       own no userbuffer                                   recomputed, on demand or during messages
+                                                                                     between stages, or offloaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
+from megatron_lynx.kinds.captured import ROUTER
+from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.plan.stage import Stage
+
+IN_GRAPH = "runs as a captured graph (model.captured)"
+BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
+WITH_UB = "with parallel.userbuffers (--tp-comm-overlap)"
+
+
+def of_launch(plan: PlanContents) -> Iterator[str]:
+    """Facts of the launch that exclude each other."""
+    for facts in (_without_flushes, _experts, _userbuffers, _latent, _overlapped, _opaque, _captured):
+        yield from facts(plan)
+
+
+def unknown_names(plan: PlanContents, rule: Rule) -> list[str]:
+    """Items of a rule that its layers do not have."""
+    return [*_latent_rule(plan, rule), *_opaque_rule(plan, rule)]
+
+
+def of_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """Requests of a rule that the launch excludes."""
+    if plan.parallel.userbuffers:
+        yield from _userbuffers_rule(rule)
+    if plan.model.moe_overlapped:
+        yield from _overlapped_rule(plan, rule)
+    if plan.model.captured:
+        yield from _captured_rule(plan, rule)
+
+
+def places(rule: Rule, half: Half) -> list[tuple[str, str]]:
+    """(key, name) of every window and gather of a rule's half, each once."""
+    windows = [("windows", stretch.window) for phase in BACKWARD_PHASES for stretch in rule.windows.stretches(half, phase)]
+    gathers = [("gather", name) for phase in BACKWARD_PHASES if (name := rule.gather.of(half, phase))]
+    return list(dict.fromkeys(windows + gathers))
+
+
+def spans(layers: list[int]) -> str:
+    """`layers 2-4`, or several ranges."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    spans = [str(LayerRange(first=first, last=last)) for first, last in zip(starts, ends, strict=True)]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
+
+
+def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iterator[str]:
+    for name, found, needed in facts:
+        if found != needed:
+            yield f"{name} is {found}, needed {'none' if needed is None else needed} {beside}: nothing else was tried"
+
+
+def _captured(plan: PlanContents) -> Iterator[str]:
+    model = plan.model
+    if not model.captured:
+        return
+    if model.captured != tuple(dict.fromkeys(model.captured)):
+        yield f"model.captured is {', '.join(model.captured)}, needed each once"
+    if "moe_preprocess" in model.captured and ROUTER not in model.captured:
+        yield "model.captured has moe_preprocess, needed moe_router beside it, as Megatron does"
+    facts = (
+        ("model.moe_overlapped", model.moe_overlapped, False),
+        ("schedule", plan.schedule, "flush"),
+        ("model.mtp", model.mtp, 0),
+        ("parallel.userbuffers", plan.parallel.userbuffers, False),
+    )
+    yield from _differing(facts, "beside captured graphs (model.captured)")
+
+
+def _captured_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    for section in dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer)):
+        yield from _captured_half(rule, section)
+    if (rule.checkpoint is not None and not isinstance(rule.checkpoint, str)) or rule.checkpoint == "layer":
+        yield f"{rule.checkpoint_said}, needed one half or none: a part of the layer {IN_GRAPH}"
+
+
+def _captured_half(rule: Rule, section: Section) -> Iterator[str]:
+    deferred = [linear for linear in section.linears if linear in rule.weight_gradients]
+    if section.captured:
+        if asked := [*rule.replays(section.half), *deferred]:
+            yield f"found {', '.join(asked)} replayed or deferred, needed the {section.half} half kept whole: it {IN_GRAPH}"
+        if rule.checkpoint == section.half:
+            yield f"{rule.checkpoint_said}, needed the other half or none: it {IN_GRAPH}"
+    elif section.apart:
+        if asked := [*(item for item in section.apart if item in rule.replay), *deferred]:
+            needed = f"none but {', '.join(section.replayable)} replayed, and none deferred"
+            yield f"found {', '.join(asked)} replayed or deferred, needed {needed}: the router {IN_GRAPH}"
+        if rule.checkpoint == MLP.half:
+            yield f"{rule.checkpoint_said}, needed attention or none: the router {IN_GRAPH}"
+
+
+def _without_flushes(plan: PlanContents) -> Iterator[str]:
+    layout, found = plan.parallel, plan.batch.microbatches
+    if plan.schedule == "flush":
+        if not plan.defer_updates:
+            yield "defer_updates is false, but schedule flush has nothing to defer"
+        return
+    if layout.pipeline == 1:
+        yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
+    if layout.chunks > 1:
+        yield f"schedule is double_buffered, but parallel.chunks is {layout.chunks}: it needs 1, as it cannot be interleaved"
+    if plan.model.moe_layers:
+        found_layers = ", ".join(map(str, plan.model.moe_layers))
+        why = "it needs none, as routers keep state from batch to batch, and two are in flight"
+        yield f"schedule is double_buffered, but model.moe_layers is {found_layers}: {why}"
+    for entry in plan.stages:
+        if entry.whole is not None:
+            found_whole = f"{entry.whole.first} of every {entry.whole.of_every} micro-batches"
+            why = "it needs none, as they are counted in each step, and steps overlap"
+            yield f"schedule is double_buffered, but {plan.place_of(entry)}.whole is {found_whole}: {why}"
+        if entry.offload is not None and entry.offload.pace_bytes is not None:
+            why = "it needs none: offloading within a micro-batch was not tried without flushes"
+            yield f"schedule is double_buffered, but {plan.place_of(entry)}.offload.pace_bytes is given: {why}"
+    if found < layout.pipeline:
+        yield f"schedule is double_buffered, but batch.microbatches is {found}: it needs at least pipeline ({layout.pipeline})"
+
+
+def _experts(plan: PlanContents) -> Iterator[str]:
+    for span in plan.model.moe_layers:
+        if span.last > plan.model.layers:
+            yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
+    if plan.parallel.expert > 1 and not plan.model.moe_layers:
+        yield f"parallel.expert is {plan.parallel.expert}, but no layer has experts (model.moe_layers)"
+    for at, stage in enumerate(plan.stages):
+        if stage.experts_hold is not None and (needed := _needed_to_fall_back(plan, stage)):
+            yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
+
+
+def _needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
+    """Why a stage's halves of experts cannot fall back; empty if they can."""
+    if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
+        # other plans name one rank, however many there are
+        return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
+    if stage.offload is not None and stage.offload.experts:
+        return "offload.experts false: what goes to the host was sent before a load is known"
+    return ""
+
+
+def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
+    """Whether any half of experts of a stage can free activations when more rows arrive. Older plans have `experts_hold` in other
+    stages, too (these halves became checkpoints); there it has no effect."""
+
+    def frees_more(layer: int) -> bool:
+        rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
+        return not rule.checkpoints(section.half) and not section.on_rows <= {*rule.recomputed(section)}
+
+    return not _needed_to_fall_back(plan, stage) and any(map(frees_more, stage.layers))
+
+
+def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
+    affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
+    others = [layer for layer in rule.layers if layer not in affected]
+    dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
+    if affected and dense:
+        found = f"{', '.join(dense)} replayed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        yield f"found {found}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
+    named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.replay) and item not in MLP.names]
+    if others and named:
+        found = f"{', '.join(named)} in {spans(others)}, whose MLP is no mixture of experts (model.moe_layers)"
+        yield f"found {found}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
+    shared = [item for item in named if item in SHARED_EXPERTS]
+    if affected and shared and not plan.model.shared_experts:
+        yield f"found {', '.join(shared)} in a model without shared experts, needed none of them, or model.shared_experts: true"
+    stretched = any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
+    if affected and stretched and rule.filling(MLP.half) is MLP:
+        found = f"windows.{MLP.half} of {spans(affected)} in several stretches"
+        yield f"found {found}, needed one window: a replay of experts runs at once"
+    for name in dict.fromkeys(name for half in HALVES for _, name in places(rule, half)):
+        windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
+        inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
+        if inside and not plan.exchanging:
+            found = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
+            yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
+        elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:
+            found = f"{name} of {spans(inside)}, where other layers have no experts (model.moe_layers)"
+            yield f"found {found}, needed a wait of a backward: the forward may be another chunk's"
+
+
+def _latent(plan: PlanContents) -> Iterator[str]:
+    model = plan.model
+    if model.latent_attention is None:
+        return
+    if model.kv_groups != model.heads:
+        yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
+    if plan.parallel.userbuffers:
+        yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
+
+
+def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    half, section = HALVES[0], plan.model.halves[HALVES[0]]
+    if rule.checkpoints(half) or rule.filling(half).opaque:  # checked by `_opaque_rule`
+        return
+    found = rule.filling(half).names
+    if found != section.names:
+        needed = f"{', '.join(section.names)}, as model.latent_attention says"
+        yield f"found items {', '.join(found)} of the {half} half, needed {needed}"
+        return
+    if torn := section.torn(rule.replay):
+        linear, code = section.in_place
+        why = f"the fused rotary kernel overwrites what {linear} returned, and what runs again behind it would do so twice"
+        yield f"{', '.join(torn)} is kept, needed replayed, or all of {linear}, {code} and what comes behind kept: {why}"
+    if plan.parallel.sequence_parallel:
+        for linear in section.gathering_rows:
+            if linear in rule.replay:
+                yield f"{linear} is replayed, but gathers the residual stream under sequence_parallel: keep it"
+    if plan.model.implementation == "transformer_engine":
+        for item in section.norms_apart(rule.replay):
+            inside = "Transformer Engine makes the norm inside the linear"
+            yield f"{item.name} is replayed, and {item.norm_inside} with it: {inside}"
+
+
+def _opaque(plan: PlanContents) -> Iterator[str]:
+    for name, spans in plan.model.opaque_layers.items():
+        for span in spans:
+            if span.last > plan.model.layers:
+                yield f"model.opaque_layers.{name} has {span}, but the model has layers 1-{plan.model.layers}"
+            for layer in span if span.last <= plan.model.layers else ():
+                if OPAQUE[name] not in (found := plan.model.sections_of(layer)):
+                    filled = next(section.name for section in found if section.half == OPAQUE[name].half)
+                    yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
+
+
+def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    for half in HALVES:
+        found = {section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
+        affected = {section.name for section in found if section.opaque}
+        named = ", ".join(sorted(affected))
+        if affected and (rule.checkpoints(half) or (rule.checkpoint is not None and not isinstance(rule.checkpoint, str))):
+            todo = "checkpoint the other half alone"
+            yield f"found {rule.checkpoint_said}, needed {named} kept whole: nobody looks into it; {todo}"
+        elif affected and rule.replays(half):
+            usual = any(not section.opaque for section in found)
+            todo = "give these layers a rule of their own" if usual else "list it under keep"
+            yield f"found {', '.join(rule.replays(half))} replayed, needed {named} kept whole: nobody looks into it; {todo}"
+        listed = [name for name in OPAQUE if name in (*rule.keep, *rule.replay) and OPAQUE[name].half == half]
+        if others := [name for name in listed if name not in affected]:
+            yield f"found {', '.join(others)}, which no layer of the rule has (model.opaque_layers)"
+
+
+def _overlapped(plan: PlanContents) -> Iterator[str]:
+    if not plan.model.moe_overlapped:
+        return
+    layout, model = plan.parallel, plan.model
+    if not model.moe_layers:
+        yield "model.moe_overlapped is true, but no layer has experts (model.moe_layers)"
+    if layout.pipeline > 1 and layout.chunks == 1:
+        yield f"parallel.chunks is 1, needed several in a pipeline {BESIDE}, as Megatron does"
+    facts = (
+        ("parallel.expert", layout.expert, 1),
+        ("schedule", plan.schedule, "flush"),
+        ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
+    )
+    yield from _differing(facts, BESIDE)
+    if other := [name for name in model.opaque_layers if name not in IN_NODES]:
+        needed = f"none but {', '.join(IN_NODES)}"
+        yield f"model.opaque_layers has {', '.join(other)}, needed {needed} {BESIDE}: no others were run in its nodes"
+    for entry in plan.stages:
+        for name in ("weight_gradients", "whole"):
+            if getattr(entry, name) is not None:
+                yield f"{plan.place_of(entry)}.{name} is given, needed none {BESIDE}"
+        if layout.pipeline > 1 and entry.offload is not None and entry.offload.pace_bytes is not None:
+            why = "with several stages most micro-batches wait for their backward"
+            yield f"{plan.place_of(entry)}.offload.pace_bytes is given, needed none {BESIDE}: {why}"
+        elif entry.offload is not None and entry.offload.half_by_half == "all":
+            yield f"{plan.place_of(entry)}.offload.half_by_half is all, needed at_once {BESIDE}: there is none but these"
+
+
+def _overlapped_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    if ahead := sorted({name for half in HALVES for _, name in places(rule, half)} - {str(ON_DEMAND)}):
+        yield f"found {', '.join(ahead)}, needed on_demand {BESIDE}: nothing waits for an exchange"
+    section = next((plan.model.sections_of(layer)[1] for layer in rule.layers if plan.model.has_experts(layer)), None)
+    if section is None:
+        return
+    if rule.checkpoints(MLP.half):
+        yield f"{rule.checkpoint_said}, needed attention or none {BESIDE}: rows would travel again"
+    if apart := [item for item in section.apart if item in rule.replay]:
+        needed = f"none but {', '.join(section.replayable)}"
+        yield f"found {', '.join(apart)} replayed in layers of experts, needed {needed} {BESIDE}: other nodes run them"
+
+
+def _userbuffers(plan: PlanContents) -> Iterator[str]:
+    if not plan.parallel.userbuffers:
+        return
+    if not plan.parallel.sequence_parallel:
+        yield "parallel.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it"
+    if plan.model.implementation != "transformer_engine":
+        found = f"found {plan.model.implementation}: Megatron's own layers have no userbuffers"
+        yield f"parallel.userbuffers needs model.implementation transformer_engine, {found}"
+
+
+def _userbuffers_rule(rule: Rule) -> Iterator[str]:
+    if rule.ahead:
+        yield f"{rule.ahead_said}, but {WITH_UB} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
+    for linear in rule.weight_gradients:
+        yield f"weight_gradients.{linear} is deferred, but {WITH_UB} it needs a buffer that others fill: leave it out"
+    for half in HALVES:
+        gathered = rule.filling(half).gathered
+        if gathered in rule.replay:
+            yield f"{gathered} is replayed, but {WITH_UB} it owns a userbuffer, which a replay would fill again: keep it"
+        for key, name in places(rule, half):
+            if name not in (ON_DEMAND, RECV_BACKWARD):
+                todo = f"plan it {ON_DEMAND}, or in {RECV_BACKWARD}"
+                yield f"{key}.{half} is {name}, but {WITH_UB} no tensor-parallel collective is waited for: {todo}"
