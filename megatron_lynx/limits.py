@@ -5,7 +5,7 @@
 reader                       settings                          circumstances
 `launch_arguments.reading`   flags, by the names they set      any, and those of the launch and of the plan
 `launch.fit`                 Megatron's parsed arguments       a plan, two versions
-`apply.limits`               a live model's configuration      those of the run and of its plan
+`apply.refusals`             a live model's configuration      those of the run and of its plan
 `double_buffered.pipeline`   live configurations               two versions, deferred updates
 `bridge_settings`            Megatron-Bridge's container       a plan
 
@@ -112,7 +112,7 @@ def limits(circumstances: Collection[str], of: Collection[str]) -> Iterator[tupl
 def refused(
     settings: object,
     circumstances: Collection[str],
-    where: Callable[[Limit], str],
+    where: Callable[[Limit], str] = lambda limit: f"config.{limit.setting}",
     of: Collection[str] = ("model",),
     name: Callable[[Limit], str] = attrgetter("setting"),
 ) -> Iterator[Problem]:

@@ -2,13 +2,13 @@
 
     PYTHONPATH=CHECKOUT:TE python scripts/record_release.py core         writes apply/releases.json, in megatron_lynx/
     PYTHONPATH=CHECKOUT python scripts/record_release.py double_buffered   writes double_buffered/releases.json
-    PYTHONPATH=TE python scripts/record_release.py transformer_engine      writes apply/transformer_engine/releases.json
+    PYTHONPATH=TE python scripts/record_release.py transformer_engine      writes apply/transformer_engine.json
 
 CHECKOUT is a checkout of megatron-core or an unpacked wheel; TE is an unpacked wheel of Transformer Engine, which some modules of
 megatron-core import. `-o FILE` writes another file. A release that is recorded already is recorded again; its `also` stays.
 
 Before the file is committed somebody reads what changed since the release before (`git diff` of the two, for the functions
-named), checks where a `LayerNormLinear` saves what its norm made (`apply/transformer_engine/norm.py`), and runs the tests.
+named), checks where a `LayerNormLinear` saves what its norm made (`apply/transformer_engine.py`), and runs the tests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.apply import releases, transformer_engine
-from megatron_lynx.apply.releases import GONE, Release, fingerprint, installed_version, minor_of, number_of
-from megatron_lynx.apply.transformer_engine import installed_te
+from megatron_lynx.apply import releases
+from megatron_lynx.apply.releases import GONE, Release, fingerprint, installed_te, installed_version, minor_of, number_of
 from megatron_lynx.double_buffered import releases as without_flushes
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
@@ -56,7 +55,7 @@ class Recorded:
 PACKAGE = Path(__file__).parents[1] / "megatron_lynx"
 FILES = {
     "core": Recorded(PACKAGE / "apply/releases.json", releases.KNOWN, installed_version, True, COMING),
-    "transformer_engine": Recorded(PACKAGE / "apply/transformer_engine/releases.json", transformer_engine.KNOWN, installed_te),
+    "transformer_engine": Recorded(PACKAGE / "apply/transformer_engine.json", releases.KNOWN_TE, installed_te),
     "double_buffered": Recorded(PACKAGE / "double_buffered/releases.json", without_flushes.KNOWN, installed_version),
 }
 

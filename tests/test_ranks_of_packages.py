@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "published": {"config", "plan", "profiler", "cost", "solver", "estimate", "stock", "planner", "rehearsal"},
     "runtime": {"schedule.schedule", "timetable"},
     "apply": {"plan", "runtime", "schedule", "timetable"},
-    "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
+    "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.releases"},
     "measure": set(),
     "compare": {"plan", "measure"},
     "report": {

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_over, policies
+from megatron_lynx.apply.assignment import chunk_policies, host_limit_of, offloader_of, order_of, passing_over, policies
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
@@ -33,14 +33,11 @@ from megatron_lynx.apply.hooks import (
 from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.kinds import kinds_of, layers_by_kind
-from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, recipe_of
 from megatron_lynx.apply.match import mismatches
-from megatron_lynx.apply.offloading import host_limit_of, offloader_of
 from megatron_lynx.apply.refusals import refusals
-from megatron_lynx.apply.releases import Release, present_release
-from megatron_lynx.apply.transformer_engine import present_te
-from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
+from megatron_lynx.apply.releases import Release, present_release, present_te
+from megatron_lynx.apply.transformer_engine import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
@@ -156,7 +153,10 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     if conflicts := holding.verify(claims, around_others=without_flushes is None):
         raise HookRefused("the plan cannot be installed", conflicts)
     engine.offloader.lock_ahead()  # last, because it takes long; it may still be refused
-    return Installation(engine, _changed(claims), without_flushes)
+    hooks = holding.put_in_place(claims)
+    for hook in hooks:
+        log.info("megatron-lynx holds %s: %s", hook.claim.where, hook.claim.reason)
+    return Installation(engine, hooks, without_flushes)
 
 
 def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str, list[Problem]]]:
@@ -204,12 +204,12 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
         offloading = engine.offloader.chunks
-        met = [half for half, of in of_layer[number].items() if of.may_replay or of.midway or of.goes_out(offloading)]
+        met = [of.section for of in of_layer[number].values() if of.may_replay or of.midway or of.goes_out(offloading)]
         yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)
-    linears = deferring_linears(plan, run)
+    linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
         apart = run.overlaps_exchanges and _receives_replay(plan)
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
@@ -230,10 +230,3 @@ def _receives_replay(plan: Plan) -> bool:
     """Whether any stage recomputes while it receives a gradient in the steady phase."""
     timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
     return any(each.receive(chunk, "steady").hides for each in timetables for chunk in range(len(each.chunks)))
-
-
-def _changed(claims: list[Claim]) -> list[Hook]:
-    hooks = holding.put_in_place(claims)
-    for hook in hooks:
-        log.info("megatron-lynx holds %s: %s", hook.claim.where, hook.claim.reason)
-    return hooks

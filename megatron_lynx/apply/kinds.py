@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import collectives, expert_load, latents
-from megatron_lynx.apply.limits import in_config
+from megatron_lynx.apply.hooks import collectives, experts
+from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.live_run import (
     IDENTITY,
     LINEARS,
@@ -33,11 +33,10 @@ from megatron_lynx.apply.live_run import (
     name_of,
     overlapped,
 )
-from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
-from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES, Dispatcher
+from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
 from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
@@ -105,26 +104,20 @@ TE: Classes = {
 }
 
 
-class _Usual(Running):
+class HeldUsual(Running):
     """The usual content of a half."""
 
     local, te = LOCAL, TE
-    section: Section
+
+    def __init__(self, section: Section) -> None:
+        self._section, self.half, self.name = section, section.half, section.name
 
     def section_in(self, layer: Module) -> Section | None:
-        return self.section
+        return self._section
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Empty: the other kinds report layers that differ."""
         yield from ()
-
-
-class HeldAttention(_Usual):
-    section, half, name = ATTENTION, ATTENTION.half, ATTENTION.name
-
-
-class HeldMlp(_Usual):
-    section, half, name = MLP, MLP.half, MLP.name
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
@@ -158,25 +151,23 @@ class HeldLatentAttention(Running):
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         if not run.layers:
             return
-        found, needed = plan.model.latent_attention, sizes_in(run.config) if layers else None
+        found, needed, config = plan.model.latent_attention, None, run.config
+        if layers:
+            needed = LatentSizes(
+                q_rank=config.q_lora_rank,
+                kv_rank=config.kv_lora_rank,
+                head_size=config.qk_head_dim,
+                rope_size=config.qk_pos_emb_head_dim,
+                value_head_size=config.v_head_dim,
+                fused_rotary=bool(config.apply_rope_fusion),
+            )
         if found != needed:
             stated = f"{needed}, as this run has it"
             yield Problem("plan: model.latent_attention", str(found), stated, "make a plan for this model")
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if run.tensor > 1:
-            yield from latents.claims(engine)
-
-
-def sizes_in(config: Any) -> LatentSizes:
-    return LatentSizes(
-        q_rank=config.q_lora_rank,
-        kv_rank=config.kv_lora_rank,
-        head_size=config.qk_head_dim,
-        rope_size=config.qk_pos_emb_head_dim,
-        value_head_size=config.v_head_dim,
-        fused_rotary=bool(config.apply_rope_fusion),
-    )
+            yield from collectives.latent_claims(engine)
 
 
 _MOE = "megatron.core.transformer.moe."
@@ -206,21 +197,25 @@ class HeldExperts(Running):
             return None
         config: Any = layer.config
         mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
-        return mixtures[_dispatcher(config), getattr(mixture, "shared_experts", None) is not None]
+        named = _dispatched_by(config)
+        dispatcher = next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])  # unknown ones: as all-to-all
+        return mixtures[dispatcher, getattr(mixture, "shared_experts", None) is not None]
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Every reason why experts cannot be recomputed or offloaded. Empty if the plan keeps them whole."""
         touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
         if not touched:
             return
-        yield from refused(run.config, ["inside experts"], in_config)
+        yield from refused(run.config, ["inside experts"])
         config: Any = run.config
         if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
         yield from _cut(plan, run, touched)
         layer = layers[touched[0]]  # all are built from one config
-        yield from _other_kinds(touched[0], layer)
+        for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
+            if (found := name_of(module_at(layer, f"{MIXTURE}.{part}"))) not in known:
+                yield Problem(f"layer {touched[0]}.{MIXTURE}.{part}", found, " or ".join(known), TODO)
         try:
             yield from self._other_linears(run, touched[0], layer)
         except AttributeError as missing:
@@ -266,22 +261,11 @@ class HeldExperts(Running):
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
-            yield from expert_load.claims(engine, layers.items(), _balanced_rows(plan, run))
+            yield from experts.load_claims(engine, plan, run, layers)
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
-            yield from collectives.deepep_claims(engine)
+            yield from experts.deepep_claims(engine)
         elif plan.exchanging:
-            yield from collectives.exchange_claims(engine, run.expert_group)
-
-
-def _balanced_rows(plan: Plan, run: LiveRun) -> int:
-    tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
-    return expert_load.balanced_rows(tokens, run.config.moe_router_topk)
-
-
-def _dispatcher(config: Any) -> Dispatcher:
-    """The dispatcher, as far as plans depend on it. Unknown ones count as Megatron's all-to-all."""
-    named = _dispatched_by(config)
-    return next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])
+            yield from experts.exchange_claims(engine, run.expert_group)
 
 
 def _dispatched_by(config: Any) -> str:
@@ -308,13 +292,6 @@ def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
     if parts > 1 and any(rule.goes_on for rule in rules):
         needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
         yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
-
-
-def _other_kinds(number: int, layer: Module) -> Iterator[Problem]:
-    for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
-        found = name_of(module_at(layer, f"{MIXTURE}.{part}"))
-        if found not in known:
-            yield Problem(f"layer {number}.{MIXTURE}.{part}", found, " or ".join(known), TODO)
 
 
 def _class_in(layer: Any, path: str) -> str:
@@ -356,7 +333,7 @@ class HeldOpaque(Running):
         return self._section if self._is(layer) else None
 
 
-FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts(), *map(HeldOpaque, IS)]
+FACES: list[Running] = [HeldUsual(ATTENTION), HeldUsual(MLP), HeldLatentAttention(), HeldExperts(), *map(HeldOpaque, IS)]
 """The usual content of each half first: it accepts every layer."""
 
 

@@ -75,7 +75,9 @@ class LiveRun:
     @property
     def all_layers(self) -> int:
         """Number of layers of the whole model, counted as in a plan."""
-        return all_layers(self.chunks[0]) if is_hybrid(self.chunks[0]) else int(self.config.num_layers)
+        if not is_hybrid(self.chunks[0]):
+            return int(self.config.num_layers)
+        return sum(map(len, map(layers_of, _segments(self.chunks[0]))))
 
     @property
     def uses_te(self) -> bool:
@@ -189,16 +191,11 @@ def overlapped(config: Any) -> bool:
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
-STACK = "HybridStack"
-"""The class of a hybrid model's decoder."""
 _TRANSFORMER = "megatron.core.transformer.transformer_layer."
-CLASSES: Mapping[Half, tuple[str, ...]] = dict(
-    zip(
-        HALVES,
-        ((f"{_TRANSFORMER}TransformerLayer",), ("megatron.core.ssm.mlp_layer.MLPLayer", f"{_TRANSFORMER}MoETransformerLayer")),
-        strict=True,
-    )
-)
+CLASSES: Mapping[Half, tuple[str, ...]] = {
+    HALVES[0]: (f"{_TRANSFORMER}TransformerLayer",),
+    HALVES[1]: ("megatron.core.ssm.mlp_layer.MLPLayer", f"{_TRANSFORMER}MoETransformerLayer"),
+}
 """Layer classes of each half in Megatron's own specification of a hybrid stack."""
 
 
@@ -228,7 +225,7 @@ def owner_of(layer: Any, half: Half, path: str = "") -> Module:
 
 
 def is_hybrid(chunk: Module) -> bool:
-    return type(getattr(chunk, "decoder", None)).__name__ == STACK
+    return type(getattr(chunk, "decoder", None)).__name__ == "HybridStack"
 
 
 def layers_in(chunk: Module) -> list[Any]:
@@ -238,16 +235,8 @@ def layers_in(chunk: Module) -> list[Any]:
         return layers
     own, below = layers_of(_symbols(chunk)), layers[0].layer_number - 1
     first, found = 1 + sum(len(each) for each in _segments_below(chunk, below)), iter(layers)
-    return [HybridLayer(number, _owners(layer, found)) for number, layer in enumerate(own, start=first)]
-
-
-def all_layers(chunk: Module) -> int:
-    """Number of a plan's layers in the whole hybrid model."""
-    return sum(map(len, map(layers_of, _segments(chunk))))
-
-
-def _owners(layer: StackLayer, found: Iterator[Module]) -> dict[Half, Module]:
-    return {half: next(found) for half, symbol in zip(HALVES, layer, strict=True) if symbol}
+    owners = ({half: next(found) for half, symbol in zip(HALVES, layer, strict=True) if symbol} for layer in own)
+    return [HybridLayer(number, of_half) for number, of_half in enumerate(owners, start=first)]
 
 
 def _symbols(chunk: Module) -> str:

@@ -32,13 +32,24 @@ from torch.nn import Module
 from megatron_lynx.anatomy import ATTENTION, HALVES, Item
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
+from megatron_lynx.apply.hooks.sites import places_of
+from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
 from megatron_lynx.apply.kinds import Classes, classes_of, layers_by_kind, sections_in
-from megatron_lynx.apply.limits import refused_in_fp8, refused_settings
-from megatron_lynx.apply.linears import refused_deferrals
-from megatron_lynx.apply.live_run import CLASSES, OWNS_USERBUFFER, TE_MODULE, LiveRun, module_at, name_of, owner_of
-from megatron_lynx.apply.site import modules_of
+from megatron_lynx.apply.live_run import (
+    CLASSES,
+    OWNS_USERBUFFER,
+    TE_MODULE,
+    LiveRun,
+    module_at,
+    name_of,
+    owner_of,
+    recipe_of,
+    refused_graphs,
+)
 from megatron_lynx.errors import Problem
+from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands
@@ -68,6 +79,61 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *(problem for face, layers in layers_by_kind(run) for problem in face.refusals(plan, run, layers)),
         *refused_head(plan, run),
     ]
+
+
+UNSET = {
+    "NVTE_BACKWARD_OVERRIDE": "",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "0",
+}
+"""Environment variables that change which tensors nodes save, with their defaults."""
+
+
+def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
+    """Every unsupported setting. `te`: the layers are Transformer Engine's."""
+    yield from refused(config, list(_circumstances(config, te=te)))
+    yield from refused_graphs(config)
+
+
+def _circumstances(config: Any, *, te: bool) -> Iterator[str]:
+    yield "plan"
+    if te:
+        yield "te"
+        if recipe_of(config) is not None:
+            yield "fp8"
+    if getattr(config, "multi_latent_attention", False):
+        yield from ("latent", "planned latent")
+    if getattr(config, "num_moe_experts", None):
+        yield "experts"
+        if config.moe_token_dispatcher_type == "flex":
+            yield "flex"
+
+
+def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
+    recipe = recipe_of(run.config)
+    if recipe is None:
+        return
+    bits = "fp8" if run.config.fp8 else "fp4"
+    if not run.uses_te and run.layers:
+        found = str(getattr(run.config, bits))
+        yield Problem(f"config.{bits}", found, "off: these layers are Megatron's own", f"drop --{bits}-format")
+        return
+    known = next((each for each in STORED if each == recipe), None)
+    if known is None:
+        todo = f"drop --{bits}-recipe, or train without a plan"
+        yield Problem(f"config.{bits}_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
+    elif not _installed(known):
+        yield lacking(known, f"config.{bits}_recipe")
+    if bits == "fp4" and run.userbuffers:
+        yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
+    for name, nothing in UNSET.items():
+        if (found := os.environ.get(name, nothing)) != nothing:
+            yield Problem(name, found, "unset under a plan", "unset it: what nodes save then is not known")
+
+
+def _installed(known: Recipe) -> bool:
+    from transformer_engine.common import recipe
+
+    return hasattr(recipe, STORED[known].made_by)
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:
@@ -170,7 +236,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             continue
         try:
             sections = [section for section in sections_in(layer) if not (section.in_some_layers or section.captured)]
-            sites = {item: module for section in sections for item, module in modules_of(section, layer).items()}
+            sites = {place.item: place.owner for section in sections for place in places_of(section, layer)}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue

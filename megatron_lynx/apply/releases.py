@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -80,6 +80,7 @@ def releases_in(file: Path) -> dict[str, Release]:
 
 
 KNOWN = releases_in(Path(__file__).with_suffix(".json"))
+KNOWN_TE = releases_in(Path(__file__).with_name("transformer_engine.json"))
 
 
 def installed_version() -> str:
@@ -95,6 +96,22 @@ def installed_version() -> str:
 def present_release() -> Release:
     """The release of the imported megatron-core. Raises `HookRefused` if it is unknown."""
     return table_of(installed_version(), KNOWN, "megatron.core", "megatron-core", "install one of these")
+
+
+def installed_te() -> str:
+    """The version of the imported Transformer Engine, e.g. `2.12.0`. Raises `HookRefused` if it cannot be imported."""
+    try:
+        import transformer_engine.pytorch
+    except (ImportError, OSError, RuntimeError) as missing:  # it looks for its libraries and loads them
+        problem = Problem("transformer_engine", str(missing), "it, to be imported", "install it")
+        raise HookRefused("Transformer Engine cannot be imported", [problem]) from None
+    return str(transformer_engine.__version__)
+
+
+def present_te() -> Release:
+    """The release of the imported Transformer Engine. Raises `HookRefused` if it is unknown."""
+    todo = "install one of these, or launch with --transformer-impl local"
+    return table_of(installed_te(), KNOWN_TE, "transformer_engine", "Transformer Engine", todo)
 
 
 def table_of(version: str, known: Mapping[str, Release], package: str, name: str, todo: str) -> Release:
@@ -148,3 +165,104 @@ def fingerprint(name: str) -> str:
 def _hash_of_source(function: Any) -> str:
     """Cached, because `inspect.getsource` tokenises the file, and each plan needs 30 functions."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+RELIES_ON = {
+    "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
+    "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
+    "latents": ("transformer.multi_latent_attention",),
+    "experts": tuple(
+        f"transformer.moe.{name}"
+        for name in ("moe_layer", "moe_utils", "router", "experts", "shared_experts", "token_dispatcher", "fused_a2a")
+    ),
+    "transformer_engine": ("extensions.transformer_engine",),
+    "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
+    "hybrid": ("models.hybrid.hybrid_block",),
+    "random_state": ("tensor_parallel.random",),
+    "steps": (
+        "pipeline_parallel.schedules",
+        "pipeline_parallel.combined_1f1b",
+        "pipeline_parallel.utils",
+        "models.common.model_chunk_schedule_plan",
+        "models.common.utils",
+        "models.gpt.fine_grained_callables",
+    ),
+    "head_in_pieces": (
+        "models.gpt.gpt_model",
+        "models.common.language_module.language_module",
+        "tensor_parallel.cross_entropy",
+        "fusions.fused_cross_entropy",
+    ),
+    "receives": ("pipeline_parallel.p2p_communication",),
+}
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section that relies on
+them.
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One function that a hook relies on."""
+
+    hook: str
+    site: str
+    """`module:qualified.name`."""
+    release: str
+    recorded: str
+    found: str | None
+    """Its fingerprint now, or None if it does not exist."""
+
+    @property
+    def as_recorded(self) -> bool:
+        return self.found == self.recorded
+
+
+def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
+    """Rows of the functions that matter in every run, of megatron-core or of Transformer Engine.
+
+    `hook`: the hook of all rows; by default found from each module.
+    """
+    yield from _rows(release, release.fingerprints, hook)
+
+
+def held_here() -> list[Held]:
+    """Rows of megatron-core, and of Transformer Engine if it is installed and known.
+
+    Raises `HookRefused` for an unknown megatron-core.
+    """
+    core = present_release()
+    try:
+        releases, missing = [core, present_te()], None
+    except HookRefused:  # the doctor reports it
+        releases, missing = [core], "te"
+    return [
+        row
+        for release in releases
+        for what, table in {"": release.fingerprints, **release.only_with}.items()
+        if what != missing
+        for row in _rows(release, table)
+    ]
+
+
+def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
+    for site, hashed in recorded.items():
+        found, also = _found(site), release.also.get(site, hashed)
+        yield Held(hook or hook_of(site), site, release.version, also if found == also else hashed, found)
+
+
+def hook_of(site: str) -> str:
+    """The hook that relies on a function; ValueError if none does."""
+    if site.startswith("transformer_engine."):
+        return "transformer_engine"
+    module = site.partition(":")[0].removeprefix("megatron.core.")
+    for hook, modules in RELIES_ON.items():
+        if module in modules:
+            return hook
+    raise ValueError(f"no hook is known to rely on {site}")
+
+
+def _found(site: str) -> str | None:
+    try:
+        return fingerprint(site)
+    except (ImportError, AttributeError):
+        return None

@@ -12,7 +12,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
-    from megatron_lynx.apply.inventory import Held
+    from megatron_lynx.apply.releases import Held
     from megatron_lynx.config.cluster import HostAdam
     from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate, LaunchEstimate

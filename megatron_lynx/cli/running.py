@@ -124,8 +124,7 @@ def hooks(as_json: AsJson = False) -> None:
     """List the functions of the installed megatron-core that are hooked, and whether they are as recorded."""
     with announced("reading megatron-core"):
         quieten_megatron()
-        from megatron_lynx.apply.inventory import held_here
-        from megatron_lynx.apply.releases import installed_version
+        from megatron_lynx.apply.releases import held_here, installed_version
         from megatron_lynx.double_buffered.releases import held_here as held_without_flushes
 
         held = [*held_here(), *held_without_flushes()]

@@ -79,14 +79,13 @@ def software() -> Iterator[Finding]:
 
 def _te(found: str) -> Finding:
     """Whether this release is known. Its functions are compared when a plan is installed: importing them needs a GPU."""
-    from megatron_lynx.apply.releases import minor_of
-    from megatron_lynx.apply.transformer_engine import KNOWN
+    from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 
-    if minor_of(found) in KNOWN:
+    if minor_of(found) in KNOWN_TE:
         return Finding("Transformer Engine", "good", found)
     costs, todo = (
         "plans for its layers are refused",
-        f"install one of {', '.join(KNOWN)}, or launch with --transformer-impl local",
+        f"install one of {', '.join(KNOWN_TE)}, or launch with --transformer-impl local",
     )
     return Finding("Transformer Engine", "defeats", found, costs, todo)
 
@@ -103,8 +102,7 @@ def version_of(*names: str) -> str | None:
 
 def _megatron() -> Iterator[Finding]:
     try:
-        from megatron_lynx.apply.inventory import inventory
-        from megatron_lynx.apply.releases import installed_version, present_release
+        from megatron_lynx.apply.releases import installed_version, inventory, present_release
 
         found = installed_version()
     except ImportError as error:

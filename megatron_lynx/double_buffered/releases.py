@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lynx.apply.inventory import Held, inventory
-from megatron_lynx.apply.releases import installed_version, minor_of, releases_in
+from megatron_lynx.apply.releases import Held, installed_version, inventory, minor_of, releases_in
 from megatron_lynx.errors import Problem
 
 KNOWN = releases_in(Path(__file__).with_suffix(".json"))

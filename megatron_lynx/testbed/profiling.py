@@ -287,7 +287,7 @@ def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
 def _inner_norm(config: Any, linear: Any, norm: str) -> InnerNorm:
     from megatron.core.extensions.transformer_engine import TENorm
 
-    from megatron_lynx.apply.transformer_engine.norm import norm_inside
+    from megatron_lynx.apply.transformer_engine import norm_inside
 
     inside = norm_inside(linear, norm)
     alone = TENorm(config, hidden_size=linear.layer_norm_weight.numel(), eps=config.layernorm_epsilon)

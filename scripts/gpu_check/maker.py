@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.schedules import Way
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.apply.releases import minor_of
-from megatron_lynx.apply.transformer_engine import KNOWN
+from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
@@ -136,8 +135,8 @@ def received_apart(job: Job) -> Plan:
 def no_te(machine: Machine) -> str | None:
     if machine.te is None:
         return "Transformer Engine is not installed"
-    if minor_of(machine.te) not in KNOWN:
-        return f"Transformer Engine {machine.te} is not known; {', '.join(KNOWN)} are"
+    if minor_of(machine.te) not in KNOWN_TE:
+        return f"Transformer Engine {machine.te} is not known; {', '.join(KNOWN_TE)} are"
     return None
 
 

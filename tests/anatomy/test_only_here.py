@@ -19,7 +19,7 @@ TABLES = (
     "anatomy/",
     "kinds/",
     "apply/kinds.py",
-    "apply/transformer_engine/",
+    "apply/transformer_engine.py",
     "stock/modules.py",
 )
 """What Megatron and Transformer Engine call their things, and the anatomy itself."""

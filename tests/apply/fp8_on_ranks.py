@@ -20,7 +20,7 @@ from .te_on_ranks import copies_of_weights
 
 def with_wrong_replays(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str) -> list[str]:
     """What differs from stock, if replays use the live quantizers' `amax` or `scale` or both."""
-    from megatron_lynx.apply.transformer_engine import fp8
+    from megatron_lynx.apply import transformer_engine as fp8
 
     def own_quantizers(live: Any, scale: torch.Tensor | None) -> Any:
         own = right(live, scale)

@@ -31,7 +31,7 @@ class Seen:
 
 def held(rank: int, job: Job, plan: Plan) -> Seen:
     from megatron_lynx.apply import install
-    from megatron_lynx.apply.transformer_engine import present_te
+    from megatron_lynx.apply.releases import present_te
 
     training = trained(job)
     one_step(training)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
-from megatron_lynx.apply.limits import refused_settings
+from megatron_lynx.apply.refusals import refused_settings
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.limits import limits
 from megatron_lynx.plan.plan import Head

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.apply.hooks.weight_gradients import _Store
-from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.apply.hooks.weight_gradients import LinearOf, _Store
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.policy import ChunkPolicy

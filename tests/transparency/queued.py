@@ -77,7 +77,7 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     from megatron_lynx.apply import install
-    from megatron_lynx.apply.linears import deferring_linears
+    from megatron_lynx.apply.hooks.weight_gradients import deferring_linears
     from megatron_lynx.apply.live_run import live_run
     from megatron_lynx.testbed.training import synthetic_batches
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES, MLP
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.apply.limits import refused_settings
+from megatron_lynx.apply.refusals import refused_settings
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.errors import PlanMismatch

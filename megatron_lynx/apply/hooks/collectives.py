@@ -1,4 +1,4 @@
-"""Windows in collectives of tensor-parallel groups, and in exchanges of experts' tokens.
+"""Windows in collectives of the tensor-parallel group.
 
 Replaces              local layers     `dist_all_gather_func` and `dist_reduce_scatter_func` in `mappings` and `layers` of
                                        `megatron.core.tensor_parallel` (bound there at import), `_gather_along_first_dim` of
@@ -6,15 +6,17 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                       TE's layers      `gather_along_first_dim` and `reduce_scatter_along_first_dim` as bound in `module.base`,
                                        `module.linear` and `module.layernorm_linear` of `transformer_engine.pytorch`; its
                                        `allreduce` ends in `torch.distributed.all_reduce`
-                      experts          `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
-                                       passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
+                      latent attention `gather_from_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` in
+                                       `megatron.core.transformer.multi_latent_attention`
 Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
-                      GEMMs; there the window is the rest.
-Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous.
+                      GEMMs; there the window is the rest. A recomputation runs latent attention's code between two sites, and
+                      must not communicate (rule R2): its gather is a site that is always kept.
+Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous. Latent attention's never
+                      in a recomputation.
 Holds                 the group.
 Passes through when   the window has no task, the group is another one, the call is outside of a half and its backward (LM
-                      head, loss, data parallel), or takes a maximum (FP8's amaxes); for DeepEP, if no event is requested. A
-                      gather that is already in flight is only waited for: TE gets an alias, which it frees after use.
+                      head, loss, data parallel), or takes a maximum (FP8's amaxes). A gather that is already in flight is only
+                      waited for: TE gets an alias, which it frees after use.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.transformer_engine.fp8 import as_alias, in_fp8_itself, with_bytes
+from megatron_lynx.apply.transformer_engine import as_alias, in_fp8_itself, with_bytes
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.run import DONE
+from megatron_lynx.runtime.site import Site
 
 
 def claims(engine: Engine, group: Any) -> Iterator[Claim]:
@@ -156,57 +159,12 @@ def _of_kind(tensor: Any, gathered: Any) -> Any:
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
 
 
-def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:
-    def in_window(original: Any) -> Any:
-        @wraps(original)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.waits.window(exchange=True) if kwargs.get("group") is group and engine.in_half else None
-            return issued(window, original, *args, **kwargs)
+def latent_claims(engine: Engine) -> Iterator[Claim]:
+    from megatron.core.transformer import multi_latent_attention
 
-        return exchange
+    def remembered(original: Any) -> Any:
+        site = Site("gathered latents", torch.nn.Module(), original, may_draw=False)
+        return wraps(original)(engine.reported(site))
 
-    yield Claim(torch.distributed, "all_to_all_single", in_window, "brings tokens to experts, and back")
-
-
-ASYNC = "async_finish"
-"""The argument that requests an event, which the caller waits for when it needs the result."""
-
-
-class _Event:
-    """`Work` that waits for an event."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> Any:
-        return self._event.current_stream_wait()
-
-
-class WindowedEvent:
-    """An event of a buffer's stream whose wait is a window; otherwise it behaves like the event."""
-
-    def __init__(self, event: Any, window: Callable[[Any], Any]) -> None:
-        self._event = event
-        self._work = window(_Event(event))
-
-    def current_stream_wait(self) -> Any:
-        return self._work.wait()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._event, name)
-
-
-def deepep_claims(engine: Engine) -> Iterator[Claim]:
-    from megatron.core.transformer.moe import fused_a2a
-
-    def in_window(original: Any) -> Any:
-        @wraps(original)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.waits.window(exchange=True) if kwargs.get(ASYNC) and engine.in_half else None
-            found = original(*args, **kwargs)
-            return found if window is None else (*found[:-1], WindowedEvent(found[-1], window))
-
-        return exchange
-
-    for method in ("dispatch", "combine"):
-        yield Claim(fused_a2a.Buffer, method, in_window, "brings tokens to experts, and back")
+    for name in ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region"):
+        yield Claim(multi_latent_attention, name, remembered, "gathers what was compressed")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.apply.hooks.weight_gradients import LinearOf
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.pending import Linear
 

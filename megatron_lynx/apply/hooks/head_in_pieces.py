@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.limits import in_config
 from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.limits import refused
@@ -140,7 +139,7 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Every reason why the head cannot run in pieces. Empty if the plan leaves it whole."""
     if plan.head is None:
         return
-    yield from refused(run.config, ["head"], in_config)
+    yield from refused(run.config, ["head"])
     impl = getattr(run.config, "cross_entropy_fusion_impl", "native")
     if run.config.cross_entropy_loss_fusion and impl not in LOSSES:
         yield Problem("config.cross_entropy_fusion_impl", str(impl), " or ".join(LOSSES), f"launch with one of these, or {WHOLE}")

@@ -1,7 +1,14 @@
-"""The submodule calls of a layer.
+"""The sites of a layer: the submodule calls for the items of `megatron_lynx.kinds`.
 
-Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...);
-                      with experts also the token dispatcher's methods for dispatch and combine.
+    _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
+                         (or latent attention's: `kinds.latent`)
+    _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
+       with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
+
+Experts that run one by one call a site once each. The dispatcher's sites are methods of an object that is no module.
+
+Replaces              `forward` on the submodule *instances*; with experts also the token dispatcher's methods for dispatch and
+                      combine.
 Why                   the recorder drops the saved tensors of a recomputed site; a recomputation returns a kept site's memo
                       without running it; and work may begin where backward reaches a site.
 Calls the original    once per call, unless a recomputation has the result.
@@ -11,68 +18,142 @@ Passes through when   the call is outside of a half that is recorded or recomput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from torch.nn import Module
+from torch.nn import Dropout, Module
 
-from megatron_lynx.anatomy import Half, Item, Section
+from megatron_lynx.anatomy import Item, Section
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.kinds import sections_in
-from megatron_lynx.apply.site import Place, places_of
-from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
-from megatron_lynx.apply.transformer_engine.norm import norm_inside
+from megatron_lynx.apply.transformer_engine import Fp8Linear, norm_inside
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.site import Site
+
+EACH = "*"
+ONE_BY_ONE = "local_experts"
+"""The attribute of Megatron's SequentialMLP that has its experts."""
+
+
+class Place(NamedTuple):
+    """One method that is a site, or a part of one."""
+
+    item: Item
+    owner: Any
+    method: str
+
+    @property
+    def module(self) -> Module | None:
+        return self.owner if isinstance(self.owner, Module) else None
+
+
+def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
+    """The sites of a section in the order of a forward. `te`: Transformer Engine's layer, with norms inside linears.
+
+    Raises `AttributeError` if the layer lacks one.
+    """
+    inside = {"inner_norm", *(("norm",) if section.fuses_norm else ())} if te else set()
+    items = [item for item in section.sites if item.role not in inside]
+    return [Place(item, owner, method) for item in items for owner in _owners(item, layer) for method in item.methods]
+
+
+def modules_named(section: Section, layer: Module, names: Container[str]) -> Iterator[tuple[Item, int | None, Module]]:
+    """The submodules of chosen items in the order of a forward, numbered if an item has several."""
+    for item in section.sites:
+        owners = list(_owners(item, layer)) if item.name in names else []
+        yield from ((item, number if owners[1:] else None, owner) for number, owner in enumerate(owners))
+
+
+def _owners(item: Item, layer: Module) -> Iterator[Any]:
+    before, each, behind = item.path.partition(f".{EACH}.")
+    found = attrgetter(before)(layer)
+    if not each:
+        yield found
+        return
+    for expert in getattr(found, ONE_BY_ONE, (found,)):
+        yield attrgetter(behind)(expert)
+
+
+def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
+    """The sites of a half that are not modules. They pass state from method to method as attributes, their own or those of a
+    delegate (a flex dispatcher's manager).
+    """
+    owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
+    inner = (
+        held
+        for owner in owners.values()
+        for held in vars(owner).values()
+        if type(held).__module__ == type(owner).__module__ and hasattr(held, "__dict__")
+    )
+    return (*owners.values(), *inner)
+
+
+def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:
+    """Whether a call of this half draws random numbers. `replayed`: the items that are recomputed.
+
+    The core attention does if its dropout is not 0, and so does the residual addition. Both are read at each call, because
+    training code may change them. A router may draw, too, but it is never recomputed.
+
+    Transformer Engine's fused attention takes a seed and an offset from the generator, advances it, and saves both for its
+    backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
+    """
+    cores = [place for place in places_of(section, layer) if place.item.role == "core"]
+    if any(place.item.name in replayed and hasattr(place.owner, "fused_attention") for place in cores):
+        return lambda: True
+    inside = [module for place in cores if place.module is not None for module in place.module.modules()]
+    dropping = [module for module in inside if isinstance(module, Dropout)]
+    attending = [module for module in inside if hasattr(module, "attention_dropout")]
+
+    def may_draw() -> bool:
+        if getattr(layer, "hidden_dropout", 1.0):
+            return True
+        return any(each.p for each in dropping) or any(_drops(each.attention_dropout) for each in attending)
+
+    return may_draw
+
+
+def _drops(dropout: Any) -> bool:
+    """`dropout`: a module (Megatron), or a module or a probability (Transformer Engine)."""
+    return bool(getattr(dropout, "p", dropout))
 
 
 def claims(
     engine: Engine,
     layer: Module,
     number: int,
-    met: Container[Half],
+    sections: Iterable[Section],
     *,
     te: bool = False,
     fp8: bool = False,
 ) -> Iterator[Claim]:
-    """`met`: halves with items that are recomputed or offloaded, or with work that begins inside. `te`: the layer is Transformer
-    Engine's. `fp8`: its linears may run in FP8.
+    """`sections`: those with items that are recomputed or offloaded, or with work that begins inside. `te`: the layer is
+    Transformer Engine's. `fp8`: its linears may run in FP8.
     """
-    for section in sections_in(layer):
-        if section.half not in met:
-            continue
+    for section in sections:
         for place in places_of(section, layer, te=te):
             site = _site_at(place, section, te=te, fp8=fp8)
-            yield Claim(
-                place.owner, place.method, _as_site(engine, site), "is a site of the plan", f"layer {number}.{place.item.name}"
-            )
+
+            def hooked(original: Any, site: Callable[..., Site] = site) -> Any:
+                return engine.reported(site(forward=original))
+
+            yield Claim(place.owner, place.method, hooked, "is a site of the plan", f"layer {number}.{place.item.name}")
 
 
 def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:
     """Makes the site from its code."""
-    item, module = place.item, place.module
-    norm = norm_of(section, item, place.owner) if te else ""
+    item, owner, method = place
+    norm = ""
+    if te and item.role == "column_parallel" and section.fuses_norm:
+        norm = section.norm
+    elif te and hasattr(owner, "layer_norm_weight"):
+        norm = item.norm_inside
     return partial(
         Site,
         item.name,
-        module,
-        first=norm_inside(place.owner, norm) if norm else None,
-        state=Fp8Linear(place.owner) if fp8 and (item.is_linear or item.of_experts) else None,
+        place.module,
+        first=norm_inside(owner, norm) if norm else None,
+        state=Fp8Linear(owner) if fp8 and (item.is_linear or item.of_experts) else None,
         may_draw=item.may_draw,
-        goes_on=place.goes_on,
+        goes_on=method != item.methods[-1],
     )
-
-
-def norm_of(section: Section, item: Item, module: Module) -> str:
-    """The norm that Transformer Engine computes inside a site's linear, or ""."""
-    if item.role == "column_parallel" and section.fuses_norm:
-        return section.norm
-    return item.norm_inside if hasattr(module, "layer_norm_weight") else ""
-
-
-def _as_site(engine: Engine, site_of: Callable[..., Site]) -> Callable[[Any], Any]:
-    def hooked(original: Any) -> Any:
-        return engine.reported(site_of(forward=original))
-
-    return hooked

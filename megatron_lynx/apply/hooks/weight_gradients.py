@@ -17,24 +17,150 @@ Passes through when   the call is not the backward of such a linear (recognised 
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.apply.hooks.sites import modules_named
+from megatron_lynx.apply.kinds import sections_in
+from megatron_lynx.apply.live_run import LiveRun, layers_in, recipe_of
+from megatron_lynx.errors import Problem
+from megatron_lynx.limits import refused
 from megatron_lynx.nest import map_nest
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+
+
+class LinearOf(NamedTuple):
+    layer: int
+    half: Half
+    item: str
+    role: Role
+    expert: int | None = None
+    """Index of the rank's expert, if several run one by one."""
+
+    @property
+    def frame(self) -> FrameKey:
+        return self.layer, self.half
+
+    @property
+    def linear(self) -> Linear:
+        """Its key in the runtime."""
+        return self.layer, self.item
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is of one of several experts, or of all."""
+        return self.role in EXPERTS_LINEARS
+
+    @property
+    def place(self) -> str:
+        return f"layer {self.layer}.{self.item}{'' if self.expert is None else f'[{self.expert}]'}"
+
+
+def weights_of(linear: Module) -> list[Parameter]:
+    """Its weight, or those of all experts of a grouped linear."""
+    return [parameter for name, parameter in linear.named_parameters(recurse=False) if name.startswith("weight")]
+
+
+def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
+    """Those of this rank, in the order of a forward."""
+    found: dict[LinearOf, Module] = {}
+    for entry in plan.chunks_of(run.stage):
+        for layer in entry.layers:
+            names = entry.rule_for(layer).weight_gradients
+            for section in sections_in(run.layers[layer]) if names else ():
+                for item, expert, module in modules_named(section, run.layers[layer], names):
+                    found[LinearOf(layer, section.half, item.name, item.role, expert)] = module
+    return found
+
+
+NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+"""With it Transformer Engine's operands are of another type, on GPUs only; delaying these is untested."""
+
+
+def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Every reason why weight gradients cannot be delayed here. Empty if the plan delays none."""
+    if not any(entry.defers for entry in plan.stages):
+        return
+    yield from refused(run.config, ["weight gradients"])
+    live = [[layer.layer_number for layer in layers_in(chunk)] for chunk in run.chunks]
+    if [list(entry.layers) for entry in plan.chunks_of(run.stage)] != live:
+        return  # the plan is for another model, which `match` reports
+    linears = deferring_linears(plan, run)
+    for unfit in (_ungraded, _storeless, _natively_grouped):
+        problems = (unfit(linear, module, run) for linear, module in linears.items())
+        yield from islice(filter(None, problems), 1)  # the first stands for all
+    yield from _too_small(plan, run, linears)
+
+
+def _ungraded(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
+    if all(hasattr(weight, "main_grad") for weight in weights_of(module)):
+        return None
+    todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
+    return Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
+
+
+def _storeless(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
+    if not run.uses_te or getattr(module, "wgrad_store", None) is not None:
+        return None
+    todo = "install a Transformer Engine that has delay_wgrad_compute, or plan without weight_gradients"
+    return Problem(f"{linear.place}.wgrad_store", "none", "Transformer Engine's WeightGradStore", todo)
+
+
+def _natively_grouped(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
+    """Grouped GEMMs whose operands are no tensors of experts, or that compute bias gradients as well."""
+    if not linear.of_experts or len(weights_of(module)) == 1:
+        return None
+    if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":
+        needed = "off where weight gradients of grouped experts are deferred"
+        return Problem(linear.place, NATIVE, needed, f"unset {NATIVE}, or plan without weight_gradients of experts")
+    if getattr(module, "apply_bias", False):
+        needed = "False where weight gradients of grouped experts are deferred"
+        return Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
+    return None
+
+
+def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
+    """Limits that are too small for a single entry: nothing would ever be delayed."""
+    for entry in plan.chunks_of(run.stage):
+        sizes = {linear: _least_bytes(plan, run, *each) for each in linears.items() if (linear := each[0]).layer in entry.layers}
+        largest = max(sizes, key=lambda linear: sizes[linear], default=None)
+        if largest is None or entry.weight_gradients is None or entry.weight_gradients.bytes >= sizes[largest]:
+            continue
+        place = f"plan: {plan.place_of(entry)}.weight_gradients.bytes"
+        needed = f"at least {sizes[largest]}, what one micro-batch of {largest.item} holds"
+        yield Problem(place, str(entry.weight_gradients.bytes), needed, "raise it, or plan without weight_gradients")
+
+
+def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
+    """Bytes of one entry of a linear: its input and the gradient of its output, for all tokens of a micro-batch; for
+    experts their share under balanced routing. Entries that do not fit at run time are computed at once.
+    """
+    weights = weights_of(module)
+    outputs, inputs = weights[0].shape
+    in_fp8 = 4 if recipe_of(run.config) == "nvfp4" else 8
+    bits = in_fp8 if run.fp8 else 8 * weights[0].element_size()
+    tokens = plan.model.seq * plan.batch.micro
+    if linear.of_experts:
+        shares = run.expert * (run.config.expert_tensor_parallel_size or 1) * run.config.moe_router_topk
+        rows = tokens // run.shards_of(plan.parallel.sequence_parallel) * shares
+        tokens = rows * len(weights) // run.config.num_moe_experts
+    return int(tokens * (inputs + outputs) * bits // 8)
 
 
 def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:

@@ -14,7 +14,7 @@ Tensor-parallel communication is the same in all releases:
     Transformer Engine   down-projections are whole on each rank; with sequence parallelism the shared rotary key is gathered
     both                 up-projections gather their input (sequence parallelism); backward reduces its gradient
 
-Recomputed code between two sites must not communicate: gathered tensors there are kept (`apply.hooks.latents`).
+Recomputed code between two sites must not communicate: gathered tensors there are kept (`apply.hooks.collectives`).
 
 The fused rotary kernel rotates queries in place, in the linear's output. Recomputing `rotary` on a kept output would rotate it
 twice, so both are kept or both recomputed.

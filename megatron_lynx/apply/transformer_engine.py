@@ -19,7 +19,7 @@ these; they belong to the model, and change between steps only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.runtime.saved import memory_of
+from megatron_lynx.runtime.site import FirstPart
 
 FORWARD = "scaling_fwd"
 IS_FIRST = 4
@@ -148,3 +149,47 @@ def in_fp8_itself(tensor: Any) -> bool:
 def with_bytes(part: Any, data: Tensor) -> Any:
     """An FP8 tensor with `data` as its bytes by rows, and scale and type of `part`."""
     return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})
+
+
+NODE = "_LayerNormLinearBackward"
+"""The autograd node of a `LayerNormLinear`, in every known release."""
+SLOTS = (5, 6, 7)
+"""Indices of the norm's output, mean and reciprocal deviation among the node's saved tensors (RMSNorm has no mean)."""
+
+
+def norm_inside(linear: Any, item: str) -> FirstPart:
+    """The norm of one `LayerNormLinear`, as the first part of its call. `item`: its name in plans."""
+
+    def slots(node: Any) -> tuple[int, ...]:
+        if not node.fp8:
+            return SLOTS
+        return tuple(range(-2 - parts_saved(linear), 0))  # from the end: mean and deviation are the last
+
+    return FirstPart(item=item, run=_norm_of(linear), node=NODE, slots=slots)
+
+
+def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
+    from transformer_engine.pytorch.module._common import apply_normalization
+    from transformer_engine.pytorch.utils import cast_if_needed
+
+    def norm(hidden: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = linear.activation_dtype
+        rows = cast_if_needed(hidden.contiguous().view(-1, hidden.shape[-1]), dtype)
+        weight, bias = (cast_if_needed(each, dtype) for each in (linear.layer_norm_weight, linear.layer_norm_bias))
+        quantizer = input_quantizer_of(linear) if in_fp8() else None
+        normalised, mean, deviation = apply_normalization(
+            rows,
+            None,  # into a new tensor
+            weight,
+            bias,
+            linear.eps,
+            quantizer,
+            rows.dtype,
+            linear.normalization,
+            linear.fwd_ln_sm_margin,
+            linear.zero_centered_gamma,
+        )
+        parts = [normalised] if quantizer is None else as_saved(normalised, linear)
+        return (*parts, mean, deviation)
+
+    return norm
