@@ -147,8 +147,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
     """Estimate the job. With a measured `profile` of its layers, only the links come from the cluster's description.
 
     `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
-    policy
-    counts.
+    policy counts.
 
     With policy `planned` this is the estimate of a plan. Raises `ConfigError` for a profile of another shape, and for a plan
     without figures. A job that does not fit is an answer, not an error.

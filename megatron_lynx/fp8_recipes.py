@@ -33,9 +33,7 @@ class Storage:
     """The class of Transformer Engine's recipe (`transformer_engine.common.recipe`)."""
     block: int | None = None
     """Elements of an activation per scale. Scales by rows and by columns differ, so both are cast from the unquantized tensor,
-    and one
-    gather cannot serve both; None: one scale per tensor, and the data by columns is a transposed copy.
-    """
+    and one gather cannot serve both; None: one scale per tensor, and the data by columns is a transposed copy."""
     bits: int = 8
     """Bits per element, without scales."""
     searched: bool = False
@@ -44,9 +42,7 @@ class Storage:
     """Alignment of rows and columns for cuBLAS."""
     held_in_buffer: bool = True
     """Whether a weight in FP8 lies in the optimizer's parameter buffer, by rows, and is gathered so. Otherwise it is gathered in
-    16
-    bits, in the gradient buffer (`--reuse-grad-buf-for-mxfp8-param-ag`), and each rank casts it all.
-    """
+    16 bits, in the gradient buffer (`--reuse-grad-buf-for-mxfp8-param-ag`), and each rank casts it all."""
     gathered_multiple: int = 1
     """Alignment of rows and columns that sequence parallelism gathers."""
     rows_of_expert: int = 16
@@ -83,9 +79,7 @@ def lacking(recipe: Recipe, where: str) -> Problem:
 
 def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
     """The problem of the installed Transformer Engine; None if none is installed, or if it has the recipe. It is not imported,
-    which
-    would need a GPU's libraries.
-    """
+    which would need a GPU's libraries."""
     if recipe is None or STORED[recipe].made_by in _text_of_recipes():
         return None
     problem = lacking(recipe, where)

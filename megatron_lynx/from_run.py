@@ -163,8 +163,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     """Corrections from a run. `where`: its file; `plan`: the run's plan, if it still exists.
 
     Raises `ConfigError` with every reason why it has none: the run's plan was for another job or profile, it has not finished,
-    was
-    too short or checked, or its figures are impossible for that plan.
+    was too short or checked, or its figures are impossible for that plan.
     """
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)

@@ -15,8 +15,7 @@ class Learned(Part):
 
     seconds: float = Field(default=1.0, gt=0)
     """Factor of all passes: layers, head and embedding, collectives and messages between stages. The factors below multiply with
-    it.
-    """
+    it."""
     attention: float = Field(default=1.0, gt=0)
     mlp: float = Field(default=1.0, gt=0)
     experts: float = Field(default=1.0, gt=0)

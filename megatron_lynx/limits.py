@@ -117,9 +117,7 @@ def refused(
     name: Callable[[Limit], str] = attrgetter("setting"),
 ) -> Iterator[Problem]:
     """Every field of these settings with a value that is not allowed. Missing fields are allowed. `where`, `name`: a field's name
-    in
-    messages, and in `settings`.
-    """
+    in messages, and in `settings`."""
     for limit, under in limits(circumstances, of):
         found = getattr(settings, name(limit), None)
         if not limit.allows(found):

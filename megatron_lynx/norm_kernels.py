@@ -26,8 +26,7 @@ BACKWARD_MARGIN = "NVTE_BWD_LAYERNORM_SM_MARGIN"
 
 USUAL_MARGIN = 16
 """Value in Megatron-LM's examples (`examples/rl/model_configs/common.sh`). It should be at least the multiprocessors of NCCL's
-kernels, one per channel.
-"""
+kernels, one per channel."""
 
 CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
 """Environment variable: use cuDNN's norms. How these launch is unknown."""

@@ -55,9 +55,8 @@ def rehearse(
 
     `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`) the last backward of a step delays nothing.
     `job`: the plan's, for the transient memory of each half's backward (`cost.in_hand`); without it all halves count as equal.
-    `loaded`: profiles of stages whose experts have another load than the plan's.
-    Without flushes a whole run is simulated, and a step is one batch of its steady state.
-    Raises `PlanMismatch` with every difference between profile and plan.
+    `loaded`: profiles of stages whose experts have another load than the plan's. Without flushes a whole run is simulated, and a
+    step is one batch of its steady state. Raises `PlanMismatch` with every difference between profile and plan.
     """
     check_shapes(plan, profile)
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
@@ -120,9 +119,7 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
 
 def schedule_of(plan: Plan, more: int = 0) -> Schedule:
     """Megatron's schedule for the plan's layout, with the recomputation in a receive before every backward. `more`: additional
-    warm-up
-    forwards.
-    """
+    warm-up forwards."""
     layout = plan.parallel
     return _schedule(layout.pipeline, plan.batch.microbatches, layout.chunks, layout.group, more)
 
@@ -203,8 +200,7 @@ def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile | None
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
     """The offload copy of a micro-batch, limited by the movable bytes. Without a link to the host in the profile it takes no
-    time.
-    """
+    time."""
     if stage.offload is None:
         return None
     size_bytes = min(stage.offload.bytes, _movable_bytes(plan, stage, profile, stage.offload.smallest_tensor_bytes))
@@ -221,9 +217,7 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
     """Bytes of each half that can be offloaded, in forward order. Excluded are the chunk's input, which Megatron refers to until
-    its
-    forward is over, the inputs of nodes of the combined schedule, and experts unless the plan includes them.
-    """
+    its forward is over, the inputs of nodes of the combined schedule, and experts unless the plan includes them."""
     received_bytes, fed = profile.attention.input_bytes, False
     received, in_nodes = received_bytes >= smallest_bytes, plan.model.moe_overlapped
     for number, (layer, section) in enumerate(_sections(plan, stage)):

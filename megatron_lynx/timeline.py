@@ -166,9 +166,7 @@ def write_trace(
 
 def thread_of(span: Span) -> str:
     """Recomputations, gathers, copies and delayed weight gradients have separate threads: spans of one thread must nest in a
-    trace
-    viewer, which these may not.
-    """
+    trace viewer, which these may not."""
     if span.kind in ("forward", "backward"):
         return "compute"
     return span.kind if span.kind in THREADS else "communication"

@@ -99,9 +99,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 def _target(path: str | os.PathLike[str]) -> Path:
     """The file at the end of a path's symbolic links. Raises `OSError` if these are circular (`Path.resolve` raises
-    `RuntimeError` for
-    them up to Python 3.12).
-    """
+    `RuntimeError` for them up to Python 3.12)."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, "symbolic links that lead in a circle", os.fspath(path))

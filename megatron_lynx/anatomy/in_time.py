@@ -40,9 +40,7 @@ def own_windows_in_time(section: Section, replay: Collection[str], *, sequence_p
 
 def own_exchanges_in_time(section: Section, replay: Collection[str]) -> int:
     """The same for a section whose windows are exchanges of tokens: the first one returns the gradient of the experts' output.
-    Before
-    it backward reads only the dropout mask of the residual addition.
-    """
+    Before it backward reads only the dropout mask of the residual addition."""
     return int(section.residual not in replay)
 
 
@@ -55,9 +53,7 @@ def amax_reducing(
     section: Section, replay: Collection[str], recipe: Recipe | None, *, sequence_parallel: bool
 ) -> tuple[str, ...]:
     """The recomputed items that reduce an amax in every call, so that they run on demand and in no window (rule R2): with
-    sequence
-    parallelism each rank has a part of a linear's gathered input, and current scaling needs one scale for all parts.
-    """
+    sequence parallelism each rank has a part of a linear's gathered input, and current scaling needs one scale for all parts."""
     return section.cast_together(replay) if sequence_parallel and reduces_amaxes(recipe) else ()
 
 

@@ -5,8 +5,8 @@
     bwd.mlp.0 until rotary then bwd.mlp.2                  the part before the code `rotary` in the first one, then the rest
     fwd.attention.1 until linear_qkv then on_demand        the norm in a forward, the rest when backward needs it
 
-A recomputation stops between two items after sites only (`Section.stops`), so that no code runs twice. A part that is longer
-than its window is finished in it, and a missed part runs in the next window, or on demand: slow, never wrong.
+A recomputation stops between two items after sites only (`Section.stops`), so that no code runs twice. A part that is longer than
+its window is finished in it, and a missed part runs in the next window, or on demand: slow, never wrong.
 """
 
 from __future__ import annotations

@@ -144,8 +144,7 @@ def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
     """Return None if this stage offloads nothing: the plan has no offload for it, or every backward directly follows its forward
-    and
-    no pace is given. `limit`: this rank's, if the plan offloads at all.
+    and no pace is given. `limit`: this rank's, if the plan offloads at all.
 
     Raises `OffloadError` with both numbers if the host has too little memory.
     """
@@ -190,9 +189,7 @@ STATE_BYTES = 14
 
 def host_limit_of(plan: Plan, run: Any) -> HostLimit | None:
     """Return None if the plan does not offload. Collective: every rank must call it, also one that cannot have the plan. `run`:
-    this
-    rank's, or the problems that it has.
-    """
+    this rank's, or the problems that it has."""
     if not any(stage.offload for stage in plan.stages):
         return None
     free = free_memory()

@@ -2,8 +2,8 @@
 
     Claim (declared)  ──verify──>  Hook (in place)  ──restore──>  the identical object, or no attribute, as before
 
-A claim names the attribute that is *looked up* at call time: a module's global, or an attribute of one instance. All claims
-of an installation are verified before any attribute changes.
+A claim names the attribute that is *looked up* at call time: a module's global, or an attribute of one instance. All claims of an
+installation are verified before any attribute changes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Claim:
 
     def problem(self, *, around_others: bool = False) -> Problem | None:
         """Why this claim cannot be installed now. `around_others`: attributes outside of models may already have a hook of
-        another
-        model's installation.
-        """
+        another model's installation."""
         found = getattr(self.owner, self.name, _ABSENT)
         if found is _ABSENT:
             return Problem(

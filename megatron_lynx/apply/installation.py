@@ -75,8 +75,7 @@ class Installation:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Run the block without the plan (Megatron has its identical objects), then install it again with the same engine. Raises
-        `HookRefused` during a step.
-        """
+        `HookRefused` during a step."""
         claims = [hook.claim for hook in self._hooks]
         self._give_back()
         try:

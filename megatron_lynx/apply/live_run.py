@@ -45,8 +45,7 @@ OWNS_USERBUFFER = (
     "ub_bulk_wgrad",
 )
 """Attributes of Transformer Engine's linears that own a userbuffer. They must be off unless the run and the plan have
-userbuffers.
-"""
+userbuffers."""
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,7 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
 
 def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """In groups larger than the pipeline, gradients reach the last stage several backwards early. Then only a receive that is
-    waited
-    for right before each backward is a window.
-    """
+    waited for right before each backward is a window."""
     if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
         return
     phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
@@ -193,9 +191,7 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """With overlapped exchanges a message is always in flight, and a copy that waited for it could not be cancelled when a step
-    fails
-    (docs/offloading.md).
-    """
+    fails (docs/offloading.md)."""
     if not run.overlaps_exchanges:
         return
     for entry in plan.chunks_of(run.stage):
@@ -252,8 +248,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
 
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
     """A live layer, or either of the two layers of a hybrid stack, of another class than Megatron's, unless its half is kept
-    whole.
-    """
+    whole."""
     of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
     known = [section.half for section in sections_in(layer) if not section.kept_whole]
     owners = {owner_of(layer, half): of_half[half] for half in known}

@@ -3,10 +3,10 @@ installed source.
 
 releases.json: {"0.16": {"recorded_from": "0.16.1", "fingerprints": {FUNCTION: HASH}, "only_with": {"experts": {FUNCTION: HASH}}}}
 
-The first release lists every function; each later one those that changed, were added, or are `gone`. A fingerprint is a hash
-of the function's unwrapped source text, comments included. If one differs, the plan is refused (rule R6). `also` has
-fingerprints of other patch releases of the same minor one that were found to be equivalent. `scripts/record_release.py`
-writes the entry of a release.
+The first release lists every function; each later one those that changed, were added, or are `gone`. A fingerprint is a hash of
+the function's unwrapped source text, comments included. If one differs, the plan is refused (rule R6). `also` has fingerprints of
+other patch releases of the same minor one that were found to be equivalent. `scripts/record_release.py` writes the entry of a
+release.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Release:
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
     """Functions that matter only in some runs, by feature: `experts`, `latent` attention, a `head` in pieces, `hybrid` models,
     `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable only if it is installed); of Transformer
-    Engine itself `fp8`, `fp4` and `grouped` experts.
-    """
+    Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
     """Equivalent fingerprints of other patch releases."""
 
@@ -196,8 +195,7 @@ RELIES_ON = {
     "receives": ("pipeline_parallel.p2p_communication",),
 }
 """Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section that relies on
-them.
-"""
+them."""
 
 
 @dataclass(frozen=True)

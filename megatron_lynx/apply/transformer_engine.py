@@ -6,9 +6,9 @@
                                       └──── amax ──> dropped
 
 Scales of delayed scaling change with every micro-batch. Transformer Engine's own recomputation keeps copies in a queue, one per
-forward, each for exactly one recomputation, in that order; a norm alone, a kept micro-batch and a recomputation that stops
-early would break that order. So frames keep a copy, and a recomputation has its own quantizers: the live ones, their usages,
-amax histories and scales never change. With current scaling there is nothing to copy, but the quantizers are still separate: a
+forward, each for exactly one recomputation, in that order; a norm alone, a kept micro-batch and a recomputation that stops early
+would break that order. So frames keep a copy, and a recomputation has its own quantizers: the live ones, their usages, amax
+histories and scales never change. With current scaling there is nothing to copy, but the quantizers are still separate: a
 recomputation may run inside a call of the same linear. (In 2.9 and 2.14, not in 2.17, they share the one-element workspaces
 `scale` and `amax` with the live ones: harmless, as the call that writes them reads them, on the same stream.)
 
@@ -116,9 +116,7 @@ def gathers_input(linear: Module) -> bool:
 
 def parts_saved(linear: Any) -> int:
     """Number of tensors that a node saves of a norm's output: bytes by rows, bytes by columns, and one scale or one of each; in
-    FP4
-    also a maximum of each.
-    """
+    FP4 also a maximum of each."""
     quantizer = linear.quantizers[FORWARD][0]
     if quantizer.supports_only_rowwise_all_gather():
         return 3
@@ -127,9 +125,7 @@ def parts_saved(linear: Any) -> int:
 
 def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
     """The tensors that Transformer Engine saves. Rowwise data is kept if backward gathers it again by rows; NVFP4 keeps it
-    whenever
-    the input is gathered, without using it.
-    """
+    whenever the input is gathered, without using it."""
     if not gathers_input(linear) or parts_saved(linear) == 4:
         normalised.update_usage(rowwise_usage=False)
     return list(normalised.prepare_for_saving()[0])

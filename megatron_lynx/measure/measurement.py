@@ -136,8 +136,8 @@ def time_alternating(
         round 1   |A |B |C
                   └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
 
-    `prepare` is called with a setting's name before each of its turns, and is not timed: it puts the setting in force.
-    Every rank must call this with the same settings in the same order, or their collectives do not meet.
+    `prepare` is called with a setting's name before each of its turns, and is not timed: it puts the setting in force. Every rank
+    must call this with the same settings in the same order, or their collectives do not meet.
     """
     samples: dict[str, list[float]] = {setting: [] for setting in steps}
     for number in range(warmups + rounds):

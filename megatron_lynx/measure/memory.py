@@ -6,8 +6,8 @@
     meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
 
 Count in a step that is not timed, after a warm-up: the first use of lazily allocated buffers would count as activations.
-`count_step` also keeps gradients out of it: a step that frees the last step's would seem to hold less than it does, and one
-that allocates its own would seem to hold more from its second micro-batch on.
+`count_step` also keeps gradients out of it: a step that frees the last step's would seem to hold less than it does, and one that
+allocates its own would seem to hold more from its second micro-batch on.
 
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
 a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
@@ -176,8 +176,8 @@ _ENTER, _EXIT = "<enter>", "<exit>"
 def remember_blocks() -> None:
     """From now on the allocator knows every block's size, for the life of the process.
 
-    Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this
-    build of PyTorch does not offer the flag.
+    Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this build of
+    PyTorch does not offer the flag.
     """
     try:
         flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(c10_library())), _FLAG)

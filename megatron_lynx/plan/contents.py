@@ -20,9 +20,7 @@ class Head(Part):
 
     pieces: int = Field(ge=2, le=1_000_000)
     """Parts of a sequence, one after the other, with one part's logits, loss and gradients in memory at a time. The weight's
-    gradient
-    is summed in another order than stock's, and is not bitwise equal to it.
-    """
+    gradient is summed in another order than stock's, and is not bitwise equal to it."""
 
 
 class PlanContents(Part):
@@ -34,8 +32,7 @@ class PlanContents(Part):
     batch: BatchFacts
     schedule: Literal["flush", "double_buffered"] = "flush"
     """flush: the pipeline is drained before each update (1F1B, interleaved). double_buffered: never (gradients are one update
-    old).
-    """
+    old)."""
     defer_updates: bool = True
     """Without flushes: whether stages continue with the next batch until all can update together, with a second gradient buffer.
     """

@@ -47,8 +47,7 @@ class ModelFacts(Part):
     """Number of bf16 layers at its end."""
     fp8_copies_kept: bool = True
     """Whether a checkpointed half keeps its last linear's FP8 copy of the input. False: that linear is recomputed as well, as in
-    stock's recomputation, and only the half's input is kept.
-    """
+    stock's recomputation, and only the half's input is kept."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts."""
@@ -57,13 +56,10 @@ class ModelFacts(Part):
     moe_dispatcher: Dispatcher = "alltoall"
     """Token dispatcher of experts that are distributed over ranks. deepep, hybridep: Megatron's flex dispatcher with this
     backend;
-    allgather: its gathers of all tokens.
-    """
+    allgather: its gathers of all tokens."""
     moe_overlapped: bool = False
     """Whether exchanges of tokens overlap with another micro-batch's computation (`--overlap-moe-expert-parallel-comm`): then
-    forward
-    and backward nodes are interleaved, and all recomputation is on demand.
-    """
+    forward and backward nodes are interleaved, and all recomputation is on demand."""
     moe_delayed: bool = False
     """Whether weight gradients are separate nodes there (`--delay-wgrad-compute`). It changes seconds only, so a run may differ.
     """
@@ -78,8 +74,7 @@ class ModelFacts(Part):
     """Layers with an opaque half, by its kind: it is kept whole, and has no hook."""
     captured: tuple[CapturedModule, ...] = ()
     """Modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, without
-    hooks.
-    """
+    hooks."""
     kinds: tuple[KindName, ...] = ()
     """Further kinds of halves, in every layer (`megatron_lynx.kinds`)."""
 
@@ -151,15 +146,12 @@ class ParallelFacts(Part):
     sequence_parallel: bool = False
     expert: int = Field(default=1, ge=1, le=1_000_000)
     """Ranks among which experts are distributed, with their tokens exchanged by all-to-all. With several, the exchanges are
-    windows.
-    """
+    windows."""
     context: int = Field(default=1, ge=1, le=1_000_000)
     """Ranks among which a sequence is cut. With several, the core attention exchanges keys and values, and must be kept."""
     userbuffers: bool = False
     """Whether the launch has --tp-comm-overlap: linears communicate inside their GEMMs, so there are no tensor-parallel windows,
-    and
-    no linear is recomputed (`plan.features`).
-    """
+    and no linear is recomputed (`plan.features`)."""
 
     @property
     def group(self) -> int:

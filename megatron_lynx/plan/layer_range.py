@@ -22,9 +22,7 @@ NONE = "none"
 
 class LayerRange(Part):
     """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`; an empty range
-    is
-    `none`, which is 1 to 0.
-    """
+    is `none`, which is 1 to 0."""
 
     first: int = Field(ge=1, le=MOST_LAYERS)
     last: int = Field(ge=0, le=MOST_LAYERS)

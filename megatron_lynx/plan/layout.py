@@ -35,8 +35,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
 
 def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
     """The arguments for the layers of each stage; empty for Megatron's default. `chunks_counted`: give the number of equal chunks
-    instead of their layers.
-    """
+    instead of their layers."""
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
         return () if plan.parallel.chunks == 1 else (_chunks(plan, counts[0], counted=chunks_counted),)

@@ -2,8 +2,8 @@
 
     plan.yaml ──load_plan──> Plan ──dump_plan──> text ──save_plan──> plan.yaml
 
-Keys are in reading order, one line per decision, without empty values and defaults. Exact both ways: `load_plan` of a dumped
-plan equals it, and dumping that gives the same text.
+Keys are in reading order, one line per decision, without empty values and defaults. Exact both ways: `load_plan` of a dumped plan
+equals it, and dumping that gives the same text.
 """
 
 from __future__ import annotations

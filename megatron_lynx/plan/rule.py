@@ -77,9 +77,8 @@ class ByPhase(Part):
 
 class Windows(Part):
     """Where the two halves of a layer are recomputed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
-    without recomputation has none. A checkpointed half may have the first wait of its backward, in which the part after all
-    its communication is recomputed.
-    """
+    without recomputation has none. A checkpointed half may have the first wait of its backward, in which the part after all its
+    communication is recomputed."""
 
     attention: PlaceName | ByPhase | None = None
     mlp: PlaceName | ByPhase | None = None
@@ -145,15 +144,12 @@ class Rule(Part):
     layers: Layers
     checkpoint: CheckpointName | CheckpointGroups | None = None
     """The unit that keeps only its input and is recomputed in backward, including its communication: a layer, both halves each by
-    itself, one of them, or several layers together. Routers of experts decide once.
-    """
+    itself, one of them, or several layers together. Routers of experts decide once."""
     ahead: Ahead = False
     """Whether the communication of a checkpointed layer's recomputation begins when backward enters the attention half of the
-    layer
-    above, and overlaps with it: the dispatch of its tokens; in a layer without experts the reduction after its attention.
+    layer above, and overlaps with it: the dispatch of its tokens; in a layer without experts the reduction after its attention.
     `gather`:
-    with sequence parallelism the input of its attention is gathered there first.
-    """
+    with sequence parallelism the input of its attention is gathered there first."""
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()

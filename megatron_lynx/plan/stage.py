@@ -47,8 +47,7 @@ class Predicted(Part):
     """Peak memory of a device, parameters and optimizer included."""
     memory: Mapping[str, Mapping[str, int]] = {}
     """Its parts, by moment and kind: `always` has those of all moments, each moment has the additional ones. Only a stage's first
-    chunk has it. Only the kind `learned` may be negative.
-    """
+    chunk has it. Only the kind `learned` may be negative."""
     host_s: float = 0.0
     """Seconds of the host to launch the passes of a host-bound stage. 0 for others, and if unknown."""
     device_s: float = 0.0
@@ -57,9 +56,7 @@ class Predicted(Part):
     """Largest load of experts (`model.moe_load`) that fits the device. 0 if twice the planned load fits, and without experts."""
     moe_load_fallen_back: float = 0.0
     """Largest load that fits once halves of experts have fallen back (`experts_hold`). 0 if none fall back, and in older plans,
-    whose
-    halves became checkpoints instead.
-    """
+    whose halves became checkpoints instead."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
         """Predicted bytes by kind at one moment, or None if the plan has none."""
@@ -77,23 +74,18 @@ class Offload(Part):
     """Number of backwards before its own in which a micro-batch is copied back."""
     beside_messages: Literal["allow", "avoid"] = "allow"
     """Whether copies overlap with messages between stages, or take turns: on a shared link they slow each other, and an exchange
-    with
-    a synchronisation (Megatron's without chunks) waits for every earlier copy. Stages that overlap messages with passes cannot
-    avoid them.
-    """
+    with a synchronisation (Megatron's without chunks) waits for every earlier copy. Stages that overlap messages with passes
+    cannot avoid them."""
     experts: bool = False
     """Whether the activations of mixtures of experts are offloaded, too."""
     pace_bytes: int | None = Field(default=None, ge=1)
     """Bytes copied during one half's forward. If given, micro-batches whose own backward directly follows are offloaded, too,
     half by
     half: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward. If not,
-    such micro-batches stay on the device.
-    """
+    such micro-batches stay on the device."""
     half_by_half: Literal["at_once", "all"] = "at_once"
     """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies then lie
-    within
-    their own forward and their own backward.
-    """
+    within their own forward and their own backward."""
 
     @model_validator(mode="after")
     def _paced(self) -> Offload:
@@ -103,9 +95,7 @@ class Offload(Part):
 
     def stays(self, half: PlannedHalf) -> bool:
         """Whether a half's kept activations stay on the device: with `half_by_half` all, those of halves whose recomputation
-        begins
-        before their own backward.
-        """
+        begins before their own backward."""
         return self.half_by_half == "all" and half.begins_early
 
 
@@ -146,11 +136,8 @@ class Stage(Part):
     """Given if a rule delays weight gradients."""
     experts_hold: float | None = Field(default=None, gt=0, le=1_000)
     """Load of experts (`model.moe_load`) that fits the stage's memory, averaged over its live halves. A half with which a rank
-    exceeds
-    it falls back for this micro-batch: its rows are kept, and the experts' first linears and activation are recomputed, which
-    fits
-    up to `predicted.moe_load_fallen_back`; None: halves never fall back.
-    """
+    exceeds it falls back for this micro-batch: its rows are kept, and the experts' first linears and activation are recomputed,
+    which fits up to `predicted.moe_load_fallen_back`; None: halves never fall back."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything regardless of the rules."""
     predicted: Predicted = Predicted()

@@ -4,8 +4,8 @@
                                              │                     └ bwd.mlp.0, the wait for the input's gradient, is in time
                                              └ with sequence parallelism after the wait for the gathered gradient
 
-At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of
-a backward is if another micro-batch follows, and any of a forward if a forward follows.
+At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of a
+backward is if another micro-batch follows, and any of a forward if a forward follows.
 """
 
 from __future__ import annotations
@@ -119,10 +119,8 @@ def _never_in_backward(
 
 def _first_behind(backward: Backward, layer: int, section: Section, linear: str, sequence_parallel: bool) -> int:
     """Index, among a backward's windows, of the first one after a linear's weight gradient is delayed: for a column-parallel
-    linear
-    the wait for its input's gradient, for a row-parallel one the first after the wait for the gathered gradient, for others the
-    next.
-    """
+    linear the wait for its input's gradient, for a row-parallel one the first after the wait for the gathered gradient, for
+    others the next."""
     first, place = section.behind_wgrad(linear, sequence_parallel), 0
     for half in backward.halves:
         ordinals = [wait.window.ordinal for wait in half.waits if not wait.over and not isinstance(wait.window, str)]

@@ -77,8 +77,7 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
 
 def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
     """The sites of a half that are not modules. They pass state from method to method as attributes, their own or those of a
-    delegate (a flex dispatcher's manager).
-    """
+    delegate (a flex dispatcher's manager)."""
     owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
     inner = (
         held
@@ -128,8 +127,7 @@ def claims(
     fp8: bool = False,
 ) -> Iterator[Claim]:
     """`sections`: those with items that are recomputed or offloaded, or with work that begins inside. `te`: the layer is
-    Transformer Engine's. `fp8`: its linears may run in FP8.
-    """
+    Transformer Engine's. `fp8`: its linears may run in FP8."""
     for section in sections:
         for place in places_of(section, layer, te=te):
             site = _site_at(place, section, te=te, fp8=fp8)

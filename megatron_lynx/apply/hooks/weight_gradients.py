@@ -148,9 +148,8 @@ def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Ite
 
 
 def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
-    """Bytes of one entry of a linear: its input and the gradient of its output, for all tokens of a micro-batch; for
-    experts their share under balanced routing. Entries that do not fit at run time are computed at once.
-    """
+    """Bytes of one entry of a linear: its input and the gradient of its output, for all tokens of a micro-batch; for experts
+    their share under balanced routing. Entries that do not fit at run time are computed at once."""
     weights = weights_of(module)
     outputs, inputs = weights[0].shape
     in_fp8 = 4 if recipe_of(run.config) == "nvfp4" else 8
@@ -229,9 +228,7 @@ class _Store:
 
     def delay_wgrad_compute(self) -> bool:
         """In backward: whether the linear delays its weight gradient. In forward: True, because since 2.15 the store reaches
-        backward
-        only then.
-        """
+        backward only then."""
         if self._gradients.backward_of != self._half:
             return True
         if self._gradients.puts_off(self._linear):
