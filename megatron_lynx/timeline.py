@@ -76,12 +76,6 @@ class Timeline:
         """Seconds from the first beginning to the last end (0 without spans)."""
         return max((span.end_s for spans in self.ranks.values() for span in spans), default=0.0)
 
-    def hidden_replays(self, rank: int) -> int:
-        return sum(span.hidden for span in self.ranks[rank])
-
-    def on_demand_replays(self, rank: int) -> int:
-        return sum(span.on_demand for span in self.ranks[rank])
-
     def on_demand_s(self, rank: int) -> float:
         """Seconds of on-demand recomputations: a lower bound of the exposed ones, some of which outlast their window."""
         return sum(span.seconds for span in self.ranks[rank] if span.on_demand)
@@ -101,8 +95,7 @@ class MemoryCurve:
 
 def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]]) -> MemoryCurve:
     """The curve of many parts, such as passes: their beginnings, and their changes from then on, (seconds, bytes allocated or
-    freed).
-    Most parts are one of few. It begins with 0 bytes at time 0.
+    freed). Most parts are one of few. It begins with 0 bytes at time 0.
 
     Changes at the same time are applied in order, so that a peak of no duration is seen.
     """
@@ -120,12 +113,14 @@ def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
     """A timeline from each rank's spans. Ranks' clocks must agree: start their traces right after a barrier."""
     ranks = {rank: tuple(spans[rank]) for rank in sorted(spans)}
     origin_s = min((span.start_s for own in ranks.values() for span in own), default=0.0)
-    return Timeline({rank: _shifted(own, origin_s) for rank, own in ranks.items()})
 
+    def shifted(span: Span) -> Span:
+        return span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
 
-def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
-    moved = (span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
-    return tuple(sorted(moved, key=lambda span: (span.start_s, -span.end_s)))
+    def order(span: Span) -> tuple[float, float]:
+        return span.start_s, -span.end_s
+
+    return Timeline({rank: tuple(sorted(map(shifted, own), key=order)) for rank, own in ranks.items()})
 
 
 def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
@@ -136,18 +131,9 @@ def name_of(kind: str, layer: int | None, half: str | None, window: str | None) 
 
 
 THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}
+"""Spans of one thread must nest in a trace viewer; recomputations, gathers, copies and weight gradients overlap others."""
 COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
 """Names of the trace viewer's palette."""
-
-
-def trace_events(
-    timeline: Timeline, row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
-) -> list[dict[str, Any]]:
-    """Names of processes and threads first, then all spans by start, then memory counters. `row_name`: of a process."""
-    named = [event for rank in timeline.ranks for event in _names(rank, row_name)]
-    counters = [event for rank, curve in (memory or {}).items() for event in _counters(rank, curve)]
-    spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
-    return [*named, *sorted(spans, key=lambda event: (event["ts"], -event["dur"])), *counters]
 
 
 def write_trace(
@@ -160,16 +146,15 @@ def write_trace(
 
     Raises ConfigError if the file cannot be written.
     """
-    events = trace_events(timeline, row_name, memory)
+    names = [event for rank in timeline.ranks for event in _names(rank, row_name)]
+    spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
+    counters = [
+        {"ph": "C", "name": "activation bytes", "pid": rank, "ts": time_s * 1e6, "args": {"held": held}}
+        for rank, curve in (memory or {}).items()
+        for time_s, held in zip(curve.times_s, curve.bytes, strict=True)
+    ]
+    events = [*names, *sorted(spans, key=lambda event: (event["ts"], -event["dur"])), *counters]
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def thread_of(span: Span) -> str:
-    """Recomputations, gathers, copies and delayed weight gradients have separate threads: spans of one thread must nest in a
-    trace viewer, which these may not."""
-    if span.kind in ("forward", "backward"):
-        return "compute"
-    return span.kind if span.kind in THREADS else "communication"
 
 
 def _names(rank: int, row_name: str) -> Iterator[dict[str, Any]]:
@@ -180,22 +165,18 @@ def _names(rank: int, row_name: str) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
 
 
-def _counters(rank: int, curve: MemoryCurve) -> Iterator[dict[str, Any]]:
-    for time_s, held in zip(curve.times_s, curve.bytes, strict=True):
-        yield {"ph": "C", "name": "activation bytes", "pid": rank, "ts": time_s * 1e6, "args": {"held": held}}
-
-
 def _event(rank: int, span: Span) -> dict[str, Any]:
     colour = COLOURS.get(span.kind)
     for wanted, applies in (("good", span.hidden), ("terrible", span.on_demand), ("vsync_highlight_color", span.filling)):
         colour = wanted if applies else colour
+    thread = "compute" if span.kind in ("forward", "backward") else span.kind if span.kind in THREADS else "communication"
     known = {"layer": span.layer, "half": span.half, "micro_batch": span.micro_batch, "window": span.window}
     return {
         "ph": "X",
         "cat": span.kind,
         "name": span.name,
         "pid": rank,
-        "tid": THREADS[thread_of(span)],
+        "tid": THREADS[thread],
         "ts": span.start_s * 1e6,
         "dur": span.seconds * 1e6,
         **({"cname": colour} if colour else {}),

@@ -3,8 +3,8 @@
     step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
 
 CUDA    peaks of the caching allocator since the run began, and bytes used outside it (context, libraries, NCCL, other processes)
-a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps under a `MemoryLimit`.
-        Host memory for offloading is not counted
+a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps in a
+        dispatch mode that counts them (`most_bytes`). Host memory for offloading is not counted
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron_lynx.errors import LynxError
-from megatron_lynx.measure.memory import CpuMeter, CpuTotal, MemoryLimit
+from megatron_lynx.measure.memory import CpuMeter, CpuTotal
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.trace import Clock
 
@@ -124,8 +124,8 @@ class DevicePeak:
     def most(self) -> Peak:
         if self._on_cuda:
             return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        if isinstance(mode := _get_current_dispatch_mode(), MemoryLimit):
-            return Peak(mode.most_bytes, None)
+        if (most_bytes := getattr(_get_current_dispatch_mode(), "most_bytes", None)) is not None:
+            return Peak(most_bytes, None)
         return Peak(self._most, None)
 
     def with_outside(self) -> Peak:

@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
@@ -139,28 +140,20 @@ def time_alternating(
     `prepare` is called with a setting's name before each of its turns, and is not timed: it puts the setting in force. Every rank
     must call this with the same settings in the same order, or their collectives do not meet.
     """
+    device = torch.device(device)
+    wait: Step = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     samples: dict[str, list[float]] = {setting: [] for setting in steps}
     for number in range(warmups + rounds):
         for setting, step in steps.items():
             prepare(setting)
-            seconds = _one(step, barrier, torch.device(device))
+            wait()
+            barrier()
+            start = time.perf_counter()
+            step()
+            wait()
             if number >= warmups:
-                samples[setting].append(seconds)
+                samples[setting].append(time.perf_counter() - start)
     return {setting: tuple(taken) for setting, taken in samples.items()}
-
-
-def _one(step: Step, barrier: Step, device: torch.device) -> float:
-    _wait_for(device)
-    barrier()
-    start = time.perf_counter()
-    step()
-    _wait_for(device)
-    return time.perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Counted(Figures):

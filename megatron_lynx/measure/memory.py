@@ -30,11 +30,11 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -94,6 +94,16 @@ class ActivationMeter(ABC):
     @abstractmethod
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
 
+    def _found(self, names: Sequence[str], totals: Sequence[int], peaks: Sequence[int]) -> None:
+        """`totals`: live bytes at entry, at the marks and at exit. `peaks`: from each of these but the last to the next one."""
+        level, *inner, left = totals
+        self.use = MemoryUse(
+            peak_bytes=max(peaks) - level,
+            marks=tuple(Mark(name, total - level) for name, total in zip(names, inner, strict=True)),
+            left_bytes=left - level,
+            peaks=tuple(Mark(name, peak - level) for name, peak in zip(names, peaks[1:], strict=True)),
+        )
+
 
 def activation_meter(device: torch.device | str) -> ActivationMeter:
     """The meter for a device. ValueError for devices other than CPU and CUDA."""
@@ -140,28 +150,25 @@ class CudaMeter(ActivationMeter):
         self._device = device
 
     def __enter__(self) -> CudaMeter:
-        self._marks: list[Mark] = []
+        self._names: list[str] = []
         self._peaks: list[int] = []
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._level = torch.cuda.memory_allocated(self._device)
+        self._totals = [torch.cuda.memory_allocated(self._device)]
         return self
 
     def mark(self, name: str) -> None:
-        self._peaks.append(self._peak())
-        self._marks.append(Mark(name, torch.cuda.memory_allocated(self._device) - self._level))
+        self._names.append(name)
+        self._read()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
-            self._peaks.append(self._peak())
-            left, marks = torch.cuda.memory_allocated(self._device) - self._level, tuple(self._marks)
-            peaks = tuple(Mark(mark.name, peak) for mark, peak in zip(marks, self._peaks[1:], strict=True))
-            self.use = MemoryUse(max(self._peaks), marks, left, peaks)
+            self._read()
+            self._found(self._names, self._totals, self._peaks)
 
-    def _peak(self) -> int:
-        """The peak since the last call."""
-        peak = torch.cuda.max_memory_allocated(self._device) - self._level
+    def _read(self) -> None:
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        self._totals.append(torch.cuda.memory_allocated(self._device))
 
 
 OTHER_THREADS_S = 0.5
@@ -170,7 +177,6 @@ TASKS = Path("/proc/self/task")
 """The threads of this process, on Linux."""
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
-_ENTER, _EXIT = "<enter>", "<exit>"
 
 
 def remember_blocks() -> None:
@@ -239,7 +245,7 @@ class CpuMeter(ActivationMeter):
         self._profiler = profile(profile_memory=True)
         with nothing_printed(STANDARD_ERROR):
             self._profiler.__enter__()
-        self.mark(_ENTER)
+        self.mark("enter")
         return self
 
     def mark(self, name: str) -> None:
@@ -250,31 +256,24 @@ class CpuMeter(ActivationMeter):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
-            self.mark(_EXIT)
+            self.mark("exit")
         with nothing_printed(STANDARD_ERROR):
             self._profiler.__exit__(kind, error, traceback)
         if error is None:
-            self.use = self._read(self._profiler.kineto_results)
+            self._read(self._profiler.kineto_results)
 
-    def _read(self, results: Any) -> MemoryUse:
-        at_mark: dict[int, int] = {}
+    def _read(self, results: Any) -> None:
+        totals = [0] * len(self._names)
         most = [0] * len(self._names)  # from each mark to the next
         now = 0
         for _, mark, report in sorted(_reports(results.experimental_event_tree()), key=lambda each: each[0]):
             total = report.total_allocated
             if mark is not None and report.alloc_size > 0:
                 now, total = mark, total - report.alloc_size
-                at_mark[mark] = total
+                totals[mark] = total
             if mark is None or mark == now:
                 most[now] = max(most[now], total)
-        entry, *inner = [(name, at_mark[index]) for index, name in enumerate(self._names)]
-        level = entry[1]
-        return MemoryUse(
-            peak_bytes=max(most) - level,
-            marks=tuple(Mark(name, total - level) for name, total in inner[:-1]),
-            left_bytes=inner[-1][1] - level,
-            peaks=tuple(Mark(name, peak - level) for (name, _), peak in zip(inner[:-1], most[1:], strict=False)),
-        )
+        self._found(self._names[1:-1], totals, most[:-1])
 
 
 def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
@@ -294,14 +293,6 @@ _WORDS = 24
 """Words of the object to search: a mutex, a table and the total."""
 _SIZES = (4099, 70_001)
 """Bytes of test allocations: no other counter grows by these."""
-
-
-@runtime_checkable
-class MemoryLimit(Protocol):
-    """A dispatch mode that enforces a limit of memory, and so sees every operator."""
-
-    most_bytes: int
-    """The peak after any operator."""
 
 
 @final

@@ -11,7 +11,7 @@ def test_spans_of_all_ranks_have_a_common_zero():
     assert list(timeline.ranks) == [0, 1]
     assert timeline.ranks[0] == (exposed._replace(start_s=1.0, end_s=1.25), replay._replace(start_s=2.0, end_s=2.5))
     assert (timeline.seconds, timeline.on_demand_s(0)) == (3.0, 0.25)
-    assert (timeline.on_demand_replays(0), timeline.hidden_replays(0)) == (1, 1)
+    assert [(span.on_demand, span.hidden) for span in timeline.ranks[0]] == [(True, False), (False, True)]
 
 
 def test_an_outer_span_comes_before_what_begins_with_it():

@@ -62,8 +62,8 @@ def test_replays_are_the_plans(comparison: Comparison) -> None:
     assert (ours.figures.in_windows, ours.figures.on_demand) == (14, 2)
     assert ours.figures.on_demand_s is not None
     for rank in (0, 1):
-        assert comparison.timeline.hidden_replays(rank) == 7
-        assert comparison.timeline.on_demand_replays(rank) == 1
+        assert sum(span.hidden for span in comparison.timeline.ranks[rank]) == 7
+        assert sum(span.on_demand for span in comparison.timeline.ranks[rank]) == 1
 
 
 def test_weight_gradients_are_deferred_by_the_whole_plan_alone(comparison: Comparison) -> None:
