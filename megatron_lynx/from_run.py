@@ -32,7 +32,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.learned import Learned
+from megatron_lynx.figures import Learned
 from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow, WaitSeconds
 from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Plan
@@ -63,10 +63,6 @@ class Price:
     def times(self) -> float:
         return self.is_s / self.was_s
 
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {"part": self.part, "was": self.was_s, "is": self.is_s, "times": self.times}
-
 
 @dataclass(frozen=True)
 class Hidden:
@@ -79,10 +75,6 @@ class Hidden:
     """Bounds of the hidden seconds: in a wait that ended before its tasks, some of these were exposed."""
     all_s: float
     """All recomputations in waits."""
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return vars(self)
 
 
 @dataclass(frozen=True)
@@ -152,8 +144,8 @@ class Lesson:
             "passes_s": {"was": was_s, "is": is_s, "times": is_s / was_s},
             "peak_bytes": [{"stage": stage, "was": was, "is": now} for stage, (was, now) in stages],
             "budget_bytes": None if self.budget is None else dict(zip(("was", "is"), self.budget, strict=True)),
-            "prices_s": [price.as_json for price in self.prices],
-            "hidden_replay_s": None if self.hidden is None else self.hidden.as_json,
+            "prices_s": [{"part": one.part, "was": one.was_s, "is": one.is_s, "times": one.times} for one in self.prices],
+            "hidden_replay_s": None if self.hidden is None else vars(self.hidden),
             "not_learned": list(self.not_learned),
             "learned": self.learned.model_dump(mode="json"),
         }
@@ -181,19 +173,17 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
     learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})
     own = job.memory_budget_bytes
-    budget = None if device_bytes is None else (own, min(own, device_bytes))
-    hidden = _hidden(last, job, as_learned(profile, learned))
     return Lesson(
-        where,
-        profile.digest,
-        last.step,
-        learned,
-        (was_s, is_s),
-        stages,
-        budget,
-        (*_not_learned(last), *not_learned),
-        prices,
-        hidden,
+        source=where,
+        profile=profile.digest,
+        steps=last.step,
+        learned=learned,
+        seconds=(was_s, is_s),
+        stages=stages,
+        budget=None if device_bytes is None else (own, min(own, device_bytes)),
+        not_learned=(*_not_learned(last), *not_learned),
+        prices=prices,
+        hidden=_hidden(last, job, as_learned(profile, learned)),
     )
 
 

@@ -276,7 +276,6 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 
 
 def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
-    """The sections of a stage's halves, with their layers, in forward order."""
     return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
@@ -298,7 +297,6 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
 
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
-    """Host seconds to launch a planned half."""
     deferred = len(half.deferred)
     return prices.host(half.section, half.replay, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 

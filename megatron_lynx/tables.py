@@ -63,7 +63,6 @@ class WrappedTable:
         yield Group(*parts)
 
     def _parts(self, width: int) -> Iterator[list[int]]:
-        """The columns of each part."""
         keys = list(range(self.keys))
         part = list(keys)
         for column in range(self.keys, len(self.columns)):

@@ -48,7 +48,6 @@ class Span(NamedTuple):
 
     @property
     def on_demand(self) -> bool:
-        """Whether it is an exposed recomputation."""
         return self.kind == "replay" and self.window in (None, ON_DEMAND)
 
     @property

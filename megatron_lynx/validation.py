@@ -102,7 +102,6 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
 
 
 def _in_words(model_class: type[BaseModel]) -> str:
-    """Kind of file: a job, a plan, a run outcome."""
     return re.sub(r"\B(?=[A-Z])", " ", model_class.__name__).lower()
 
 

@@ -56,7 +56,6 @@ def text_in(
 
 
 def _content_of(name: str, size: int) -> bytes:
-    """The first `size` bytes."""
     if name == STANDARD_INPUT:
         return sys.stdin.buffer.read(size)
     with open(name, "rb") as file:

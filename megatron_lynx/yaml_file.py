@@ -34,7 +34,6 @@ MOST_EXPLAINED = MIB
 """Largest text, in characters, for which PyYAML's own parser, five times slower than libyaml's, explains syntax errors."""
 
 MOST_DIGITS = 300
-"""Most digits of a whole number."""
 
 LINE_WIDTH = 120
 """Characters after which a written line wraps."""
@@ -95,7 +94,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_members(self, node: yaml.MappingNode) -> list[Any]:
-        """Reads a set, as Bridge writes one."""
         return list(self.construct_mapping(node))
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:

@@ -19,6 +19,15 @@ A window is a stretch in which the compute stream would wait for communication.
 The section of a half says how many collectives it has in each pass (`kinds.dense`). A half whose input is gathered once for
 recomputation has no backward window 1. A name is relative to the layer of the recomputed half, so that equal layers have equal
 entries in a plan.
+
+A recomputation may be cut into stretches, each in one window:
+
+    bwd.mlp.0                                              all of it in that window
+    bwd.mlp.0 until rotary then bwd.mlp.2                  the part before the code `rotary` in the first one, then the rest
+    fwd.attention.1 until linear_qkv then on_demand        the norm in a forward, the rest when backward needs it
+
+It stops between two items after sites only (`Section.stops`), so that no code runs twice. A part that outlasts its window is
+finished in it, and a missed part runs in the next window, or on demand: slow, never wrong.
 """
 
 from __future__ import annotations
@@ -32,8 +41,7 @@ from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass
 
 BackwardPhase = Literal["steady", "cooldown"]
 BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
-"""A backward is steady if it follows a forward, whose collectives can hide its recomputation; in cool-down it follows a backward.
-"""
+"""A backward is steady if it follows a forward, whose collectives hide its recomputation; in cool-down it follows a backward."""
 
 FrameKey = tuple[int, Half]
 """(layer, half): one frame of a micro-batch."""
@@ -64,7 +72,6 @@ class WindowAddress(NamedTuple):
 
     @property
     def frame(self) -> FrameKey:
-        """The half in whose pass it is."""
         return self.layer, self.half
 
 
@@ -95,8 +102,34 @@ def is_forward(window: str) -> bool:
 
 
 def examples(passing: Pass) -> tuple[str, ...]:
-    """Examples of window names for error messages."""
     counts = {half: len(DENSE[half].collectives(passing, sequence_parallel=True)) for half in HALVES}
     above = (0, 1) if passing == "bwd" else (0,)
     places = ((ordinal, half) for ordinal in range(max(counts.values())) for half in HALVES if ordinal < counts[half])
     return tuple(window_name(passing, half, ordinal, up) for ordinal, half in places for up in above)
+
+
+UNTIL, THEN = " until ", " then "
+
+PLACE_PATTERN = rf"((?!{ON_DEMAND}){PATTERN}{UNTIL}[a-z_0-9]+{THEN})*{PATTERN}"
+"""Regular expression of one half's text in one phase (also used by the plan's JSON schema)."""
+
+
+class Stretch(NamedTuple):
+    """The part of a recomputation in one window: all the rest, or up to an item."""
+
+    window: str
+    until: str | None = None
+
+    def __str__(self) -> str:
+        return self.window if self.until is None else f"{self.window}{UNTIL}{self.until}"
+
+
+@lru_cache(maxsize=1024)
+def stretches_in(text: str) -> tuple[Stretch, ...]:
+    """The stretches of a text, in order. The last one has no end."""
+    parts = (part.partition(UNTIL) for part in text.split(THEN))
+    return tuple(Stretch(window, until or None) for window, _, until in parts)
+
+
+def in_words(stretches: tuple[Stretch, ...]) -> str:
+    return THEN.join(map(str, stretches)) or ON_DEMAND

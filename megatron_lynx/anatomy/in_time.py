@@ -45,7 +45,6 @@ def own_exchanges_in_time(section: Section, replay: Collection[str]) -> int:
 
 
 def own_window(half: Half) -> str:
-    """A plan's name for the first window of a half's own backward."""
     return window_name("bwd", half, 0)
 
 

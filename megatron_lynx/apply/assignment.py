@@ -58,7 +58,6 @@ def policies(
 def _policy(
     plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Callable[[Any], Any], module: Module
 ) -> HalfPolicy:
-    """`section`: of the live module."""
     replayed = frozenset(planned.replay)
     if planned.checkpoint:
         replayed |= {GATHERED.name}

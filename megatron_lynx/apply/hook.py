@@ -53,8 +53,6 @@ class Claim:
 
 @dataclass(eq=False)
 class Hook:
-    """An installed claim."""
-
     claim: Claim
     replacement: Any = field(init=False)
     _before: Any = field(init=False)

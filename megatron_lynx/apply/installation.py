@@ -62,7 +62,6 @@ class Installation:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """In the order of installing."""
         return tuple(self._hooks)
 
     def remove(self) -> None:

@@ -49,7 +49,6 @@ Classes = Mapping[Role, tuple[str, ...]]
 """Full names of the classes that a site may have, by role; roles that are left out may have any."""
 
 Layers = Mapping[int, Module]
-"""Live layers of the kind, by number."""
 
 
 class Running(ABC):
@@ -57,7 +56,6 @@ class Running(ABC):
 
     half: Half
     name: str
-    """Name of its section."""
     stated_as: str = "model.kinds"
     """The key of a plan that lists the layers of this kind."""
     recorded: str = ""
@@ -75,11 +73,9 @@ class Running(ABC):
         """The section of a live layer's half, or None if it is of another kind."""
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Why a run with layers of this kind cannot have a plan."""
         yield from ()
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Layers that have this kind in the plan and not in the run, or the reverse."""
         planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
         for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
             if numbers:
@@ -90,7 +86,6 @@ class Running(ABC):
         return section.name == self.name
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
-        """Hooks of this kind alone."""
         yield from ()
 
 
@@ -105,8 +100,6 @@ TE: Classes = {
 
 
 class HeldUsual(Running):
-    """The usual content of a half."""
-
     local, te = LOCAL, TE
 
     def __init__(self, section: Section) -> None:
@@ -172,7 +165,6 @@ class HeldLatentAttention(Running):
 
 _MOE = "megatron.core.transformer.moe."
 LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
-"""Class of the mixture of experts that may replace an MLP."""
 _KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
 """Kinds of experts that call their linears as modules."""
 _DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
@@ -235,7 +227,6 @@ class HeldExperts(Running):
                 return
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Layers that have a mixture of experts where the plan has an MLP, or the reverse."""
         planned = {number for number in run.layers if plan.model.has_experts(number)}
         for numbers, found, needed in (
             (layers.keys() - planned, "an MLP", EXPERTS.name),
@@ -321,8 +312,6 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 
 
 class HeldOpaque(Running):
-    """One opaque half."""
-
     stated_as = "model.opaque_layers"
 
     def __init__(self, name: OpaqueName) -> None:
@@ -344,7 +333,6 @@ def sections_in(layer: Module) -> tuple[Section, Section]:
 
 
 def classes_of(section: Section, *, te: bool) -> Classes:
-    """Allowed classes of a section's sites."""
     face = next(face for face in reversed(FACES) if face.has(section))
     return face.te if te else face.local
 
@@ -359,7 +347,6 @@ def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
 
 
 def kinds_of(run: LiveRun) -> list[Running]:
-    """The kinds that at least one layer of the rank has."""
     return [face for face, layers in layers_by_kind(run) if layers]
 
 

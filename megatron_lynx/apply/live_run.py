@@ -68,7 +68,6 @@ class LiveRun:
 
     @property
     def layers(self) -> dict[int, Module]:
-        """The rank's transformer layers by Megatron's layer number, chunk by chunk."""
         return {layer.layer_number: layer for chunk in self.chunks for layer in layers_in(chunk)}
 
     @property
@@ -87,7 +86,6 @@ class LiveRun:
 
     @property
     def fp8(self) -> bool:
-        """Whether linears compute in FP8 or FP4, which only Transformer Engine's can."""
         return self.uses_te and recipe_of(self.config) is not None
 
     @property
@@ -128,7 +126,6 @@ class LiveRun:
 
 
 def recipe_of(config: Any) -> str | None:
-    """The configured FP8 or FP4 recipe, or None."""
     bits = next((bits for bits in ("fp8", "fp4") if getattr(config, bits, None)), None)
     recipe = getattr(config, f"{bits}_recipe", None)
     return None if bits is None else str(getattr(recipe, "value", recipe))
@@ -176,12 +173,10 @@ def unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 
 
 def module_at(layer: object, path: str) -> object:
-    """The submodule of a layer at an attribute path, or None."""
     return reduce(lambda module, name: getattr(module, name, None), path.split("."), layer)
 
 
 def name_of(module: object) -> str:
-    """The full name of an object's class: module and qualified name."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
@@ -258,7 +253,6 @@ def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
 
 
 def refused_stack(chunk: Module) -> Problem | None:
-    """Why a hybrid stack cannot be planned, or None."""
     if not is_hybrid(chunk) or not (unknown := unknown_in(_symbols(chunk))):
         return None
     found, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
@@ -280,7 +274,6 @@ def captured_modules(config: Any) -> tuple[CapturedModule, ...]:
 
 
 def refused_graphs(config: Any) -> Iterator[Problem]:
-    """Refused captures of a live config."""
     hybrid = bool(getattr(config, "is_hybrid_model", False))
     refused = refused_capture(_implementation(config), modules_in_config(config), hybrid=hybrid)
     if refused is not None:

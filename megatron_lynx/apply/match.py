@@ -67,7 +67,6 @@ WHY = {
 
 
 def facts_of_launch(args: Any) -> dict[str, Any]:
-    """Facts from Megatron's validated arguments, by a plan's keys."""
     tensor = getattr(args, "tensor_model_parallel_size", None)
     facts = {
         "parallel.tensor": tensor,
@@ -89,7 +88,6 @@ def facts_of_launch(args: Any) -> dict[str, Any]:
 
 
 def facts_of_run(run: LiveRun) -> dict[str, Any]:
-    """Facts from the live model and its groups, by a plan's keys."""
     config = run.config
     latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
     facts = {
@@ -133,7 +131,6 @@ def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 
 
 def launch_mismatches(plan: Plan, args: Any) -> Iterator[Problem]:
-    """Every argument that differs from the plan."""
     for key, planned, found in differing(plan, facts_of_launch(args)):
         flag = "--fp4-recipe" if "nvfp4" in (planned, found) else FLAGS[key]
         todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", WHY.get(key))))

@@ -46,13 +46,13 @@ from megatron_lynx.apply.live_run import (
     recipe_of,
     refused_graphs,
 )
+from megatron_lynx.environment import AVOIDS_RECORDING, records_operands
 from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands
 
 RANDOM = "megatron.core.tensor_parallel.random."
 KNOWN_TRACKERS = (
@@ -64,7 +64,6 @@ KNOWN_TRACKERS = (
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
-    """Every reason why this run cannot have a plan, or not this plan."""
     return [
         *refused_settings(run.config, te=run.uses_te),
         *refused_in_fp8(run),
@@ -224,7 +223,6 @@ _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not plan
 
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
-    """Layers of another kind, and unsupported linears of Transformer Engine."""
     first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
         if others := [*_other_layers(number, layer)]:

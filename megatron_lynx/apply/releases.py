@@ -26,7 +26,6 @@ from typing import Any
 from megatron_lynx.errors import HookRefused, Problem
 
 GONE = "gone"
-"""The fingerprint of a removed function."""
 
 Fingerprints = Mapping[str, str]
 """First 16 hex digits of the SHA-256 of each function's source, by `module:qualified.name`."""
@@ -55,11 +54,9 @@ class Release:
         return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
 
     def stale(self) -> list[Problem]:
-        """Functions of every run that differ from the recorded ones."""
         return differing(self.fingerprints, self.also)
 
     def stale_with(self, what: str) -> list[Problem]:
-        """Functions of this feature that differ from the recorded ones."""
         return differing(self.only_with.get(what, {}), self.also)
 
 
@@ -139,7 +136,6 @@ def number_of(version: str) -> int:
 
 
 def differing(recorded: Fingerprints, also: Fingerprints = NONE) -> list[Problem]:
-    """Functions that differ from the recorded ones. `also`: see `Release`."""
     return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed, also.get(name))) is not None]
 
 

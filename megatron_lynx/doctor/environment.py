@@ -25,12 +25,23 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.environment import (
+    ALLOCATOR,
+    AVOIDS_RECORDING,
+    BACKWARD_MARGIN,
+    CUDNN,
+    FORWARD_MARGIN,
+    GROWING,
+    USUAL_MARGIN,
+    Norm,
+    nccl_ub_stands_alone,
+    records_operands,
+    starts_as_one,
+)
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.norm_kernels import BACKWARD_MARGIN, CUDNN, FORWARD_MARGIN, USUAL_MARGIN, Norm, starts_as_one
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.timetables import Group, groups_waited_for, norms_in_windows
-from megatron_lynx.torch_release import ALLOCATOR, AVOIDS_RECORDING, GROWING, nccl_ub_stands_alone, records_operands
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
-from megatron_lynx.torch_release import ALLOCATOR, GROWING, nccl_ub_stands_alone
+from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
 LARGEST = 5

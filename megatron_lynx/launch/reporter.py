@@ -25,6 +25,7 @@ import torch
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.apply.releases import installed_version
+from megatron_lynx.environment import records_operands
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen, in_words, logged
 from megatron_lynx.launch.ending import gathered_on_rank_0, on_rank_0
@@ -44,7 +45,6 @@ from megatron_lynx.measure.run_outcome import (
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.torch_release import records_operands
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 

@@ -52,8 +52,6 @@ class Links(Part):
 
 
 class Machine(Part):
-    """The machine and the software that a measurement ran on."""
-
     cpu: str
     cores: int = Field(ge=1)
     """Cores that this process may run on."""
@@ -70,7 +68,6 @@ class Machine(Part):
 
 
 def this_machine(links: Links, device: torch.device | str = "cpu") -> Machine:
-    """The facts of the machine this runs on. `device` decides whether a GPU is named."""
     device = torch.device(device)
     return Machine(
         cpu=_cpu_model(),
@@ -112,7 +109,7 @@ class Summary:
 
 
 def summarise(samples_s: Sequence[float]) -> Summary:
-    """Their median and quartiles. Raises ValueError where there are no samples."""
+    """Their median and quartiles. Raises ValueError without samples."""
     if not samples_s:
         raise ValueError("no samples to summarise")
     if len(samples_s) == 1:
@@ -166,18 +163,14 @@ class Counted(Figures):
 
 
 class RankResult(Counted):
-    """One setting on one rank."""
-
     rank: int = Field(ge=0)
     step_s: tuple[float, ...] = Field(min_length=1)
     """Seconds of every timed step, in the order of the rounds."""
     gradients_equal: bool | None = None
-    """Whether every parameter's gradient equals stock none's in every bit; None where it was not compared."""
+    """Whether every parameter's gradient equals stock none's in every bit; None if it was not compared."""
 
 
 class Setting(Part):
-    """One setting on all ranks."""
-
     name: str
     ours: bool
     """A plan of ours, not a setting of stock Megatron."""
@@ -217,8 +210,6 @@ class Setting(Part):
 
 
 class Skipped(Part):
-    """A setting that did not run, and why."""
-
     name: str
     reason: str
 
@@ -241,7 +232,6 @@ class Measurement(Part):
 
     @property
     def reference(self) -> Setting:
-        """Stock Megatron without recomputation."""
         return self.settings[0]
 
     @property
@@ -274,7 +264,7 @@ class Measurement(Part):
 
 
 def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> None:
-    """Write the file whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the file whole or not at all. Raises ConfigError if it cannot be written."""
     write_whole(path, measurement.model_dump_json(indent=2) + "\n")
 
 

@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.figures import MOST, Figure, Figures, of_slowest
-from megatron_lynx.learned import Learned
+from megatron_lynx.figures import MOST, Figure, Figures, Learned, of_slowest
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import json_in, write_whole
 
@@ -36,7 +35,6 @@ class StagePredicted(Part):
     exposed_replay_s: float | None = None
     """Recomputations of one step on one rank."""
     exposed_copy_s: float | None = None
-    """Waits for copies from the host in one step."""
 
 
 class HalfSeconds(Part):
@@ -79,7 +77,6 @@ PartT = TypeVar("PartT", HalfSeconds, WaitSeconds)
 
 
 def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
-    """Adds up entries of the same key."""
     sums = dict(one)
     for key, more in other.items():
         own = sums.get(key, type(more)())
@@ -121,8 +118,6 @@ class StageRow(Part):
 
 
 class PlannedReserve(Part):
-    """Bytes that a plan leaves free on each device."""
-
     outside_bytes: int
     """For allocations outside PyTorch."""
     slack_bytes: int

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_lynx.anatomy import HALVES, Half, names_in
-from megatron_lynx.anatomy.stretch import THEN
+from megatron_lynx.anatomy.address import THEN
 from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan

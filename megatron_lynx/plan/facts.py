@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
+from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import ROUTER, CapturedModule
 from megatron_lynx.kinds.experts.section import EXCHANGES, Dispatcher
 from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OpaqueName
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ROW_PARALLEL, Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
-from megatron_lynx.anatomy.stretch import THEN, UNTIL
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, THEN, UNTIL, window_name
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.plan import PLAN_VERSION, Plan
 from megatron_lynx.validation import validated

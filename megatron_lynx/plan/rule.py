@@ -20,13 +20,15 @@ from megatron_lynx.anatomy.address import (
     BACKWARD_PHASES,
     GATHER_PATTERN,
     ON_DEMAND,
+    PLACE_PATTERN,
     RECV_BACKWARD,
     WAIT_PATTERN,
     BackwardPhase,
+    Stretch,
     examples,
+    stretches_in,
 )
 from megatron_lynx.anatomy.in_time import own_window
-from megatron_lynx.anatomy.stretch import PLACE_PATTERN, Stretch, stretches_in
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName
 from megatron_lynx.plan.layer_range import LayerRange, Layers
@@ -76,7 +78,7 @@ class ByPhase(Part):
 
 
 class Windows(Part):
-    """Where the two halves of a layer are recomputed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
+    """Where the two halves of a layer are recomputed: in one window, or stretch by stretch in several (`anatomy.address`). A half
     without recomputation has none. A checkpointed half may have the first wait of its backward, in which the part after all its
     communication is recomputed."""
 
@@ -243,7 +245,6 @@ class Rule(Part):
 
     @property
     def ahead_said(self) -> str:
-        """In the file's words."""
         return f"ahead is {str(self.ahead).lower()}"
 
     @property
@@ -254,7 +255,6 @@ class Rule(Part):
 
     @property
     def checkpoint_said(self) -> str:
-        """In the file's words."""
         if isinstance(self.checkpoint, CheckpointGroups):
             return f"checkpoint is {{layers: {self.checkpoint.layers}}}"
         return f"checkpoint is {self.checkpoint}"
@@ -278,7 +278,6 @@ class Rule(Part):
             yield f"windows.{half} {found}, but {self.checkpoint_said}: it runs again where backward enters it, at most to {own}"
 
     def _unlisted(self) -> Iterator[str]:
-        """Items that are listed twice, or missing."""
         listed = self.keep + self.replay
         for half in filter(self.checkpoints, HALVES):
             named = [item for item in names_in(half) if item in listed]

@@ -27,7 +27,6 @@ SectionsOf = Callable[[int], Iterable[Section]]
 
 
 def timetable_of(plan: PlanContents, stage: int) -> Timetable:
-    """The timetable of one stage, its chunks by number."""
     chunks = [tuple(planned_halves(entry, plan.model.sections_of)) for entry in plan.chunks_of(stage)]
     return Timetable(chunks, layout_of(plan))
 
@@ -77,7 +76,6 @@ Group = Literal["tp", "ep", "pp"]
 
 
 def groups_waited_for(plan: PlanContents) -> tuple[Group, ...]:
-    """The groups whose communication overlaps with a plan's work."""
     found = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
     return tuple(group for group in get_args(Group) if group in found)
 

@@ -45,7 +45,6 @@ def problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable)
 
 
 def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> Iterator[str]:
-    """Why a weight gradient of this layer can never run in that wait."""
     layer, _, _ = where
     window, another = window_at(wait, layer), plan.batch.microbatches > 1
     if window == RECV_BACKWARD:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import pareto_front
+from megatron_lynx.environment import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
 from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
-from megatron_lynx.norm_kernels import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import norms_in_windows

@@ -30,7 +30,7 @@ from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.learned import Learned
+from megatron_lynx.figures import Learned
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole

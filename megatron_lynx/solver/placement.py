@@ -25,8 +25,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
-from megatron_lynx.anatomy.stretch import Stretch, in_words
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, WindowAddress, in_words, window_at
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
 

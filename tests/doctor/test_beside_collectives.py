@@ -13,9 +13,9 @@ import pytest
 from megatron_lynx.doctor import findings
 from megatron_lynx.doctor.environment import ALL_STREAMS, beside_collectives
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.environment import FORWARD_MARGIN, starts_as_one
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import read_launch
-from megatron_lynx.norm_kernels import FORWARD_MARGIN, starts_as_one
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.plan.timetables import Group
 from megatron_lynx.planner import uniform_plan

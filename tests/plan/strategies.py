@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, LINEARS, Half, Pass, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
-from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
+from megatron_lynx.anatomy.address import (
+    BACKWARD_PHASES,
+    ON_DEMAND,
+    RECV_BACKWARD,
+    Stretch,
+    WindowAddress,
+    in_words,
+    stretches_in,
+    window_at,
+)
 from megatron_lynx.config.job import Job
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import order, weight_gradients

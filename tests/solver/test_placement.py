@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
-from megatron_lynx.anatomy.stretch import Stretch, stretches_in
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead

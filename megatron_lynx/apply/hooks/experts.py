@@ -76,7 +76,6 @@ def deepep_claims(engine: Engine) -> Iterator[Claim]:
 
 
 def load_claims(engine: Engine, plan: Plan, run: LiveRun, layers: Mapping[int, Module]) -> Iterator[Claim]:
-    """`layers`: those with experts, by number."""
     from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
 
     tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro

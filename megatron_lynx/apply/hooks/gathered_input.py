@@ -52,7 +52,6 @@ class _NewTensor:
 
 
 def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
-    """`linears`: those that delay their weight gradients."""
     from megatron.core.tensor_parallel import layers
 
     puts_off = _puts_off(engine, linears)

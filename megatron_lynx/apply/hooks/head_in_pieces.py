@@ -30,7 +30,6 @@ from megatron_lynx.runtime.loss_in_pieces import loss_in_pieces
 
 
 def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
-    """`chunk`: the GPTModel that has the head."""
     head = _Head(chunk, pieces)
     yield Claim(chunk, "_postprocess", head.postprocess, "says whether a loss is wanted, or logits", "model")
     yield Claim(chunk.output_layer, "forward", head.project, "would make all logits at once", "output_layer")

@@ -60,7 +60,6 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
 
 
 def _is_in(model: Any, chunks: Container[int]) -> bool:
-    """Whether a pass is of one of these models."""
     return model is not None and id(unwrapped(model)[1]) in chunks
 
 

@@ -163,7 +163,6 @@ def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> 
 
 
 def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
-    """`linears`: those that delay."""
     from megatron.core.tensor_parallel import layers
 
     of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
@@ -208,7 +207,6 @@ class _Owners:
 
 
 def te_claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
-    """`linears`: those that delay."""
     for linear, module in linears.items():
 
         def hooked(original: Any, linear: LinearOf = linear, module: Module = module) -> Any:

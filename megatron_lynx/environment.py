@@ -1,4 +1,10 @@
-"""Which norms of Transformer Engine need all their thread blocks to start at once.
+"""Environment variables of torch and Transformer Engine that plans depend on, with effects that differ by release.
+
+TORCH_NCCL_AVOID_RECORD_STREAMS   below torch 2.8 an asynchronous collective, as in a window, retains its operands by
+                                  `record_stream`: memory is free when the host sees the collective complete, not in the device's
+                                  order (pytorch #111431, fixed by #150398). `=1` retains them by reference instead
+PYTORCH_ALLOC_CONF                below torch 2.11 expandable segments exclude the memory pool of `--use-nccl-ub`: Megatron raises
+NVTE_*_LAYERNORM_SM_MARGIN        some norms need all their thread blocks to start at once:
 
     row of up to 8192     one thread block per row             blocks start independently
     a longer row          several thread blocks per row        *cooperative* launch: all blocks start together
@@ -16,7 +22,16 @@ read it when they are built. Untested on a GPU.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Literal
+
+AVOIDS_RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variables that configure torch's allocator, the newer name first."""
+GROWING = "expandable_segments:True"
+YES = ("1", "true", "t", "yes", "y")
+"""Values that torch reads as true, in any case."""
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -35,6 +50,22 @@ ONE_BLOCK = 8192
 """The longest row with one thread block in forward, for both norms."""
 OWN_KERNEL = 10240
 """A longer one with one thread block, for LayerNorm in 16 bits."""
+
+
+def minor(version: str) -> tuple[int, int]:
+    """(2, 7) of `2.7.1+cu126`; (0, 0) if it is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def records_operands(torch: str, variables: Mapping[str, str]) -> bool:
+    """Whether NCCL's asynchronous collectives retain their operands until the host sees them complete."""
+    return minor(torch) < (2, 8) and variables.get(AVOIDS_RECORDING, "").lower() not in YES
+
+
+def nccl_ub_stands_alone(torch: str, megatron_core: str) -> bool:
+    """Whether Megatron raises for `--use-nccl-ub` with expandable segments. Before 0.18 it does so with every torch."""
+    return minor(torch) < (2, 11) or minor(megatron_core) < (0, 18)
 
 
 def starts_as_one(norm: Norm, width: int, *, half_precision: bool = True) -> bool:
