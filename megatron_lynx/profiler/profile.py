@@ -24,13 +24,13 @@ from megatron_lynx.config.job import IN_EXPERTS, Job, as_by_default
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.experts.section import BESIDE
 from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName
-from megatron_lynx.figures import Learned
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
