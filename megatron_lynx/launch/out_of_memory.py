@@ -28,6 +28,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.releases import installed_version
+from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.ending import LastWord
 from megatron_lynx.launch.message import stop
@@ -37,7 +38,6 @@ from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.progress import whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
-from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
 LARGEST = 5
