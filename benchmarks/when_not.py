@@ -322,7 +322,13 @@ def waits_of(decision: Decision, stage: int) -> Waits:
 def filled_in_backwards_s(decision: Decision, stage: int, interference: float) -> float:
     """Seconds of weight gradients in a stage's backwards and receives, as they would take alone."""
     spans = [
-        span for each in decision.simulation.executed[stage] for span in each.content.spans if span.kind == "weight_gradient"
+        span
+        for each in decision.simulation.whole().executed[stage]
+        for span in each.content.spans
+        if span.kind == "weight_gradient"
+        for each in decision.simulation.whole().executed[stage]
+        for span in each.content.spans
+        if span.kind == "weight_gradient"
     ]
     longer = {"bwd": interference, RECV_BACKWARD.partition(".")[0]: 1.0}
     named = ((span, (span.window or "").partition(".")[0]) for span in spans)

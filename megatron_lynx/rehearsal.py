@@ -39,6 +39,7 @@ from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, most_beside, paired
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.steady import in_steady_state
 from megatron_lynx.simulator.treated import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
@@ -66,17 +67,16 @@ def rehearse(
         passes_of_chunks(plan, plan.chunks_of(stage), each, reduced_in_backward=reduced_in_backward)
         for stage, each in enumerate(prices)
     ]
-    p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
         return simulate_without_flushes(
             plan.batch.microbatches,
             [passes for (passes,) in chunks],
-            p2p_s,
+            profile.link_s("p2p", profile.attention.input_bytes),
             profile.interference,
             updates="deferred" if plan.defer_updates else "at once",
         )
-    between = profile.messages_between_passes
-    apart = simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
+    simulated = partial(_simulated, plan, profile)
+    apart = simulated(chunks)
     if not plan.model.moe_overlapped:
         return apart
     beside = shared_rates(profile, 1.0 if job is None else job.fused_dispatch.computing_kept)
@@ -84,10 +84,24 @@ def rehearse(
         paired(list(_in_nodes(plan, stage, passes, prices[stage])), beside, delayed=plan.model.moe_delayed)
         for stage, passes in enumerate(chunks)
     ]
-    together = simulate(schedule_of(plan, more=1), pairs, p2p_s, profile.interference, between_passes=between)
+    together = simulated(pairs, more=1)
     layers_bytes = (_most_of_a_layer(plan, stage, each.profile) for stage, each in enumerate(prices))
     more_bytes = tuple(map(most_beside, chunks, layers_bytes))
-    return SideBySide(together.executed, together.copied, apart, more_bytes)
+    return SideBySide(together.executed, together.copied, apart, more_bytes, repeated=together.repeated)
+
+
+def _simulated(plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPasses]], more: int = 0) -> Simulation:
+    """Simulate a step that flushes. `more`: additional warm-up forwards."""
+    layout, microbatches = plan.parallel, plan.batch.microbatches
+    p2p_s, between = profile.link_s("p2p", profile.attention.input_bytes), profile.messages_between_passes
+
+    def simulated(few: int) -> Simulation:
+        schedule = _schedule(layout.pipeline, few, layout.chunks, layout.group, more)
+        return simulate(schedule, chunks, p2p_s, profile.interference, between_passes=between)
+
+    if any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
+        return simulated(microbatches)
+    return in_steady_state(max(layout.pipeline, layout.group), microbatches, simulated)
 
 
 def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
@@ -117,16 +131,12 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
         yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
 
 
-def schedule_of(plan: Plan, more: int = 0) -> Schedule:
-    """Megatron's schedule for the plan's layout, with the recomputation in a receive before every backward. `more`: additional
-    warm-up forwards."""
-    layout = plan.parallel
-    return _schedule(layout.pipeline, plan.batch.microbatches, layout.chunks, layout.group, more)
-
-
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: int) -> Schedule:
-    """Cached: the planner rehearses a dozen plans of one layout, with up to ten thousand passes each."""
+    """Megatron's schedule, with the recomputation in a receive before every backward. `more`: additional warm-up forwards.
+
+    Cached: the planner rehearses a dozen plans of one layout.
+    """
     if chunks == 1:
         stock = one_f_one_b(pipeline, microbatches, more)
     else:

@@ -319,7 +319,7 @@ def simulate(
         costs = figures_for(plan, profile_file, job)
         job = None if job is None else as_planned(job, plan)
         reduced = job is not None and job.overlap.gradients
-        simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job)
+        simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job).whole()
         own = None if job is None else figures_of(job, costs, simulation)
         update_s = plan.stages[0].predicted.update_s if own is None else own.update_s
         if trace is not None:

@@ -131,6 +131,7 @@ def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> 
 
 def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -> tuple[View, Seen] | None:
     if simulation is not None:
+        simulation = simulation.whole()
         stages = {stage: stage for stage in range(len(simulation.executed))}
         memory = {stage: memory_of(simulation, stage) for stage in stages}
         return _drawn("predicted", "simulated", simulation.timeline(), stages, memory, plan, simulation.step_s)

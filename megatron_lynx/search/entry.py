@@ -19,17 +19,14 @@ from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import fitting, least_memory
 from megatron_lynx.planner.evaluation import fullest_bytes
 from megatron_lynx.planner.writing import written
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.simulated import in_steady_state, pipeline_s, simulated_spent
-from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.search.simulated import pipeline_s, simulated_spent
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB
@@ -123,7 +120,8 @@ class AllStages(Entry):
     def closer(self) -> Candidate | Excess:
         """Rehearse the plan. If copies lag and it exceeds the budget, plan without such shares."""
         plan = written(self.job, self.answers, job=self.job.digest, profile=self.cost.profile.digest)
-        pipeline_s, memory_bytes = _rehearsed(self.job, self.cost.profile, plan)
+        simulation = rehearse(plan, self.cost.profile, job=self.job)
+        pipeline_s, memory_bytes = simulation.step_s, fullest_bytes(self.job, simulation)
         answers = self.answers
         if memory_bytes > self.job.memory_budget_bytes:
             try:
@@ -135,22 +133,6 @@ class AllStages(Entry):
         step_s, ratio = pipeline_s + update_s(self.job, self.cost.profile), max(answer.offload_ratio for answer in answers)
         step_s = max(step_s, self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
-
-
-def _rehearsed(job: Job, profile: Profile, plan: Plan) -> tuple[float, int]:
-    """Seconds of all micro-batches, and bytes of the fullest stage."""
-    held: list[int] = []
-
-    def rehearsed(microbatches: int) -> Simulation:
-        simulation = rehearse(_shorter(plan, microbatches), profile, job=job)
-        held.append(fullest_bytes(job, simulation))
-        return simulation
-
-    return in_steady_state(job, rehearsed), max(held)
-
-
-def _shorter(plan: Plan, microbatches: int) -> Plan:
-    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"microbatches": microbatches})})
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:

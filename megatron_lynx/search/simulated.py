@@ -1,12 +1,7 @@
-"""Simulates a step under a stock policy, with copies to the host.
-
-A step of many micro-batches follows from a step of few: once every action follows the same one of the group before by the same
-time on every stage, each further group adds this time (`Simulation.period_s`).
-"""
+"""Simulates a step under a stock policy, with copies to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_lynx.config.job import Job
@@ -25,11 +20,9 @@ from megatron_lynx.simulator.double_buffered import Updates, simulate_without_fl
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.steady import in_steady_state
 
 NO_BLOCK = BlockProfile()
-
-FEWEST_GROUPS = 4
-"""With this many groups of micro-batches, every stage has two in its steady phase."""
 
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
@@ -37,7 +30,8 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
     pipeline = job.parallel.pipeline
     chunks = [_chunks(job, profile, stage, offload_ratio) for stage in range(pipeline)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
-    return in_steady_state(job, lambda microbatches: _simulated(job, chunks, microbatches, message_s))
+    group = max(pipeline, job.microbatch_group)
+    return in_steady_state(group, job.microbatches, lambda few: _simulated(job, chunks, few, message_s)).step_s
 
 
 def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
@@ -80,16 +74,3 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
     size = ratio * chunk_bytes(job, stage)
     seconds = pcie.shared_s(size)
     return HostCopy(seconds, seconds, round(size), avoid_messages(job))
-
-
-def in_steady_state(job: Job, simulated: Callable[[int], Simulation]) -> float:
-    """Seconds of the job's step. `simulated`: a step with a number of micro-batches, called with as few as suffice."""
-    group = max(job.parallel.pipeline, job.microbatch_group)
-    groups, rest = divmod(job.microbatches, group)
-    few = FEWEST_GROUPS
-    while few < groups:
-        found = simulated(few * group + rest)
-        if (period_s := found.period_s(group)) is not None:
-            return found.step_s + (groups - few) * period_s
-        few *= 2
-    return simulated(job.microbatches).step_s

@@ -14,6 +14,7 @@ A micro-batch whose backward follows its forward at once is offloaded only withi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lynx.schedule.schedule import Action
 
@@ -28,8 +29,7 @@ class HostCopy:
     avoids_messages: bool = False
 
 
-@dataclass(frozen=True)
-class Copied:
+class Copied(NamedTuple):
     """One copy with its times. `action` is the forward that it follows, or the backward that needs it."""
 
     action: Action

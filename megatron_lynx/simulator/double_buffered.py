@@ -29,7 +29,7 @@ from megatron_lynx.schedule.double_buffered import Update, deferral, order
 from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
-from megatron_lynx.simulator.simulation import Executed, Simulation
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span, Timeline
 
 Updates = Literal["deferred", "at once", "no barrier"]
@@ -63,16 +63,17 @@ class Unflushed(Simulation):
     @cached_property
     def step_s(self) -> float:
         begin_s, end_s = self._steady_s(0)
-        return end_s - begin_s
+        return end_s - begin_s + self._repeated_s
 
     @property
     def run_s(self) -> float:
         """Seconds of all batches, including the last update."""
         return max(updates[-1].end_s for updates in self.updates)
 
-    def counted(self, stage: int) -> Sequence[Executed]:
+    def times(self, stage: int) -> Sequence[int]:
         begin_s, end_s = self._steady_s(stage)
-        return [each for each in self.executed[stage] if begin_s <= each.start_s < end_s]
+        both = zip(self.executed[stage], super().times(stage), strict=True)
+        return [times if begin_s <= each.start_s < end_s else 0 for each, times in both]
 
     def _steady_s(self, stage: int) -> tuple[float, float]:
         updates = self.updates[stage]

@@ -29,6 +29,10 @@ class SideBySide(Simulation):
     more_bytes: tuple[int, ...] = ()
     """Bytes in flight to and from the host in both passes of a pair, beyond those of one pass and a layer."""
 
+    def whole(self) -> SideBySide:
+        together = super().whole()
+        return replace(self, executed=together.executed, copied=together.copied, repeated=None, apart=self.apart.whole())
+
     def holding(self, stage: int) -> tuple[Executed, ...]:
         return self.apart.executed[stage]
 

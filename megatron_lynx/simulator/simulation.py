@@ -6,12 +6,11 @@ stage   ├─F─┤   wait   ├──B──┤        wait        ├──B
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.host import HostLoad
@@ -19,9 +18,6 @@ from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.timeline import FLUSHED, MemoryCurve, Span, Timeline, curve_of_parts
-
-PERIODIC = 1e-9
-"""Relative difference up to which shifts count as equal."""
 
 
 class Executed(NamedTuple):
@@ -38,57 +34,86 @@ class Executed(NamedTuple):
     """Seconds of waiting for its copy from the host."""
 
 
+Placed = TypeVar("Placed", Executed, Copied)
+
+
+class Repeated(NamedTuple):
+    """The actions of `group` micro-batches that run `times` more times in a step, every `period_s`."""
+
+    times: int
+    group: int
+    period_s: float
+    places: tuple[range, ...]
+    """Indices of these actions, by stage."""
+
+    def later(self, each: Placed, times: int) -> Placed:
+        """Return an action or a copy, `times` groups later."""
+        action, more_s = each.action, times * self.period_s
+        moved = {name: getattr(each, name) + more_s for name in each._fields if name in ("arrived_s", "start_s", "end_s")}
+        return each._replace(action=action._replace(micro_batch=action.micro_batch + times * self.group), **moved)
+
+
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step, by stage."""
+    """One simulated step, by stage. `executed` and `copied` leave out what is `repeated`."""
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]
     """Copies to and from the host."""
+    repeated: Repeated | None = field(default=None, kw_only=True)
 
     @cached_property
     def step_s(self) -> float:
-        return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0)
+        return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0) + self._repeated_s
 
-    def period_s(self, group: int) -> float | None:
-        """Seconds between an action and the same one `group` micro-batches earlier, in the last full group of forward-backward
-        pairs.
+    @property
+    def _repeated_s(self) -> float:
+        return 0.0 if self.repeated is None else self.repeated.times * self.repeated.period_s
 
-        Returns None if actions or stages differ in it: the pipeline is not yet in steady state.
-        """
-        shifts = [shift for stage in range(len(self.executed)) for shift in self._shifts_s(stage, group)]
-        longest_s = max(shifts)
-        return longest_s if longest_s - min(shifts) <= PERIODIC * min(shifts) < inf else None
+    def whole(self) -> Simulation:
+        """Return the simulation with all actions and copies."""
+        if self.repeated is None:
+            return self
+        stages = range(len(self.executed))
+        executed, copied = tuple(map(self._all_executed, stages)), tuple(map(self._all_copied, stages))
+        return replace(self, executed=executed, copied=copied, repeated=None)
 
-    def _shifts_s(self, stage: int, group: int) -> list[float]:
-        """Shifts of one stage; infinite if the group before has no such action."""
-        done = [each for each in self.counted(stage) if each.action.kind != "R"]
-        last_forward = max(at for at, each in enumerate(done) if each.action.kind == "F")
-        chunks = len({each.action.chunk for each in done})
-        rest = len(done) // (2 * chunks) % group
-        paired = done[: last_forward + 2 - 2 * rest * chunks]
-        known = {each.action: each.end_s for each in paired}
-        last = paired[-2 * group * chunks :]
-        before = (known.get(each.action._replace(micro_batch=each.action.micro_batch - group), -inf) for each in last)
-        return [each.end_s - before_s for each, before_s in zip(last, before, strict=True)]
+    def _all_executed(self, stage: int) -> tuple[Executed, ...]:
+        assert self.repeated is not None
+        own, place, times = self.executed[stage], self.repeated.places[stage], self.repeated.times
+        again = (self.repeated.later(each, number) for number in range(1, times + 1) for each in own[place.start : place.stop])
+        return (*own[: place.stop], *again, *(self.repeated.later(each, times) for each in own[place.stop :]))
 
-    def counted(self, stage: int) -> Sequence[Executed]:
-        """Actions of a stage that the step's figures count."""
-        return self.executed[stage]
+    def _all_copied(self, stage: int) -> tuple[Copied, ...]:
+        assert self.repeated is not None
+        at = {each.action: number for number, each in enumerate(self.executed[stage])}
+        place, times, copied = self.repeated.places[stage], self.repeated.times, list[Copied]()
+        for copy in self.copied[stage]:
+            first = times if at[copy.action] >= place.stop else 0
+            last = times if at[copy.action] >= place.start else 0
+            copied += (self.repeated.later(copy, number) for number in range(first, last + 1))
+        return tuple(sorted(copied, key=lambda copy: copy.start_s))
+
+    def times(self, stage: int) -> Sequence[int]:
+        """Return how often each executed action of a stage counts in the step."""
+        if self.repeated is None:
+            return [1] * len(self.executed[stage])
+        place = self.repeated.places[stage]
+        return [1 + self.repeated.times if at in place else 1 for at in range(len(self.executed[stage]))]
+
+    def _sum(self, stage: int, seconds: Callable[[Executed], float]) -> float:
+        return sum([times * seconds(each) for each, times in zip(self.executed[stage], self.times(stage), strict=True)])
 
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, including tensor-parallel waits, and of work in a receive that delays a pass."""
-        counted = self.counted(stage)
-        return sum(
-            [_delay_s(each) if each.action.kind == "R" else each.content.seconds - each.content.copy_wait_s for each in counted]
-        )
+        return self._sum(stage, _busy_s)
 
     def bubble_s(self, stage: int) -> float:
         """Seconds without a pass or a wait for a copy; includes hidden recomputation."""
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
-        return sum([each.copy_wait_s + each.content.copy_wait_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.copy_wait_s + each.content.copy_wait_s)
 
     def copies(self, stage: int) -> bool:
         """Whether the stage offloads anything."""
@@ -96,26 +121,26 @@ class Simulation:
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
     def exposed_replay_s(self, stage: int) -> float:
-        return sum([each.content.exposed_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.exposed_s)
 
     def hidden_replay_s(self, stage: int) -> float:
-        return sum([each.content.hidden_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.hidden_s)
 
     def filled_s(self, stage: int) -> float:
         """Seconds of delayed weight gradients inside waits."""
-        return sum([each.content.filled_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.filled_s)
 
     def unfilled_s(self, stage: int) -> float:
         """Seconds of exposed delayed weight gradients."""
-        return sum([each.content.unfilled_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.unfilled_s)
 
     def host_s(self, stage: int) -> float:
         """Seconds in which the host issues the passes; 0 if unknown."""
-        return sum([each.content.host_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.host_s)
 
     def host_late_s(self, stage: int) -> float:
         """Seconds added to passes that are host-bound."""
-        return sum([each.content.host_late_s for each in self.counted(stage)])
+        return self._sum(stage, lambda each: each.content.host_late_s)
 
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
@@ -129,14 +154,15 @@ class Simulation:
         """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
         if stage not in self._served:
             self._served[stage] = _served(self.executed[stage])
-        both = zip(self.executed[stage], self._served[stage], strict=True)
-        own = [each.content for each, served in both if served.chunk == chunk]
-        return sum([content.hidden_s for content in own]), sum([content.exposed_s for content in own])
+        both = zip(self.executed[stage], self._served[stage], self.times(stage), strict=True)
+        own = [(each.content, times) for each, served, times in both if served.chunk == chunk]
+        return sum([times * one.hidden_s for one, times in own]), sum([times * one.exposed_s for one, times in own])
 
     def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of delayed weight gradients in one chunk's passes: hidden, exposed."""
-        own = [each.content for each in self.executed[stage] if each.action.chunk == chunk]
-        return sum([content.filled_s for content in own]), sum([content.unfilled_s for content in own])
+        both = zip(self.executed[stage], self.times(stage), strict=True)
+        own = [(each.content, times) for each, times in both if each.action.chunk == chunk]
+        return sum([times * one.filled_s for one, times in own]), sum([times * one.unfilled_s for one, times in own])
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
         """Actions of a stage, at the times of its `memory`."""
@@ -205,6 +231,10 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             if span.kind == "weight_gradient":  # an earlier backward's
                 placed = placed._replace(micro_batch=None)
             yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
+
+
+def _busy_s(each: Executed) -> float:
+    return _delay_s(each) if each.action.kind == "R" else each.content.seconds - each.content.copy_wait_s
 
 
 def _delay_s(received: Executed) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
@@ -19,10 +19,10 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.search.simulated import in_steady_state
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.steady import in_steady_state
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 
@@ -108,7 +108,8 @@ class Pricing:
 
     def _step_s(self, stages: Sequence[TimedStage]) -> float:
         passes = [stage.passes for stage in stages]
-        return in_steady_state(self._job, lambda microbatches: self._simulated(passes, microbatches))
+        group = max(len(stages), self._job.microbatch_group)
+        return in_steady_state(group, self._job.microbatches, partial(self._simulated, passes)).step_s
 
     def _simulated(self, passes: Sequence[Sequence[ChunkPasses]], microbatches: int) -> Simulation:
         job, pipeline = self._job, self._job.parallel.pipeline

@@ -1,0 +1,52 @@
+"""A step of many micro-batches, extended from one of few, against the step with all of them simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.planner.decision import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
+from tests.config.jobs import catalogued_job
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"batch": 37, "chunk": None, "budget": {"memory_gib": 20}},
+    {"batch": 44, "chunk": 2, "budget": {"memory_gib": 21}},
+    {"batch": 44, "chunk": 2, "budget": {"memory_gib": 19.5}, "offload_ratio": "auto"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["1F1B", "chunks", "copies"])
+def test_an_extended_step_is_the_step_with_all_micro_batches(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = dict(layout)
+    parallel = {"tensor": 2, "pipeline": 4, "layers_per_chunk": fields.pop("chunk"), "sequence_parallel": True}
+    job = catalogued_job("llama-7b", "a800-80g", gpus=8, seq=4096, policy="planned", parallel=parallel, **fields)
+    profile = analytic_profile(job)
+    decision = decide(job, profile)
+    extended = rehearse(decision.plan, profile, job=decision.job)
+    monkeypatch.setattr("megatron_lynx.simulator.steady.FEWEST_GROUPS", 10**6)
+    full = rehearse(decision.plan, profile, job=decision.job)
+    assert extended.repeated is not None
+    assert full.repeated is None
+    for stage in range(4):
+        assert figures(extended, stage) == pytest.approx(figures(full, stage), rel=1e-9)
+        assert figures(extended.whole(), stage) == pytest.approx(figures(full, stage), rel=1e-9)
+        assert extended.memory(stage).peak_bytes == full.memory(stage).peak_bytes
+        assert [each.action for each in extended.whole().executed[stage]] == [each.action for each in full.executed[stage]]
+        assert placed(extended.whole(), stage) == pytest.approx(placed(full, stage), rel=1e-9)
+
+
+def figures(simulation: Simulation, stage: int) -> list[float]:
+    sums = [simulation.busy_s, simulation.bubble_s, simulation.exposed_copy_s, simulation.exposed_replay_s]
+    sums += [simulation.hidden_replay_s, simulation.filled_s, simulation.unfilled_s, simulation.host_s, simulation.host_late_s]
+    of_chunk = [*simulation.replays_of(stage, 0), *simulation.weight_gradients_of(stage, 0)]
+    return [simulation.step_s, *(seconds(stage) for seconds in sums), *of_chunk]
+
+
+def placed(simulation: Simulation, stage: int) -> list[float]:
+    """Times of all passes and copies."""
+    copied = sorted(simulation.copied[stage], key=lambda copy: (copy.action.kind, copy.action.micro_batch, copy.action.chunk))
+    return [time_s for each in (*simulation.executed[stage], *copied) for time_s in (each.start_s, each.end_s)]
