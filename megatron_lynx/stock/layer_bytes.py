@@ -122,6 +122,7 @@ def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> f
     return frozenset(behind)
 
 
+@lru_cache(maxsize=4096)
 def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
     """`least_bytes`: size of the smallest offloaded tensor."""
     if section.opaque:
@@ -159,7 +160,6 @@ LayerBytes = tuple[HalfBytes, ...]
 """By half, in forward order."""
 
 
-@lru_cache(maxsize=4096)
 def layer_bytes(
     shape: LayerShape, setting: StockSetting, kind: LayerKind | None = None, least: int = LEAST_ELEMENTS
 ) -> LayerBytes:
@@ -168,7 +168,17 @@ def layer_bytes(
     `kind`: the layer's, or None for a usual one. `least`: elements of the smallest offloaded tensor.
     """
     sections, least_bytes = kind or shape.model.kind_sections(experts=False), least * shape.model.element_bytes
-    return tuple(_half_bytes(shape, setting, section, least_bytes) for section in sections)
+    return tuple(_half_bytes(shape, _of_section(setting, section), section, least_bytes) for section in sections)
+
+
+@lru_cache(maxsize=4096)
+def _of_section(setting: StockSetting, section: Section) -> StockSetting:
+    """Return the setting's modules that change the bytes of a section."""
+    recomputed = (
+        module for module in map(recompute_module, setting.recompute) if module.items(section) or module.name == NORM_OUT
+    )
+    offloaded = (module for module in map(offload_module, setting.offload) if module.items(section))
+    return StockSetting(tuple(each.name for each in recomputed), offload=tuple(each.name for each in offloaded))
 
 
 def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:

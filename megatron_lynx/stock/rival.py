@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain, combinations
+from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import host_shortage
@@ -73,11 +74,17 @@ class _Rivals:
     def take(self, family: Family) -> None:
         """Price a family that may be the fastest and has a member that fits."""
         last = family[-1]
-        if last.method is None and (self._lacks(last) or self._is_slower(replace(last, offload=(), fraction=WHOLE))):
+        without_copies = replace(last, offload=(), fraction=WHOLE)
+        if last.method is None and (self._is_known_slower(without_copies) or self._lacks(last)):
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.found):
             return
         if self._is_too_large(last):
+            return
+        if least_bytes(self.job, last) > self.budget_bytes:
+            self._too_large.add(replace(last, delayed=False))
+            return
+        if last.method is None and self._is_slower(without_copies):
             return
         price = _first_that_fits(self.job, self.profile, family, self.budget_bytes)
         if price is None:
@@ -118,17 +125,27 @@ class _Rivals:
     def _is_hopeless(self, recompute: Modules) -> bool:
         """Whether no setting with these modules fits or is faster than the best found."""
         ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
-        return all(map(self._is_slower, ways)) or not self._fits(recompute, self._offloaded)
+        hopeless = all(map(self._is_known_slower, ways)) or not self._fits(recompute, self._offloaded)
+        return hopeless or all(map(self._is_slower, ways))
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds below which a setting is faster than the best that fits."""
+        best = _fastest(self.found)
+        return inf if best is None else best.step_s * (1 - EQUAL)
+
+    def _is_known_slower(self, setting: StockSetting) -> bool:
+        """Whether a setting with a part of its recomputation is known to be no faster. More recomputation is never faster."""
+        least_s = self._least_s
+        slow = (known for known, seconds in self._known_s.items() if seconds >= least_s)
+        alike = (known for known in slow if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
+        return any({*known.recompute} <= {*setting.recompute} for known in alike)
 
     def _is_slower(self, setting: StockSetting) -> bool:
-        """Whether a setting without copies is not faster than the best that fits. More recomputation is never faster."""
-        best = _fastest(self.found)
-        if best is None:
-            return False
-        least_s = best.step_s * (1 - EQUAL)
-        alike = (known for known in self._known_s if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
-        if any(self._known_s[known] >= least_s for known in alike if {*known.recompute} <= {*setting.recompute}):
+        """Whether a setting without copies is not faster than the best that fits. Prices it if nothing else tells."""
+        if self._is_known_slower(setting):
             return True
+        least_s = self._least_s
         if setting not in self._known_s:
             pricing = Pricing(self.job, self.profile, setting)
             # the middle of a range with userbuffers may be below the busiest stage's seconds
@@ -164,8 +181,6 @@ def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: St
 
 def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: int) -> Priced | None:
     """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
-    if least_bytes(job, family[-1]) > budget_bytes:
-        return None
     start = bisect_left(family, True, key=lambda setting: least_bytes(job, setting) <= budget_bytes)
     found = {number: Pricing(job, profile, family[number]) for number in range(start, len(family))}
     number = bisect_left(range(len(family)), True, lo=start, key=lambda number: found[number].fits(budget_bytes))
