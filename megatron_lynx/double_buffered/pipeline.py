@@ -40,7 +40,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule import double_buffered, one_f_one_b
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, order, version_of
-from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Action, VirtualMicroBatch, phases_of
 
 
 class DoubleBuffered:
@@ -264,7 +264,8 @@ def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
     runs = [[step for step in order if isinstance(step, Action)] for order in orders]
     completing = {virtual for index, run in zip(batches, runs, strict=True) for virtual in _completing(run, microbatches, index)}
     steps = [step for run in runs for step in run]
-    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))], completing)
+    ahead = one_f_one_b.warmup(pipeline, stage)
+    return StageOrder([*phases_of(steps, ahead, in_flight=ahead if batch else 0)], completing)
 
 
 def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
@@ -277,15 +278,4 @@ def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[Vir
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
     """Return the passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
-    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
-
-
-def _phased(actions: Sequence[Action], ahead: int) -> Iterator[tuple[Action, Phase]]:
-    """Yield actions with their phases, as `schedule.Schedule.phases`: a backward after another one is in cool-down."""
-    phase: Phase = "cooldown"
-    for action in actions:
-        if action.kind == "F":
-            phase = "steady" if 0 < ahead <= action.micro_batch else "warmup"
-        yield action, phase
-        if action.kind == "B":
-            phase = "cooldown"
+    return StageOrder([*phases_of(steps, one_f_one_b.warmup(pipeline, stage))])

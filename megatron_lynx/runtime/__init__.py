@@ -1,7 +1,7 @@
 """The runtime: drops the activations that a plan recomputes, and recomputes them in waits. Imports torch, never Megatron.
 
-engine                   interface of the hooks; `progress` is the shared state, `order` the passes in flight
-  run                    one call of a half, to which its sites and collectives report
+engine                   interface of the hooks; `order` has the passes in flight
+  progress               state that the parts share; a `Run` is one call of a half, to which sites and collectives report
   record                 runs a half, and replaces saved tensors by handles of its `frame`
     recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
     watched                reports saved tensors to an observer

@@ -35,12 +35,11 @@ from megatron_lynx.runtime.frame import Fed, Frame
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.progress import Progress, Run
 from megatron_lynx.runtime.record import Recorder, too_many
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
-from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings

@@ -30,8 +30,8 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Frame, Handle, Memo, MicroBatch, absent, tensor_of
 from megatron_lynx.runtime.offload import OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.progress import Run
 from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
-from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource

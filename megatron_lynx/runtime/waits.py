@@ -26,9 +26,8 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.nest import first_in
 from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.progress import Progress, Run
 from megatron_lynx.runtime.replay import Replays
-from megatron_lynx.runtime.run import Run
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind

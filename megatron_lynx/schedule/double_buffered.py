@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.schedule import Action
+from megatron_lynx.schedule.schedule import Action, paired
 
 VERSIONS = 2
 """Copies of the weights."""
@@ -97,9 +97,7 @@ def batch_order(
     start = batch * microbatches + deferral if batch > 0 else 0
     forwards = [Action(index, "F") for index in range(start + ahead if batch > 0 else 0, end if drains else end + ahead)]
     backwards = [Action(index, "B") for index in range(start, end)]
-    warmup = forwards[:ahead] if batch == 0 else []
-    pairs = [action for pair in zip(forwards[len(warmup) :], backwards, strict=False) for action in pair]
-    return (*warmup, *pairs, *backwards[len(pairs) // 2 :], Update(batch))
+    return (*paired(forwards, backwards, ahead if batch == 0 else 0), Update(batch))
 
 
 def order(pipeline: int, stage: int, microbatches: int, batches: int, *, deferral: int = 0) -> tuple[Action | Update, ...]:

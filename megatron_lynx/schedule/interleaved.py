@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.schedule.schedule import Action, Schedule
+from megatron_lynx.schedule.schedule import Action, Schedule, paired
 
 
 def come_in_groups(microbatches: int, group: int, pipeline: int) -> bool:
@@ -91,9 +91,7 @@ def order(
     table = list(places(microbatches, chunks, group))
     forwards = [Action(micro_batch, "F", chunk) for micro_batch, chunk in table]
     backwards = [Action(micro_batch, "B", chunks - 1 - chunk) for micro_batch, chunk in table]
-    ahead = min(warmup(pipeline, stage, chunks, group) + more, len(table))
-    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return (*forwards[:ahead], *pairs, *backwards[len(table) - ahead :])
+    return paired(forwards, backwards, warmup(pipeline, stage, chunks, group) + more)
 
 
 def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int | None = None, more: int = 0) -> Schedule:

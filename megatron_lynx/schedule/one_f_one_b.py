@@ -9,7 +9,7 @@ At most w + 1 = p - s micro-batches (or all m) are in flight on a stage.
 
 from __future__ import annotations
 
-from megatron_lynx.schedule.schedule import Action, Schedule
+from megatron_lynx.schedule.schedule import Action, Schedule, paired
 
 
 def warmup(pipeline: int, stage: int) -> int:
@@ -19,11 +19,9 @@ def warmup(pipeline: int, stage: int) -> int:
 
 def order(pipeline: int, stage: int, microbatches: int, more: int = 0) -> tuple[Action, ...]:
     """Return the passes of one stage in one step. `more`: additional forwards before the first backward."""
-    ahead = min(warmup(pipeline, stage) + more, microbatches)
     forwards = [Action(index, "F") for index in range(microbatches)]
     backwards = [Action(index, "B") for index in range(microbatches)]
-    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return (*forwards[:ahead], *pairs, *backwards[microbatches - ahead :])
+    return paired(forwards, backwards, warmup(pipeline, stage) + more)
 
 
 def one_f_one_b(pipeline: int, microbatches: int, more: int = 0) -> Schedule:

@@ -78,9 +78,8 @@ class Schedule:
         return phases_of(self.orders[stage], self.warmups[stage])
 
 
-def phases_of(order: Sequence[Action], warmup: int) -> Iterator[tuple[Action, Phase]]:
-    """Yield the actions of one stage with their phases. `warmup`: its forwards before the first pair."""
-    in_flight = 0
+def phases_of(order: Sequence[Action], warmup: int, in_flight: int = 0) -> Iterator[tuple[Action, Phase]]:
+    """Yield the actions of one stage with their phases. `warmup`: forwards before the first pair. `in_flight`: at the start."""
     phase: Phase = "cooldown"
     for action in order:
         if action.kind == "F":
@@ -90,3 +89,9 @@ def phases_of(order: Sequence[Action], warmup: int) -> Iterator[tuple[Action, Ph
         if action.kind == "B":
             phase = "cooldown"
             in_flight -= 1
+
+
+def paired(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """Return the first `ahead` forwards, then pairs of a forward and a backward, then the remaining backwards."""
+    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *pairs, *backwards[len(pairs) // 2 :])

@@ -23,7 +23,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy
-from megatron_lynx.runtime.run import DONE
+from megatron_lynx.runtime.progress import DONE
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.transformer_engine import as_alias, in_fp8_itself, with_bytes
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.run import DONE
+from megatron_lynx.runtime.progress import DONE
 from megatron_lynx.runtime.site import Site
 
 
