@@ -13,11 +13,14 @@ Changes: activations on the host; a part of the optimizer on the host, with its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from megatron_lynx.advise import flags
+from megatron_lynx.advise.beside import beside
 from megatron_lynx.advise.flags import Edit
 from megatron_lynx.advise.neighbours import Neighbour, neighbours
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, row_of, stocks_best
@@ -39,6 +42,10 @@ from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
+
+MANY_STAGES = 8
+"""Virtual stages from which on neighbours take longer than the start of a second process."""
+
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
 
@@ -175,21 +182,37 @@ def answered(
         copies: whether the plan may offload activations although `job.offload_ratio` is 0.
         release: of megatron-core, whose flags the plan may change; ignored if there is a launch.
     """
-    launch, release = launch_today(job, costs, reading), release if reading is None else reading.given.release
+    release = release if reading is None else reading.given.release
+    near = near and not refused
+    with _neighbours(job, release) if near and job.cluster.matmul is not None else nullcontext(list) as found:
+        answer = _in_layout(job, costs, reading, refused, release, copies=copies)
+        return answer if answer.refused else replace(answer, near=tuple(found()), asked_near=near)
+
+
+def _neighbours(job: Job, release: str | None) -> AbstractContextManager[Callable[[], list[Neighbour]]]:
+    """Searched at the same time if that saves more than starting a process takes."""
+    if job.parallel.pipeline * job.chunks < MANY_STAGES:
+        return nullcontext(partial(neighbours, job, release))
+    return beside(neighbours, job, release)
+
+
+def _in_layout(
+    job: Job, costs: Profile, reading: Reading | None, refused: Sequence[Problem], release: str | None, *, copies: bool
+) -> Answer:
+    """The answer without neighbours."""
+    launch = launch_today(job, costs, reading)
     stock = stocks_best(job, costs, release, launch, reading)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
-    asked_near = near and job.cluster.matmul is not None
-    found = tuple(neighbours(job, release)) if asked_near else ()
     may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
-    answer = Answer(job, reading, launch, stock, near=found, asked_near=near, asked_copies=asked_copies)
+    answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
     best = _best_plan(job, costs, release, stock)
     if best is None:
         try:
             check_plannable(job)
         except ConfigError as error:
-            return replace(answer, near=(), asked_near=False, error=error, refused=error.problems)
+            return replace(answer, error=error, refused=error.problems)
     answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(job, costs, release, launch, best))
     if may_copy:
         answer = replace(answer, copies=_with_copies(answer, costs, release))

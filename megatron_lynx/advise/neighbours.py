@@ -22,7 +22,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.planner.variants import Planned, fastest, planned_variants
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.best_first import BestFirst
+from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Layout, Space
 
 MOST = 2
@@ -84,6 +84,7 @@ class Near(Space):
         return True
 
 
+@no_collections()
 def neighbours(job: Job, release: str | None) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
     `planned_variants`.
