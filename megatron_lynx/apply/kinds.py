@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.nn import Module
 
@@ -48,6 +48,8 @@ from megatron_lynx.runtime.engine import Engine
 Classes = Mapping[Role, tuple[str, ...]]
 """Full names of the classes that a site may have, by role; roles that are left out may have any."""
 
+UNKNOWN: Classes = {}
+
 Layers = Mapping[int, Module]
 
 
@@ -57,13 +59,12 @@ class Running(ABC):
     half: Half
     name: str
     stated_as: str = "model.kinds"
-    """The key of a plan that lists the layers of this kind."""
+    """The key of a plan that lists the layers of this kind; empty: no key does."""
     recorded: str = ""
     """The table of a release with the functions of this kind alone; empty if there is none."""
     recorded_as: str = ""
     """The kind in the message "megatron-core's ... not read as recorded"."""
-    local: ClassVar[Classes] = {}
-    te: ClassVar[Classes] = {}
+    local = te = UNKNOWN
     """Allowed classes of its sites, in Megatron's own layers and in Transformer Engine's."""
     always_local: bool = True
     """Whether every release can build it from Megatron's own layers."""
@@ -77,6 +78,8 @@ class Running(ABC):
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
+        if not self.stated_as:  # the other kinds report layers that differ
+            return
         for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
             if numbers:
                 place = f"plan: {self.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
@@ -99,18 +102,16 @@ TE: Classes = {
 }
 
 
-class HeldUsual(Running):
-    local, te = LOCAL, TE
+class HeldHalf(Running):
+    """The usual content of a half, which every layer has, or an opaque one that is recognised."""
 
-    def __init__(self, section: Section) -> None:
-        self._section, self.half, self.name = section, section.half, section.name
+    def __init__(self, section: Section, recognised: Callable[[Any], bool] | None = None) -> None:
+        self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
+        self.stated_as = "model.opaque_layers" if recognised else ""
+        self.local, self.te = (UNKNOWN, UNKNOWN) if recognised else (LOCAL, TE)
 
     def section_in(self, layer: Module) -> Section | None:
-        return self._section
-
-    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Empty: the other kinds report layers that differ."""
-        yield from ()
+        return self._section if self._recognised is None or self._recognised(layer) else None
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
@@ -121,17 +122,20 @@ _COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
 ANY_LATENT = LATENT[True, True, False]
 
 
+LATENT_LOCAL: Classes = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
+LATENT_TE: Classes = {
+    **TE,
+    "down_projection": (f"{TE_MODULE}TELinear",),
+    "inner_norm": (IDENTITY,),
+    "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
+    "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
+}
+
+
 class HeldLatentAttention(Running):
     half, name = ANY_LATENT.half, ANY_LATENT.name
     recorded, recorded_as = "latent", "latent attention does"
-    local: ClassVar[Classes] = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
-    te: ClassVar[Classes] = {
-        **TE,
-        "down_projection": (f"{TE_MODULE}TELinear",),
-        "inner_norm": (IDENTITY,),
-        "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
-        "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
-    }
+    local, te = LATENT_LOCAL, LATENT_TE
     always_local = False
 
     def section_in(self, layer: Module) -> Section | None:
@@ -203,7 +207,11 @@ class HeldExperts(Running):
         if overlapped(config) and run.fp8 and config.num_moe_experts == run.expert:
             needed = "several on each rank under FP8 with overlapped exchanges: Megatron frees a single one's rows"
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
-        yield from _cut(plan, run, touched)
+        rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
+        parts = getattr(config, "expert_tensor_parallel_size", None) or 1
+        if parts > 1 and any(rule.goes_on for rule in rules):  # cut experts exchange rows after the dispatch, in no window
+            needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
+            yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
         layer = layers[touched[0]]  # all are built from one config
         for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
             if (found := name_of(module_at(layer, f"{MIXTURE}.{part}"))) not in known:
@@ -276,15 +284,6 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
             yield layer
 
 
-def _cut(plan: Plan, run: LiveRun, touched: list[int]) -> Iterator[Problem]:
-    """Experts that are cut over ranks exchange rows after the dispatch, which no window may contain."""
-    rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
-    parts = getattr(run.config, "expert_tensor_parallel_size", None) or 1
-    if parts > 1 and any(rule.goes_on for rule in rules):
-        needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
-        yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
-
-
 def _class_in(layer: Any, path: str) -> str:
     """Class name of the submodule at a path, or ""."""
     found = module_at(layer, path)
@@ -311,18 +310,8 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 """Recognises the opaque halves of a live layer, from the most general to the most special of each half."""
 
 
-class HeldOpaque(Running):
-    stated_as = "model.opaque_layers"
-
-    def __init__(self, name: OpaqueName) -> None:
-        section = OPAQUE[name]
-        self.name, self.half, self._section, self._is = name, section.half, section, IS[name]
-
-    def section_in(self, layer: Module) -> Section | None:
-        return self._section if self._is(layer) else None
-
-
-FACES: list[Running] = [HeldUsual(ATTENTION), HeldUsual(MLP), HeldLatentAttention(), HeldExperts(), *map(HeldOpaque, IS)]
+FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldExperts()]
+FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
 """The usual content of each half first: it accepts every layer."""
 
 

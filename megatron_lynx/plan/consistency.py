@@ -2,8 +2,8 @@
 
 launch       chunks, head, schedule, stages and layers fit the layout
 each rule    its gathers and windows exist in this layout
-each stage   if all of that holds: every recomputation finds its window in time (`plan.order`), every delayed weight gradient a
-             wait after its own backward (`plan.weight_gradients`)
+each stage   if all of that holds: every recomputation finds its window in time and every delayed weight gradient its
+             waits (`plan.waits`)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_lynx.anatomy import EXPERTS, HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import features, order, weight_gradients
+from megatron_lynx.plan import features, waits
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -38,9 +38,9 @@ def problems(plan: PlanContents) -> list[str]:
     timetables = [timetable_of(plan, stage) for stage in range(plan.parallel.pipeline)]
     for at, stage in enumerate(plan.stages):
         timetable = timetables[stage.stage]
-        found += [f"stages.{at}: {text}" for text in order.problems(stage, timetable, stage.chunk, te=te)]
+        found += [f"stages.{at}: {text}" for text in waits.order_problems(stage, timetable, stage.chunk, te=te)]
         for rule in stage.rules:
-            deferring = weight_gradients.problems(plan, stage, rule, timetable)
+            deferring = waits.deferral_problems(plan, stage, rule, timetable)
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
     return found
 

@@ -24,17 +24,12 @@ CHECKPOINTED = "all, what communicates too"
 
 def explanation(plan: Plan) -> RenderableType:
     """The launch, then a table and the prediction of each stage. Chunks with equal treatment share a table."""
-    parts = (
-        part for alike in _treated_alike(plan) for part in (_table(plan, alike), _beside(alike[0]), _expected(alike[0].predicted))
-    )
-    return Group(*_heading(plan), *(part for part in parts if part is not None))
-
-
-def _treated_alike(plan: Plan) -> Iterator[list[Stage]]:
-    """The chunks of every stage, in order; neighbours with equal treatment together."""
+    parts: list[RenderableType | None] = [*_heading(plan)]
     for stage in range(plan.parallel.pipeline):
-        for _, alike in groupby(plan.chunks_of(stage), key=_treatment):
-            yield list(alike)
+        for _, group in groupby(plan.chunks_of(stage), key=_treatment):
+            alike = list(group)
+            parts += [_table(plan, alike), _beside(alike[0]), _expected(alike[0].predicted)]
+    return Group(*(part for part in parts if part is not None))
 
 
 def _treatment(stage: Stage) -> object:
@@ -171,45 +166,37 @@ def _beside(stage: Stage) -> Text | None:
         if offload.pace_bytes is None:
             lines.append(f"{goes}; {stays}, {back}")
         else:
-            at_once = (
-                f"it goes half by half, {format_bytes(offload.pace_bytes)} beside one half's forward, and comes back as it went"
-            )
+            pace = f"it goes half by half, {format_bytes(offload.pace_bytes)} beside one half's forward"
+            at_once = f"{pace}, and comes back as it went"
             every = offload.half_by_half == "all"
             said = f"{at_once}, within its own backward" if every else f"{WHERE_AT_ONCE} {at_once}; else {back}"
             lines += [f"{goes}; {stays}", said]
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (deferred := stage.weight_gradients) is not None:
-        lines.append(
-            f"weight gradients that are deferred hold at most {format_bytes(deferred.bytes)}; then the oldest run at once"
-        )
+        most = format_bytes(deferred.bytes)
+        lines.append(f"weight gradients that are deferred hold at most {most}; then the oldest run at once")
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None
 
 
-def _step(predicted: Predicted) -> Iterator[str]:
-    if predicted.step_s is None:
-        return
-    if predicted.update_s is None:
-        yield f"step {format_seconds(predicted.step_s)} and the optimizer's update"
-    else:
-        whole = format_seconds(predicted.step_s + predicted.update_s)
-        yield f"step {whole}, of which the optimizer's update {format_seconds(predicted.update_s)}"
-
-
 def _expected(predicted: Predicted) -> Text:
     if predicted == Predicted():
         return Text("predicted: nothing is stated\n")
-    facts = [
-        *_step(predicted),
+    facts = []
+    if predicted.step_s is not None and predicted.update_s is None:
+        facts.append(f"step {format_seconds(predicted.step_s)} and the optimizer's update")
+    elif predicted.step_s is not None and predicted.update_s is not None:
+        whole, update = map(format_seconds, (predicted.step_s + predicted.update_s, predicted.update_s))
+        facts.append(f"step {whole}, of which the optimizer's update {update}")
+    facts += [
         f"replay hidden {format_seconds(predicted.hidden_replay_s)}, exposed {format_seconds(predicted.exposed_replay_s)}",
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",
     ]
     if predicted.weight_gradient_hidden_s or predicted.weight_gradient_exposed_s:
-        both = (predicted.weight_gradient_hidden_s, predicted.weight_gradient_exposed_s)
-        hidden, exposed = map(format_seconds, both)
+        hidden, exposed = map(format_seconds, (predicted.weight_gradient_hidden_s, predicted.weight_gradient_exposed_s))
         facts.append(f"weight gradients deferred: {hidden} hidden, {exposed} exposed")
     if predicted.host_bytes:
         facts.append(f"pinned on the host {format_bytes(predicted.host_bytes)}")

@@ -19,7 +19,7 @@ from megatron_lynx.cost.moments import Moment, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.plan import order
+from megatron_lynx.plan import waits
 from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -187,7 +187,7 @@ def stage_of(
         predicted=predicted,
     )
     layout = Layout(job.parallel.tensor > 1, job.parallel.sequence_parallel, exchanging_layers(job))
-    deepest = order.depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
+    deepest = waits.depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Pass
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan import weight_gradients
 from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, WeightGradients, Windows
 from megatron_lynx.plan.timetables import timetable_of
+from megatron_lynx.plan.waits import deferral_problems
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
@@ -149,7 +149,7 @@ def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[s
 
     def comes(rule: Rule, linear: str, wait: str) -> bool:
         asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
-        return not list(weight_gradients.problems(plan, stage, asked, timetable))
+        return not list(deferral_problems(plan, stage, asked, timetable))
 
     rules = []
     for rule in stage.rules:

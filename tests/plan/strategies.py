@@ -24,7 +24,6 @@ from megatron_lynx.anatomy.address import (
 )
 from megatron_lynx.config.job import Job
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.plan import order, weight_gradients
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -45,6 +44,7 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
+from megatron_lynx.plan.waits import deferral_problems, order_problems
 from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
 
@@ -155,9 +155,7 @@ def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
         for linear in draw(st.sets(st.sampled_from(LINEARS))):
             some = draw(st.lists(st.sampled_from([RECV_BACKWARD, *names]), min_size=1, max_size=6, unique=True))
             asked = {wait: rule.model_copy(update={"weight_gradients": {linear: (wait,)}}) for wait in some}
-            if coming := tuple(
-                wait for wait, one in asked.items() if not list(weight_gradients.problems(plan, stage, one, timetable))
-            ):
+            if coming := tuple(wait for wait, one in asked.items() if not list(deferral_problems(plan, stage, one, timetable))):
                 waits[linear] = coming
         rules.append(rule.model_copy(update={"weight_gradients": waits}))
     bound = WeightGradients(bytes=draw(st.integers(1 << 20, 1 << 30))) if any(rule.weight_gradients for rule in rules) else None
@@ -416,6 +414,6 @@ def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool, model
     having = [layer for layer in stage.layers if model is not None and model.has_experts(layer)]
     halves = planned_halves(stage, lambda layer: DENSE.values() if model is None else model.sections_of(layer))
     layout = Layout(parallel.tensor > 1, parallel.sequence_parallel, having if parallel.expert > 1 else ())
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), Timetable([tuple(halves)], layout), 0, te=te))
+    found = list(order_problems(stage.model_copy(update={"ahead_depth": depth}), Timetable([tuple(halves)], layout), 0, te=te))
     ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])
