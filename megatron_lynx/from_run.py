@@ -33,7 +33,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.figures import Learned
-from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow, WaitSeconds
+from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow
 from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile, as_learned
@@ -162,7 +162,9 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     last, before = outcome.reports[-1], outcome.learned or Learned()
     stages = tuple(_peak(last, row) for row in last.stages)
     off = [0 if peak is None else peak[1] - peak[0] for peak in stages]
-    device_bytes = min((found for row in last.stages if (found := _left_bytes(job, row)) is not None), default=None)
+    used = [(row.measured.outside_bytes, row.measured.slack_bytes) for row in last.stages]
+    left = [job.device_reserve.memory_bytes - out - slack for out, slack in used if out is not None and slack is not None]
+    device_bytes = min(left, default=None)
     was_s, is_s = _seconds(last, job)
     prices, not_learned = _prices(outcome, job, as_learned(profile, before), plan)
     apart = before.model_copy(update={NAMES[each.part]: getattr(before, NAMES[each.part]) * each.times for each in prices})
@@ -228,7 +230,8 @@ def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
     for part, of_experts in (("collectives", False), ("exchanges of experts", True)):
         was_s = is_s = 0.0
         count = 0
-        for place, wait in _measured_waits(report):
+        waits = (each for row in report.stages if row.measured.parts for each in row.measured.parts.waits.items())
+        for place, wait in waits:
             length_s = lengths_s.get(place, 0.0)
             if length_s and (".experts." in place) is of_experts:
                 was_s, is_s, count = was_s + wait.longer * length_s, is_s + wait.longer_s, count + wait.longer
@@ -247,12 +250,6 @@ def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
         for name, section in sections.items()
         for ordinal, seconds in enumerate(window_lengths_s(profile, "fwd", section, size))
     }
-
-
-def _measured_waits(report: Report) -> Iterator[tuple[str, WaitSeconds]]:
-    for row in report.stages:
-        if row.measured.parts is not None:
-            yield from row.measured.parts.waits.items()
 
 
 def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
@@ -287,12 +284,6 @@ def _peak(report: Report, row: StageRow) -> tuple[int, int] | None:
     if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
         return None
     return row.predicted.memory_bytes, row.measured.allocated_bytes
-
-
-def _left_bytes(job: Job, row: StageRow) -> int | None:
-    """Bytes that PyTorch can allocate on a stage's devices, or None if the use outside PyTorch is unknown."""
-    outside, slack = row.measured.outside_bytes, row.measured.slack_bytes
-    return None if outside is None or slack is None else job.device_reserve.memory_bytes - outside - slack
 
 
 def _not_learned(report: Report) -> Iterator[str]:

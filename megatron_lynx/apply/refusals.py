@@ -48,7 +48,7 @@ from megatron_lynx.apply.live_run import (
 )
 from megatron_lynx.environment import AVOIDS_RECORDING, records_operands
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import STORED, Recipe, lacking
+from megatron_lynx.fp8_recipes import STORED, lacking
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
@@ -89,22 +89,18 @@ UNSET = {
 
 def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
     """Every unsupported setting. `te`: the layers are Transformer Engine's."""
-    yield from refused(config, list(_circumstances(config, te=te)))
+    latent, experts = getattr(config, "multi_latent_attention", False), getattr(config, "num_moe_experts", None)
+    circumstances = {
+        "plan": True,
+        "te": te,
+        "fp8": te and recipe_of(config) is not None,
+        "latent": latent,
+        "planned latent": latent,
+        "experts": experts,
+        "flex": experts and config.moe_token_dispatcher_type == "flex",
+    }
+    yield from refused(config, [name for name, applies in circumstances.items() if applies])
     yield from refused_graphs(config)
-
-
-def _circumstances(config: Any, *, te: bool) -> Iterator[str]:
-    yield "plan"
-    if te:
-        yield "te"
-        if recipe_of(config) is not None:
-            yield "fp8"
-    if getattr(config, "multi_latent_attention", False):
-        yield from ("latent", "planned latent")
-    if getattr(config, "num_moe_experts", None):
-        yield "experts"
-        if config.moe_token_dispatcher_type == "flex":
-            yield "flex"
 
 
 def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
@@ -116,23 +112,19 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
         found = str(getattr(run.config, bits))
         yield Problem(f"config.{bits}", found, "off: these layers are Megatron's own", f"drop --{bits}-format")
         return
-    known = next((each for each in STORED if each == recipe), None)
-    if known is None:
+    if (known := next((each for each in STORED if each == recipe), None)) is None:
         todo = f"drop --{bits}-recipe, or train without a plan"
         yield Problem(f"config.{bits}_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
-    elif not _installed(known):
-        yield lacking(known, f"config.{bits}_recipe")
+    else:
+        from transformer_engine.common import recipe as installed
+
+        if not hasattr(installed, STORED[known].made_by):
+            yield lacking(known, f"config.{bits}_recipe")
     if bits == "fp4" and run.userbuffers:
         yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
     for name, nothing in UNSET.items():
         if (found := os.environ.get(name, nothing)) != nothing:
             yield Problem(name, found, "unset under a plan", "unset it: what nodes save then is not known")
-
-
-def _installed(known: Recipe) -> bool:
-    from transformer_engine.common import recipe
-
-    return hasattr(recipe, STORED[known].made_by)
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:
@@ -202,17 +194,14 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Checks the whole plan, not one stage, so that all ranks report the same."""
-    if not _over_nccl(run) or not records_operands(torch.__version__, os.environ):
+    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have no parameters
+    over_nccl = on_cuda or distributed.get_backend(run.tensor_group) == "nccl"
+    if not over_nccl or not records_operands(torch.__version__, os.environ):
         return
     if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
         found = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
         needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
         yield Problem(AVOIDS_RECORDING, found, needed, f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later")
-
-
-def _over_nccl(run: LiveRun) -> bool:
-    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have no parameters
-    return on_cuda or distributed.get_backend(run.tensor_group) == "nccl"
 
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"

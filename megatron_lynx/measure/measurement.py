@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.figures import MOST, Figures, of_all
 from megatron_lynx.validation import Part, validated
@@ -196,17 +196,12 @@ class Setting(Part):
         answers = {rank.gradients_equal for rank in self.ranks}
         return False if False in answers else None if None in answers else True
 
-    @model_validator(mode="after")
-    def _whole(self) -> Setting:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         found = [rank.rank for rank in self.ranks]
         if found != list(range(len(found))):
-            problems.append(f"ranks are {found}, but must be {list(range(len(found)))}, in order")
+            yield f"ranks are {found}, but must be {list(range(len(found)))}, in order"
         if len({len(rank.step_s) for rank in self.ranks}) > 1:
-            problems.append(f"ranks have {[len(rank.step_s) for rank in self.ranks]} samples, but all must have one per round")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            yield f"ranks have {[len(rank.step_s) for rank in self.ranks]} samples, but all must have one per round"
 
 
 class Skipped(Part):
@@ -245,22 +240,17 @@ class Measurement(Part):
     def ratio_to_none(self, setting: Setting) -> float:
         return setting.step.median_s / self.reference.step.median_s
 
-    @model_validator(mode="after")
-    def _comparable(self) -> Measurement:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         names = [setting.name for setting in self.settings]
-        problems += [f"setting {name!r} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+        yield from (f"setting {name!r} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1)
         if self.reference.ours:
-            problems.append(f"the first setting is {names[0]!r}, but ratios refer to the first, which must be stock none")
+            yield f"the first setting is {names[0]!r}, but ratios refer to the first, which must be stock none"
+        needed = (len(self.reference.ranks), self.rounds)
         for setting in self.settings:
             shape = (len(setting.ranks), len(setting.step_samples_s))
-            needed = (len(self.reference.ranks), self.rounds)
             if shape != needed:
                 found, wanted = (f"{ranks} ranks and {rounds} rounds" for ranks, rounds in (shape, needed))
-                problems.append(f"setting {setting.name!r} has {found}, but {names[0]!r} has {wanted}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+                yield f"setting {setting.name!r} has {found}, but {names[0]!r} has {wanted}"
 
 
 def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> None:

@@ -6,10 +6,10 @@ memory of a device, as PyTorch reports it = reserve: outside PyTorch (context, l
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.figures import Learned
@@ -94,24 +94,18 @@ class ModelFacts(Part):
         """Number of bf16 layers at each end of a model in FP8, by key."""
         return {name: getattr(self, name) for name in IN_BF16}
 
-    @model_validator(mode="after")
-    def _who_has_fp8(self) -> ModelFacts:
+    def _problems(self) -> Iterator[str]:
         if self.fp8 is not None and self.implementation != "transformer_engine":
-            raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
+            yield f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}"
         for name, found in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
             if found and self.fp8 is None:
-                raise ValueError(f"{name} is {str(found).lower()}, needed fp8: how scales are found")
+                yield f"{name} is {str(found).lower()}, needed fp8: how scales are found"
         if self.fp8 is None and not self.fp8_copies_kept:
-            raise ValueError("fp8_copies_kept is false, needed fp8: how scales are found")
-        return self
-
-    @model_validator(mode="after")
-    def _whose_shared_experts(self) -> ModelFacts:
+            yield "fp8_copies_kept is false, needed fp8: how scales are found"
         if self.shared_experts and not self.moe_layers:
-            raise ValueError("shared_experts is true, needed moe_layers: the layers that have them")
+            yield "shared_experts is true, needed moe_layers: the layers that have them"
         if self.moe_delayed and not self.moe_overlapped:
-            raise ValueError("moe_delayed is true, needed moe_overlapped: true")
-        return self
+            yield "moe_delayed is true, needed moe_overlapped: true"
 
     @property
     def exchanges_in_windows(self) -> bool:

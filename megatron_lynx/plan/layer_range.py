@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from megatron_lynx.validation import Part
 
@@ -27,11 +27,9 @@ class LayerRange(Part):
     first: int = Field(ge=1, le=MOST_LAYERS)
     last: int = Field(ge=0, le=MOST_LAYERS)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> LayerRange:
+    def _problems(self) -> Iterator[str]:
         if self.last < self.first and (self.first, self.last) != NO_LAYERS:
-            raise ValueError(f"{self} ends before it begins (write the smaller layer number first)")
-        return self
+            yield f"{self} ends before it begins (write the smaller layer number first)"
 
     @classmethod
     def of(cls, layers: range) -> LayerRange:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from pydantic import model_validator
-
 from megatron_lynx.plan import consistency
 from megatron_lynx.plan.contents import Head, PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
@@ -62,8 +60,5 @@ class Plan(PlanContents):
         """The same plan with these stages, checked again."""
         return Plan.model_validate(self.model_copy(update={"stages": tuple(stages)}).model_dump())
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Plan:
-        if problems := consistency.problems(self):
-            raise ValueError("; ".join(problems))
-        return self
+    def _problems(self) -> list[str]:
+        return consistency.problems(self)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, all_items, filling, names_in
@@ -201,33 +201,30 @@ class Rule(Part):
             deferred = tuple(self.weight_gradients)  # no other item is named
         return _filling(half, self.keep + deferred, self.replay)
 
-    @model_validator(mode="after")
-    def _whole(self) -> Rule:
-        problems = [*self._unlisted(), *self._never_replayed()]
+    def _problems(self) -> Iterator[str]:
+        yield from self._unlisted()
+        yield from self._never_replayed()
         if self.ahead and self.checkpoint not in AHEAD:
             found = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
-            problems.append(f"{self.ahead_said}, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}")
+            yield f"{self.ahead_said}, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}"
         elif self.gathers_ahead and self.checkpoint != "layer":
-            problems.append(f"{self.ahead_said}, but {self.checkpoint_said}: it needs checkpoint layer")
+            yield f"{self.ahead_said}, but {self.checkpoint_said}: it needs checkpoint layer"
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if self.checkpoints(half):
                 if gather is not None:
-                    problems.append(f"gather.{half} is given, but {self.checkpoint_said}: it gathers as its forward did")
-                problems += self._goes_on(half)
+                    yield f"gather.{half} is given, but {self.checkpoint_said}: it gathers as its forward did"
+                yield from self._goes_on(half)
                 continue
             if window is not None and not self.replays(half):
-                problems.append(f"windows.{half} is given, but the {half} half replays nothing")
+                yield f"windows.{half} is given, but the {half} half replays nothing"
             elif window is not None:
-                problems += self._stops(half)
+                yield from self._stops(half)
             gathered = self.filling(half).gathered
             if gather is not None and gathered not in self.replay:
                 kept = f"{gathered} is kept" if gathered else "the half's input is gathered for no single linear"
-                problems.append(f"gather.{half} is given, but {kept}")
-        problems += self._deferred()
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+                yield f"gather.{half} is given, but {kept}"
+        yield from self._deferred()
 
     @property
     def gathers_ahead(self) -> bool:

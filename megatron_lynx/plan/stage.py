@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.plan.layer_range import Layers
 from megatron_lynx.plan.rule import Rule
@@ -87,11 +87,9 @@ class Offload(Part):
     """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies then lie
     within their own forward and their own backward."""
 
-    @model_validator(mode="after")
-    def _paced(self) -> Offload:
+    def _problems(self) -> Iterator[str]:
         if self.half_by_half == "all" and self.pace_bytes is None:
-            raise ValueError("half_by_half is all, so pace_bytes must say how many bytes are copied beside one half's forward")
-        return self
+            yield "half_by_half is all, so pace_bytes must say how many bytes are copied beside one half's forward"
 
     def stays(self, half: PlannedHalf) -> bool:
         """Whether a half's kept activations stay on the device: with `half_by_half` all, those of halves whose recomputation
@@ -112,11 +110,9 @@ class Whole(Part):
     of_every: int = Field(ge=1)
     first: int = Field(ge=1)
 
-    @model_validator(mode="after")
-    def _some(self) -> Whole:
+    def _problems(self) -> Iterator[str]:
         if self.first > self.of_every:
-            raise ValueError(f"the first {self.first} of every {self.of_every} micro-batches are more than there are")
-        return self
+            yield f"the first {self.first} of every {self.of_every} micro-batches are more than there are"
 
     def __contains__(self, micro_batch: object) -> bool:
         return isinstance(micro_batch, int) and micro_batch % self.of_every < self.first
@@ -152,22 +148,19 @@ class Stage(Part):
     def defers(self) -> bool:
         return any(rule.weight_gradients for rule in self.rules)
 
-    @model_validator(mode="after")
-    def _covered(self) -> Stage:
-        problems = [] if len(self.layers) else [f"a rule names layers {rule.layers}, but there are none" for rule in self.rules]
+    def _problems(self) -> Iterator[str]:
         for count, group in groupby(self.layers, key=lambda layer: sum(layer in rule.layers for rule in self.rules)):
             layers = list(group)
             if count != 1:
-                problems.append(f"layers {layers[0]}-{layers[-1]} have {count} rules each, each needs exactly one")
+                yield f"layers {layers[0]}-{layers[-1]} have {count} rules each, each needs exactly one"
         for rule in self.rules:
+            if not len(self.layers):
+                yield f"a rule names layers {rule.layers}, but there are none"
             if not len(rule.layers):
-                problems.append("a rule is for no layers: leave it out")
+                yield "a rule is for no layers: leave it out"
             elif len(self.layers) and not (rule.layers.first in self.layers and rule.layers.last in self.layers):
-                problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
+                yield f"a rule names layers {rule.layers}, but the stage owns {self.layers}"
         if self.defers and self.weight_gradients is None:
-            problems.append("rules defer weight gradients, so weight_gradients.bytes must say how much these may hold")
+            yield "rules defer weight gradients, so weight_gradients.bytes must say how much these may hold"
         if not self.defers and self.weight_gradients is not None:
-            problems.append(f"weight_gradients.bytes is {self.weight_gradients.bytes}, but no rule defers weight gradients")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            yield f"weight_gradients.bytes is {self.weight_gradients.bytes}, but no rule defers weight gradients"
