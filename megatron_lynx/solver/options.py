@@ -20,7 +20,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
-from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
+from megatron_lynx.cost.stage import HalfSeconds, StageSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
@@ -154,6 +154,7 @@ class StageProblems:
             mixed=self._mixed(seats, layers),
             inside=self._inside(seats, layers),
             device=self._device(stage, seats.chunks) if layers else None,
+            forward_s=sum(self._half_seconds[section].forward_s for section in self._sections(seats, layers)),
             loss_bytes=self._loss_bytes(seats),
         )
 
@@ -190,6 +191,10 @@ class StageProblems:
         whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
         part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
         return StageSeconds(part * whole.forward_s, part * whole.backward_s)
+
+    @cached_property
+    def _half_seconds(self) -> HalfSeconds:
+        return half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
 
     def _loss_bytes(self, seats: StageSeats) -> int:
         """The loss comes after the model's last chunk, and is taken to come after all that are treated as that one is."""

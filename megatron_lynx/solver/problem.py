@@ -221,6 +221,8 @@ class StageProblem:
     """None where all halves are filled as usual."""
     device: StageSeconds | None = None
     """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
+    forward_s: float = 0.0
+    """Seconds of its layers' forward, for one micro-batch."""
     loss_bytes: int = 0
     """What the loss holds while all of this is kept, before backward reaches it, beyond what is held beside the layers then."""
     inside: tuple[Grouped | None, ...] = ()

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
@@ -41,6 +41,9 @@ from megatron_lynx.solver.sweep import Sweeps, least_memory
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 NOTHING = Share(0.0)
+
+COPIED_BYTES = 2**30
+"""A copy of this size gives the rate of the link to the host."""
 
 STEPS = 20
 """Shares are multiples of a twentieth."""
@@ -66,6 +69,8 @@ class Stages:
     """Pairs of a stage and a share of which it is not to offload."""
     copied_bytes: int = 0
     """What two passes that run in turns have on their way to the host and back, which is counted in no layer."""
+    paced: frozenset[int] = frozenset()
+    """Stages that offload no more of a chunk than is copied during its forward, because copies lag otherwise."""
     before: Worked | None = None
     """What was worked out for the same stages when they spared or excluded something else."""
 
@@ -92,7 +97,10 @@ class Stages:
         if answer.exposed_s == answer.host_late_s == 0:
             return (answer,)
         refining = partial(exact.solve, enough_s=enough_s, quick=self._swept)
-        solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
+        deciding: Solver = partial(host_bound.solve, solver=refining)
+        if answer.stage in self.paced and answer.asked.ratio:
+            deciding = partial(self._paced, answer.asked, solver=deciding)
+        solver = partial(self._refined, solver=deciding)
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
         found = self._offloading(stage, answer.asked, budget_bytes, solver)
         share = self._smallest.get(stage, answer.asked)
@@ -171,7 +179,8 @@ class Stages:
     def _offloading(
         self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        solver = solver or partial(Chunks.solved, solver=self._solved)
+        paced = partial(self._paced, share) if stage in self.paced and share.ratio else self._solved
+        solver = solver or partial(Chunks.solved, solver=paced)
         if share.within:
             return self._within(stage, share, budget_bytes, solver)
         solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
@@ -194,6 +203,18 @@ class Stages:
         if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
             raise infeasible(problem, answer)
         return answer
+
+    def _paced(self, share: Share, problem: StageProblem, solver: Solver | None = None) -> Solved:
+        """The choices that keep no more than such that the share of it is copied to the host during a forward of the layers."""
+        solver = solver or self._solved
+        copy_s = self.profile.link_s("host", COPIED_BYTES)
+        most_bytes = COPIED_BYTES * problem.forward_s / (copy_s * share.ratio) if copy_s else inf
+        solved = solver(problem)
+        while solved.resident_bytes > most_bytes:
+            spared_bytes = ceil((solved.resident_bytes - most_bytes) * problem.in_flight)
+            problem = replace(problem, budget_bytes=solved.peak_bytes - spared_bytes)
+            solved = solver(problem)
+        return solved
 
     def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where so much is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
