@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_lynx.runtime.saved import memory_of
+from megatron_lynx.runtime.saved import memory_of, parts_of, without_parts
 from megatron_lynx.runtime.site import FirstPart
 
 FORWARD = "scaling_fwd"
@@ -133,13 +133,7 @@ def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
 
 def as_alias(tensor: Any) -> Any:
     """An alias of an FP8 tensor: emptying it leaves the original unchanged."""
-    parts = {name: part.detach() if isinstance(part, Tensor) else part for name, part in tensor.get_metadata().items()}
-    return type(tensor)(**parts, **({"shape": tensor.shape, "dtype": tensor.dtype} if isinstance(tensor, Tensor) else {}))
-
-
-def in_fp8_itself(tensor: Any) -> bool:
-    """Whether it is an FP8 tensor of bytes and scales."""
-    return hasattr(tensor, "get_metadata")
+    return without_parts(tensor)({name: part.detach() for name, part in parts_of(tensor).items()})
 
 
 def with_bytes(part: Any, data: Tensor) -> Any:

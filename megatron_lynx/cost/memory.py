@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Checkpoint, Replay
-from megatron_lynx.profiler.profile import HalfProfile, SavedTensor
+from megatron_lynx.profiler.profile import HalfProfile
 from megatron_lynx.units import MIB
 
 
@@ -142,20 +142,15 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
     return min(MIB, input_bytes // 4)
 
 
-def _wrapped(section: Section, tensor: SavedTensor) -> bool:
-    """Whether an expert linear saves it as its FP8 input: each expert's is wrapped, and stays on the device."""
-    return tensor.saved_by == (tensor.made_by,) and section.of_name[tensor.made_by].of_experts
-
-
 def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int, *, fed: bool = False) -> int:
     """Return the bytes of a half that can be offloaded: its input, unless `fed`, and resident tensors, except small blocks and
     shared arguments; if the half is split into nodes, only its own node's.
     """
-    stays = [tensor for tensor in replay.stays if tensor.made_by != "input" and not _wrapped(section, tensor)]
+    stays = [tensor for tensor in replay.stays if tensor.made_by != "input"]
     if section.apart:
         stays = [tensor for tensor in stays if {tensor.made_by, *tensor.saved_by[:1]}.isdisjoint(section.apart)]
-    blocks = [*([] if fed or section.apart else [profile.input_bytes]), *(tensor.bytes for tensor in stays)]
-    return sum(size for size in blocks if size >= smallest_bytes)
+    input_bytes = 0 if fed or section.apart or profile.input_bytes < smallest_bytes else profile.input_bytes
+    return input_bytes + sum(tensor.bytes for tensor in stays if tensor.bytes >= tensor.blocks * smallest_bytes)
 
 
 def resident_bytes(halves: Iterable[HalfMemory]) -> int:

@@ -54,6 +54,8 @@ class SavedTensor(Part):
     """Items whose backward reads it, in order. Empty for an output that only a recomputation reads."""
     output: bool = False
     """Whether it is its site's output (kept if a recomputation skips the site)."""
+    blocks: int = Field(default=1, gt=0)
+    """Blocks of equal size that it consists of: in FP8, experts' inputs are one for each expert."""
 
 
 class ItemProfile(Part):
@@ -312,6 +314,7 @@ class Profile(Part):
             off["experts"] = True
         else:
             off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": as_by_default(self.shape.experts, IN_EXPERTS)}
+        off |= {half: {"tensors": {"__all__": {"blocks"}}} for half in ("attention", "mlp", "experts") if half not in off}
         off["source"] = as_by_default(self.source, ("stood_in_for", "fusions"))
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 

@@ -10,7 +10,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Return whether it has storage, and is not a wrapper around other tensors."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return True
-    if hasattr(tensor, "get_metadata"):  # some wrappers report the storage of their bytes, but not of their scales
+    if is_wrapper(tensor):  # some wrappers report the storage of their bytes, but not of their scales
         return False
     try:
         storage_of(tensor)
@@ -66,7 +66,26 @@ def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
         elif isinstance(operand, Tensor) and has_memory(operand):
             yield operand
         else:
-            yield from (part for part in operand.get_metadata().values() if isinstance(part, Tensor))
+            yield from parts_of(operand).values()
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Return whether it is Transformer Engine's wrapper around the bytes and scales of a quantized matrix."""
+    return type(tensor) is not Tensor and hasattr(tensor, "get_metadata")
+
+
+def parts_of(wrapper: Any) -> dict[str, Tensor]:
+    """Return the tensors in a wrapper, by name of its constructor's argument."""
+    return {name: part for name, part in wrapper.get_metadata().items() if isinstance(part, Tensor)}
+
+
+def without_parts(wrapper: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that makes a wrapper like this one from other parts."""
+    others = {name: part for name, part in wrapper.get_metadata().items() if not isinstance(part, Tensor)}
+    if isinstance(wrapper, Tensor):
+        others |= {"shape": wrapper.shape, "dtype": wrapper.dtype}
+    kind = type(wrapper)  # the function must not hold the wrapper
+    return lambda parts: kind(**parts, **others)
 
 
 class View(NamedTuple):

@@ -151,6 +151,16 @@ def test_what_grouped_linears_keep_is_let_go(pool_of, recipe):
     assert outcome.planned.overwritten == (16 + 10) * job.model.layers * job.microbatches
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", *long("delayed", "mxfp8")])
+def test_quantized_inputs_of_grouped_experts_go_to_the_host(pool_of, recipe):
+    """They are saved as one wrapper for each expert, and come back as they were."""
+    job = job_of(recipe, "PP2, EP2", layers=4, experts=MIXTURE | {"filled": True})
+    plan = offloading(exchanging(plan_for(job, lambda layer: (), windows=False), {}), 10**9, experts=True, pace=10**9)
+    trial = Trial(steps=2, canaries=True, model={"moe_grouped_gemm": True})
+    for [outcome] in checked(pool_of, job, [plan], trial):
+        assert outcome.planned.counts[-1].offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_bytes_of_experts(pool_of, recipe):
     """Item by item, scales included, with rows that are filled up: each expert gets all 40 tokens, 128 of MXFP8 and FP4."""

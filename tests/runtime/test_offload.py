@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,41 @@ def test_views_come_back_with_shape_stride_and_offset() -> None:
         assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
         assert [(one.size(), one.stride(), one.storage_offset(), one.dtype) for one in returned] == shapes
         assert len({one.untyped_storage().data_ptr() for one in returned}) == 1
+
+
+class Quantized(Tensor):
+    """A matrix of bytes with scales, as Transformer Engine wraps it. It has no memory itself."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Quantized:
+        made: Quantized = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.parts = {"data": data, "scale": scale}  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+    def get_metadata(self) -> dict[str, Tensor]:
+        return self.parts  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_bytes_of_a_quantized_matrix_move_and_its_small_scales_stay() -> None:
+    with offloader(10**6, smallest=64) as made:
+        group = made.open(0, 0)
+        data, scale = torch.randint(0, 256, (16, 8), dtype=torch.uint8), torch.rand(2)
+        expected = data.clone()
+        matrix = Quantized(data, scale, torch.Size((16, 8)), torch.bfloat16)
+        assert group.may_go(matrix)
+        handle = group.push(matrix)
+        del data, matrix
+        there_and_back(made, group)
+        assert made.take_bytes() == (16 * 8,) * 2
+        returned = handle.tensor()  # type: ignore[operator]
+        assert isinstance(returned, Quantized)
+        assert (returned.shape, returned.dtype) == (torch.Size((16, 8)), torch.bfloat16)
+        assert torch.equal(returned.get_metadata()["data"], expected)
+        assert torch.equal(returned.get_metadata()["scale"], scale)
 
 
 def test_a_tensor_that_is_all_of_its_storage_comes_back_without_a_view() -> None:

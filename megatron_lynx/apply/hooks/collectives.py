@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.transformer_engine import as_alias, in_fp8_itself, with_bytes
+from megatron_lynx.apply.transformer_engine import as_alias, with_bytes
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.progress import DONE
+from megatron_lynx.runtime.saved import is_wrapper
 from megatron_lynx.runtime.site import Site
 
 
@@ -126,7 +127,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
             if gathered is None:
                 whole, work = windowed(tensor, process_group, async_op, **kwargs)
                 if process_group is group and work is None and engine.owns_gathered:
-                    engine.gathered(as_alias(whole) if in_fp8_itself(whole) else whole)
+                    engine.gathered(as_alias(whole) if is_wrapper(whole) else whole)
                 return whole, work
             return _of_kind(tensor, gathered), waited(engine.waits.served(gathered), async_op)
 
@@ -154,7 +155,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
 def _of_kind(tensor: Any, gathered: Any) -> Any:
     """An alias of the gathered input. `tensor`: the rank's part, or its FP8 bytes."""
-    if in_fp8_itself(gathered):
+    if is_wrapper(gathered):
         return as_alias(gathered)
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
 

@@ -150,7 +150,7 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     for name in (EXPERTS_FC1, EXPERTS_FC2):
         linear = expert_linears(shape)[name]
         size = linear.times * saved_bytes(model.fp8_recipe, linear.rows, linear.taken)
-        yield SavedTensor(bytes=size, made_by=name, saved_by=(name,))
+        yield SavedTensor(bytes=size, made_by=name, saved_by=(name,), blocks=linear.times)
 
 
 def _shared(shape: LayerShape) -> Iterator[SavedTensor]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
 from megatron_lynx.runtime.offload.host_memory import Block, HostMemory
-from megatron_lynx.runtime.saved import View, storage_of, tensors_in
+from megatron_lynx.runtime.saved import View, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,22 @@ class OffloadedTensor:
         return there if self.view is None else self.view.in_(there)
 
 
+class OffloadedWrapper:
+    """A wrapper around the bytes and scales of a quantized matrix, with `OffloadedTensor`s in place of those that may leave."""
+
+    __slots__ = ("like", "parts")
+
+    def __init__(self, wrapper: Tensor, parts: Mapping[str, Any]) -> None:
+        self.like, self.parts = without_parts(wrapper), parts
+
+    def tensor(self) -> Tensor:
+        """Return a wrapper with the same bits as the one that was pushed."""
+        wrapper: Tensor = self.like(
+            {name: part if isinstance(part, Tensor) else part.tensor() for name, part in self.parts.items()}
+        )
+        return wrapper
+
+
 def on_device(value: Any) -> Any:
     """Return the same nest with tensors in place of offloaded ones."""
     return map_nest(OffloadedTensor, lambda one: one.tensor().detach().requires_grad_(one.requires_grad), value)
@@ -231,8 +247,10 @@ class OffloadGroup:
         """Keep these on the device: something else holds them until backward."""
         self._staying |= {storage_of(tensor): tensor for tensor in tensors}
 
-    def push(self, tensor: Tensor) -> OffloadedTensor | Tensor:
-        """Return an `OffloadedTensor`, or the detached tensor if it must stay."""
+    def push(self, tensor: Tensor) -> OffloadedTensor | OffloadedWrapper | Tensor:
+        """Return an `OffloadedTensor` (for a wrapper, an `OffloadedWrapper`), or the detached tensor if it must stay."""
+        if is_wrapper(tensor) and self.may_go(tensor):
+            return OffloadedWrapper(tensor, {name: self.push(part) for name, part in parts_of(tensor).items()})
         storage = self._going(tensor)
         if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -251,7 +269,8 @@ class OffloadGroup:
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
         """Return whether a tensor may leave: plain, large enough (or of `any_size`), and not held by others."""
-        return self._going(tensor, any_size=any_size) is not None
+        parts = parts_of(tensor).values() if is_wrapper(tensor) else [tensor]
+        return any(self._going(part, any_size=any_size) is not None for part in parts)
 
     def _going(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
         """Storage of a tensor that may leave, or None."""
