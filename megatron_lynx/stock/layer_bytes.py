@@ -17,13 +17,15 @@ The half of a layer with experts, and the items of Megatron's modules in it:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.layer import half_kept_bytes
+from megatron_lynx.kinds.experts.saved import expert_linears
+from megatron_lynx.kinds.experts.section import EXPERTS_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
@@ -129,7 +131,7 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
         again = norm_out_bytes(shape, setting, section)
         return HalfBytes(half_kept_bytes(shape, section) - again, again)
     own = treatment(shape, setting, section)
-    tensors = [tensor for tensor in planning_of(section).tensors(shape) if tensor.saved_by]
+    tensors = [tensor for tensor in _saved(shape, section, own) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
     blocks = [(tensor.bytes, _readers(shape, section, tensor)) for tensor in kept]
     given_bytes = planning_of(section).core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
@@ -144,6 +146,21 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
         copied=copied,
         input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and own.sends_away(inputs) else 0,
     )
+
+
+ORIGINAL_INPUT = ("tensorwise", "blockwise")
+"""FP8 recipes with which the experts' first linear saves its input in 16 bits if it is offloaded: `GroupedMLP` calls
+`set_save_original_input` (0.17 and 0.18 for MXFP8 and NVFP4, too)."""
+
+
+def _saved(shape: LayerShape, section: Section, own: Treatment) -> Iterator[SavedTensor]:
+    offloaded = shape.model.fp8_recipe in ORIGINAL_INPUT and any(EXPERTS_FC1 in group for group in own.groups)
+    for tensor in planning_of(section).tensors(shape):
+        if offloaded and tensor.made_by == EXPERTS_FC1 and not tensor.output:
+            linear = expert_linears(shape)[EXPERTS_FC1]
+            original_bytes = linear.times * linear.rows * linear.taken * shape.model.element_bytes
+            tensor = tensor.model_copy(update={"bytes": original_bytes, "blocks": 1})
+        yield tensor
 
 
 def _readers(shape: LayerShape, section: Section, tensor: SavedTensor) -> tuple[str, ...]:

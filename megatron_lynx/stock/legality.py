@@ -136,6 +136,8 @@ def _offload_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
     inside = [name for name in setting.offload if name in IN_EXPERTS]
     if facts.release >= FRACTION_SINCE and inside and "moe" in setting.recompute:
         yield f"{', '.join(inside)} is inside the moe that is recomputed"
+    if "expert_fc1" in setting.offload and facts.fp8_recipe == "delayed":
+        yield "expert_fc1 is not offloaded with delayed scaling, whose linears cannot save their original input"
     if "fused_group_mlp" in setting.offload and "fused_group_mlp" in known:
         if not facts.op_fuser:
             yield "fused_group_mlp needs fused operations of Transformer Engine"

@@ -104,6 +104,25 @@ def test_outputs_of_experts_that_are_made_again_are_let_go(te_pool, precision):
         assert 0 <= states <= STATES * len(setting.recompute), setting.name
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_an_offloaded_input_of_experts_is_saved_in_16_bits(te_pool, recipe):
+    """A CPU's tensors stay: everything that leaves a GPU is counted here, and these tiny ones are below the price's threshold.
+    Every token goes to all experts, so that rows are as many as priced."""
+    mixture = EXPERTS | {"per_token": EXPERTS["count"]}
+    fields = {
+        "implementation": "transformer_engine",
+        "experts": mixture,
+        "dtype": "bf16",
+        "fp8": {"recipe": recipe},
+        "bias": False,
+    }
+    jobs = [tiny_job("llama", layers=layers, **SIZE, **fields) for layers in (4, 2)]
+    setting = StockSetting(offload=("expert_fc1",))
+    (none, held), (none_priced, priced) = of_a_layer(te_pool, jobs, [setting], moe_grouped_gemm=True, bias_activation_fusion=True)
+    assert held - none == priced - none_priced > 0
+
+
 def test_blocks_hold_what_is_priced(pool_of):
     job = tiny_job("llama", **SIZE)
     settings = [NONE, *(block(layers) for layers in (1, 2, 3)), FULL]
