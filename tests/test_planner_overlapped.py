@@ -10,6 +10,7 @@ import pytest
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.loader import load_job
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.planner.evaluation import most_held
@@ -154,3 +155,36 @@ def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
     assert {place.of(half, "steady") for place in places for half in HALVES} <= {ON_DEMAND, None}
     assert max(each.total for each in found.memory) <= 47 * GIB
     assert decided(least_gib, parallel=cut).simulation.step_s > found.simulation.step_s
+
+
+def test_dense_layers_of_a_chunk_recompute_where_their_copies_would_lag() -> None:
+    """A story: DeepSeek-V3's first chunk has dense layers alone, whose forward is too short for the share that other chunks copy,
+    so that each forward of the warm-up held more, and no plan was found that fits."""
+    experts = {"count": 256, "per_token": 8, "ffn": 2048, "shared_ffn": 2048, "layers": [*range(4, 65)]}
+    changes = {
+        "model": {
+            "like": "models/deepseek-v3",
+            "implementation": "transformer_engine",
+            "layers": 64,
+            "experts": experts | {"overlapped": True, "dispatcher": "deepep"},
+        },
+        "gpus": 256,
+        "parallel": {
+            "tensor": 1,
+            "pipeline": 8,
+            "partition": None,
+            "expert": 32,
+            "layers_per_chunk": 2,
+            "distributed_optimizer": True,
+        },
+        "batch": {"micro": 1, "global": 1024},
+        "offload_ratio": "auto",
+        "budget": {"memory_gib": 72},
+        "optimizer": {"offload": 1.0, "precision_aware": True},
+    }
+    job = load_job("deepseek-v3-h100-80g", changes)
+    found = decide(job, analytic_profile(job))
+    first = found.plan.stages[0]
+    dense = next(rule for rule in first.rules if 1 in rule.layers)
+    assert first.offload is not None
+    assert dense.replay or dense.checkpoint

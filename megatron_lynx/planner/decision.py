@@ -272,8 +272,8 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
             return _rehearsed(parted, profile, answers, plan, simulation), stages
         if isinstance(simulation, SideBySide) and stages.copied_bytes < max(simulation.more_bytes):
             stages = replace(stages, copied_bytes=max(simulation.more_bytes), before=stages.worked)
-        elif lagging := {stage for stage, share in over if not share.within} - stages.paced:
-            stages = replace(stages, paced=stages.paced | lagging, before=stages.worked)
+        elif parted.policy == "planned" and (late := {stage for stage, share in over if not share.within} - stages.paced):
+            stages = replace(stages, paced=stages.paced | late, before=stages.worked)
         else:
             stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
 

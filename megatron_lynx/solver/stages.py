@@ -141,7 +141,7 @@ class Stages:
                 try:
                     candidate = self._offloading(stage, share, budget_bytes)
                 except Infeasible as error:
-                    problems = partial(self._shortage, stage, error)
+                    problems = partial(_lagging, stage) if stage in self.paced else partial(self._shortage, stage, error)
                     continue
                 if too_small := self._host_shortage(candidate):
                     problems = partial(list, (too_small,))
