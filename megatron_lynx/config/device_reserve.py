@@ -69,19 +69,15 @@ class Communicator:
     use: Use = "collectives"
 
     def buffer_bytes(self, nccl: NcclChannels) -> int:
-        mib = BASE_MIB + (self._of_collectives_mib(nccl) if self.use == "collectives" else self._of_peers_mib(nccl))
-        return mib * MIB
-
-    def _of_collectives_mib(self, nccl: NcclChannels) -> int:
-        channels = nccl.within_node if self.within == self.ranks else nccl.between_nodes
-        multicast = MULTICAST_MIB * min(self.within, MULTICAST_RANKS) if nccl.multicast and self.within > 2 else 0
-        return channels * (CHANNEL_OF_TWO_MIB if self.ranks == 2 else CHANNEL_MIB) + multicast
-
-    def _of_peers_mib(self, nccl: NcclChannels) -> int:
+        in_node = self.within == self.ranks
+        if self.use == "collectives":
+            channels = nccl.within_node if in_node else nccl.between_nodes
+            multicast = MULTICAST_MIB * min(self.within, MULTICAST_RANKS) if nccl.multicast and self.within > 2 else 0
+            return MIB * (BASE_MIB + channels * (CHANNEL_OF_TWO_MIB if self.ranks == 2 else CHANNEL_MIB) + multicast)
         peers = self.ranks - 1 if self.use == "exchange" else min(NEIGHBOURS, self.ranks - 1)
         near = min(peers, self.within - 1)
-        most = nccl.of_peers if self.within == self.ranks else PEER_CHANNELS_BETWEEN_NODES
-        return near * min(nccl.of_peers, most) * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
+        channels = nccl.of_peers if in_node else min(nccl.of_peers, PEER_CHANNELS_BETWEEN_NODES)
+        return MIB * (BASE_MIB + near * channels * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0))
 
 
 def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, dispatcher: str | None) -> tuple[Communicator, ...]:
@@ -94,10 +90,11 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
         return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)
 
     stage_ranks, model_ranks = gpus // layout.pipeline, layout.tensor * layout.pipeline
+    uses: dict[str, Use] = {"p2p": "messages", "all_gather": "collectives"}
     groups = [
         every("world", gpus, 1),
         every("tensor", layout.tensor, 1),
-        every("context", layout.context, layout.tensor, _use_of_context(layout)),
+        every("context", layout.context, layout.tensor, uses.get(layout.context_exchange, "exchange")),
         every("data", stage_ranks // layout.tensor, layout.tensor),
         every("optimizer", gpus // layout.optimizer_instances if layout.distributed_optimizer else 1, 1),
         Communicator("model", model_ranks, model_ranks if gpus <= node_gpus else min(layout.tensor, node_gpus)),
@@ -116,11 +113,6 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
             every("expert data", stage_ranks // both, both),
         ]
     return tuple(each for each in groups if each.ranks > 1)
-
-
-def _use_of_context(layout: Parallel) -> Use:
-    uses: dict[str, Use] = {"p2p": "messages", "all_gather": "collectives"}
-    return uses.get(layout.context_exchange, "exchange")
 
 
 OTHERS = "others' share"
@@ -156,20 +148,18 @@ class DeviceReserve:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        told = {"memory_bytes": self.memory_bytes, "reserve_bytes": dict(self.parts), "nccl_bytes": dict(self.communicators)}
-        others = {"others_bytes": dict(self.others)} if self.others else {}
-        return {**told, **others, "left_bytes": self.left_bytes}
+        parts = {"reserve_bytes": dict(self.parts), "nccl_bytes": dict(self.communicators)}
+        parts |= {"others_bytes": dict(self.others)} if self.others else {}
+        return {"memory_bytes": self.memory_bytes, **parts, "left_bytes": self.left_bytes}
 
     @property
     def in_words(self) -> str:
         """One line for people; empty if nothing is reserved."""
         if not self.parts and not self.others:
             return ""
-        parts = ", ".join(f"{self._name(part)} {size / GIB:.2f}" for part, size in {**self.others, **self.parts}.items())
+        names = {"nccl": f"NCCL ({', '.join(self.communicators)})"} if self.communicators else {}
+        parts = ", ".join(f"{names.get(part, part)} {size / GIB:.2f}" for part, size in {**self.others, **self.parts}.items())
         return f"device {self.memory_bytes / GIB:.2f} GiB: {parts}; left {self.left_bytes / GIB:.2f}"
-
-    def _name(self, part: str) -> str:
-        return f"NCCL ({', '.join(self.communicators)})" if part == "nccl" and self.communicators else part
 
 
 def device_reserve(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -30,12 +30,10 @@ BESIDE_EXCHANGES = ("overlapped", "shared_beside")
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 
 
-def _frozen(value: Any) -> Any:
-    """Convert lists to tuples: `Model` reads its data before validation, so strict types see Python values."""
-    return tuple(value) if isinstance(value, list) else value
+AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Converts lists to tuples: `Model` reads its data before validation, so strict types see Python values."""
 
-
-Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | str, ...], BeforeValidator(_frozen)]
+Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | str, ...], AS_TUPLE]
 
 
 class Experts(Part):

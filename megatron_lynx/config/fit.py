@@ -174,14 +174,12 @@ def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
 
 def needs_flushes(model: Model) -> list[str]:
     """Return the reasons why a model cannot be trained with two weight versions."""
-    reasons = []
-    if model.fp8 is not None:
-        reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
-    if model.experts is not None:
-        reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
-    if model.mtp:
-        reasons.append("model.mtp: its embedding is a second copy, which was not tried with schedule double_buffered")
-    return reasons
+    reasons = {
+        "model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two": model.fp8,
+        "model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight": model.experts,
+        "model.mtp: its embedding is a second copy, which was not tried with schedule double_buffered": model.mtp or None,
+    }
+    return [reason for reason, found in reasons.items() if found is not None]
 
 
 def _divisors(number: int) -> str:

@@ -178,16 +178,15 @@ class Job(Part):
         problems += expert_problems(model, parallel, self.gpus)
         if not problems:
             problems += instance_problems(parallel, self.gpus)
-        if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
+        optimizer, sharded = self.optimizer, "needs parallel.distributed_optimizer: true, found false"
+        if optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
-        if self.optimizer.precision_aware and not parallel.distributed_optimizer:
-            problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
-        if self.optimizer.offload != 0 and self.cluster.device == "cpu":
-            problems.append(f"optimizer.offload {self.optimizer.offload} needs cluster.device cuda, found cpu")
-        if self.optimizer.states_on_host and not parallel.distributed_optimizer:
-            problems.append("optimizer.states_on_host needs parallel.distributed_optimizer: true, found false")
-        if self.overlap.parameters and not parallel.distributed_optimizer:
-            problems.append("overlap.parameters needs parallel.distributed_optimizer: true, found false: else none are gathered")
+        if optimizer.offload != 0 and self.cluster.device == "cpu":
+            problems.append(f"optimizer.offload {optimizer.offload} needs cluster.device cuda, found cpu")
+        if not parallel.distributed_optimizer:
+            asked = [name for name in ("precision_aware", "states_on_host") if getattr(optimizer, name)]
+            problems += [f"optimizer.{name} {sharded}" for name in asked]
+            problems += [f"overlap.parameters {sharded}: else none are gathered"] if self.overlap.parameters else []
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += self._head_problems()
@@ -197,44 +196,40 @@ class Job(Part):
             problems.append("overlap.userbuffers is true, needed false with model.fp8.recipe nvfp4: such linears have none")
         if not problems:
             if self.schedule == "double_buffered":
-                return self._flushless_problems()
+                return list(self._flushless_problems())
             if not self.defer_updates:
                 return ["defer_updates is false, but schedule flush has nothing to defer: leave it out"]
         return problems
 
-    def _head_problems(self) -> list[str]:
+    def _head_problems(self) -> Iterator[str]:
         if self.head is None:
-            return []
-        rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
+            return
+        rows, pieces = self.model.seq // self.parallel.context, self.head_pieces
         if rows % pieces:
-            problems.append(f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})")
+            yield f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})"
         if self.model.mtp:
-            problems.append(f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows")
+            yield f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows"
         if self.schedule == "double_buffered":
-            problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
-        return problems
+            yield "head.pieces needs schedule flush, found double_buffered: logits are computed again in backward"
 
-    def _flushless_problems(self) -> list[str]:
+    def _flushless_problems(self) -> Iterator[str]:
         """Return what prevents two weight versions: a batch needs a micro-batch per stage, and stages need one chunk."""
         pipeline, found, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
         if pipeline == 1:
-            return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
-        problems = [f"{why}, {todo}" for why in needs_flushes(self.model)]
-        if self.parallel.optimizer_instances > 1:
-            instances = self.parallel.optimizer_instances
-            problems.append(f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}")
+            yield f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"
+            return
+        yield from (f"{why}, {todo}" for why in needs_flushes(self.model))
+        if (instances := self.parallel.optimizer_instances) > 1:
+            yield f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}"
         for name in ("offload", "states_on_host"):
             if (share := getattr(self.optimizer, name)) != 0:
-                problems.append(f"optimizer.{name} {share} needs all of it on the device: 0, {todo}")
+                yield f"optimizer.{name} {share} needs all of it on the device: 0, {todo}"
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
-            problems.append(
-                f"parallel makes {self.chunks} chunks of each stage, schedule double_buffered needs 1 {needed}, {todo}"
-            )
+            yield f"parallel makes {self.chunks} chunks of each stage, schedule double_buffered needs 1 {needed}, {todo}"
         if found < pipeline:
             needed = f"at least parallel.pipeline ({pipeline}) with schedule double_buffered, or two versions would not do"
-            problems.append(f"micro-batches of a pipeline ({found}) must be {needed}: enlarge batch.global, {todo}")
-        return problems
+            yield f"micro-batches of a pipeline ({found}) must be {needed}: enlarge batch.global, {todo}"
 
     @property
     def replicas(self) -> int:

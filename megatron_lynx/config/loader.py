@@ -53,8 +53,7 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     file = job_path(path)
     data = read_yaml(file)
     problems: list[Problem] = []
-    top, inner = _by_depth(overrides)
-    data.update(top)
+    data.update({place: value for place, value in overrides.items() if "." not in place})  # before named files are read
     unread = []
     for key in [key for key in PARTS if key in data]:
         try:
@@ -63,7 +62,7 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
             problems += error.problems
             unread.append(f"{file}: {key}")
             del data[key]
-    problems += override(data, inner)
+    problems += override(data, {place: value for place, value in overrides.items() if "." in place})
     batch = data.get("batch")
     if isinstance(batch, dict) and isinstance(batch.get("lengths"), str):
         try:
@@ -174,12 +173,6 @@ def _found(name: str, beside: Path, where: str, kind: str) -> Path:
     raise ConfigError(
         f"{name} was not found", [Problem(where, f"no file {name!r}", f"a path, or one of {', '.join(known)}", todo)]
     )
-
-
-def _by_depth(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split overrides into whole keys (set before named files are read) and nested values (set afterwards)."""
-    inner = {place: value for place, value in overrides.items() if "." in place}
-    return {place: value for place, value in overrides.items() if place not in inner}, inner
 
 
 def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:

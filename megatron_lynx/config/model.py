@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel, Implementation
-from megatron_lynx.config.experts import BALANCED, Experts, as_spans
+from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, as_spans
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
@@ -24,10 +24,6 @@ Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
 """Megatron's fusions: bias, dropout and residual addition (off: `--no-bias-dropout-fusion`); bias and activation
 (`--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`); RoPE with Transformer Engine's kernel (`--no-rope-fusion`); mask and softmax
 of local layers' scores (`--no-masked-softmax-fusion`)."""
-
-
-LISTED = ("fusions", "kinds", "opaque", "captured")
-"""Keys of a model that are lists in a file."""
 
 
 class Fp8(Part):
@@ -111,7 +107,7 @@ class Model(Part):
     `linear_fc1`."""
     qk_norm: bool = False
     """Whether queries and keys are normalized per head (Megatron's `--qk-layernorm`), with `norm`."""
-    fusions: tuple[Fusion, ...] | None = None
+    fusions: Annotated[tuple[Fusion, ...] | None, AS_TUPLE] = None
     """Enabled fusions of Megatron; None: Megatron's defaults on GPUs; none on CPU ranks."""
     glu_offset: bool = True
     """Whether an unfused gated activation adds an offset to its linear half (0 for SwiGLU), as since megatron-core 0.14."""
@@ -143,25 +139,14 @@ class Model(Part):
     """Layers of multi-token prediction (`--mtp-num-layers`): on the last stage, like its last layer, each with its own
     projection, norms and loss. Plans keep all their activations."""
 
-    opaque: tuple[Opaque, ...] = ()
+    opaque: Annotated[tuple[Opaque, ...], AS_TUPLE] = ()
     """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
 
-    captured: tuple[CapturedModule, ...] = ()
+    captured: Annotated[tuple[CapturedModule, ...], AS_TUPLE] = ()
     """Modules of every layer that run as CUDA graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
 
-    kinds: tuple[KindName, ...] = ()
+    kinds: Annotated[tuple[KindName, ...], AS_TUPLE] = ()
     """Further kinds of every layer's halves (`megatron_lynx.kinds`) that no other key selects."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _listed(cls, data: Any) -> Any:
-        """Convert lists to tuples: an earlier validator has read the data, so strict types see Python values."""
-        if not isinstance(data, dict):
-            return data
-        return {
-            **data,
-            **{name: tuple(data[name]) for name in LISTED if isinstance(data.get(name), list)},
-        }
 
     @model_validator(mode="before")
     @classmethod

@@ -59,15 +59,26 @@ class Parallel(Part):
             yield "sequence_parallel needs tensor > 1, found tensor 1"
         if self.scattered_messages and self.sequence_parallel:
             yield "scattered_messages needs sequence_parallel: false, found true: messages are parts already"
-        yield from _level_problems(self)
+        levels = self.context_levels
+        if self.context_exchange != "a2a+p2p":
+            if levels is not None:
+                yield f"context_levels {list(levels)} needs context_exchange a2a+p2p"
+        elif levels is None:
+            yield "context_exchange a2a+p2p needs context_levels: ranks of a group, and groups"
+        elif min(levels) < 1 or levels[0] * levels[1] != self.context:
+            yield f"context_levels {list(levels)} must be two sizes whose product is context ({self.context})"
         if self.optimizer_instances > 1 and not self.distributed_optimizer:
             yield f"optimizer_instances ({self.optimizer_instances}) needs distributed_optimizer: true, found false"
         if self.layers_per_chunk is not None and self.pipeline == 1:
             yield "layers_per_chunk needs pipeline > 1, found pipeline 1"
-        if self.microbatch_group is not None:
-            yield from _group_problems(self.microbatch_group, self)
-        if isinstance(self.partition, tuple):
-            yield from _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
+        partition = self.partition if isinstance(self.partition, tuple) else None
+        if (group := self.microbatch_group) is not None:
+            if self.layers_per_chunk is None and len(partition or ()) <= self.pipeline:
+                yield f"microbatch_group ({group}) needs several chunks on each stage, found one: give layers_per_chunk too"
+            elif group < self.pipeline:
+                yield f"microbatch_group ({group}) must be at least pipeline ({self.pipeline})"
+        if partition is not None:
+            yield from _partition_problems(partition, self.pipeline, self.layers_per_chunk)
 
     @property
     def expert_tensor_size(self) -> int:
@@ -88,35 +99,13 @@ class Parallel(Part):
         return self.tensor * self.context * self.pipeline
 
 
-def _level_problems(parallel: Parallel) -> list[str]:
-    levels, context = parallel.context_levels, parallel.context
-    if parallel.context_exchange != "a2a+p2p":
-        return [] if levels is None else [f"context_levels {list(levels)} needs context_exchange a2a+p2p"]
-    if levels is None:
-        return ["context_exchange a2a+p2p needs context_levels: ranks of a group, and groups"]
-    if min(levels) < 1 or levels[0] * levels[1] != context:
-        return [f"context_levels {list(levels)} must be two sizes whose product is context ({context})"]
-    return []
-
-
-def _group_problems(group: int, parallel: Parallel) -> list[str]:
-    partition = parallel.partition if isinstance(parallel.partition, tuple) else ()
-    if parallel.layers_per_chunk is None and len(partition) <= parallel.pipeline:
-        return [f"microbatch_group ({group}) needs several chunks on each stage, found one: give layers_per_chunk too"]
-    if group < parallel.pipeline:
-        return [f"microbatch_group ({group}) must be at least pipeline ({parallel.pipeline})"]
-    return []
-
-
-def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_chunk: int | None) -> list[str]:
-    problems = []
+def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_chunk: int | None) -> Iterator[str]:
     if layers_per_chunk is not None:
-        problems.append(f"partition {list(partition)} and layers_per_chunk {layers_per_chunk} are both given, give one of them")
+        yield f"partition {list(partition)} and layers_per_chunk {layers_per_chunk} are both given, give one of them"
     if pipeline == 1 and len(partition) > 1:
-        problems.append(f"partition has {len(partition)} numbers, but pipeline 1 has one stage, and needs one")
+        yield f"partition has {len(partition)} numbers, but pipeline 1 has one stage, and needs one"
     elif not partition or len(partition) % pipeline:
-        problems.append(f"partition has {len(partition)} numbers, but pipeline {pipeline} needs a multiple of {pipeline}")
-    return problems
+        yield f"partition has {len(partition)} numbers, but pipeline {pipeline} needs a multiple of {pipeline}"
 
 
 class Overlap(Part):

@@ -319,19 +319,15 @@ class Profile(Part):
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 
-def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str]:
-    problems = []
+def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> Iterator[str]:
     if set(half.items) != set(items):
-        problems.append(f"{where}.items are {sorted(half.items)}, needed {sorted(items)}")
-    for index, tensor in enumerate(half.tensors):
-        problems += _misplaced(tensor, f"{where}.tensors.{index}", items)
-    return problems
-
-
-def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
+        yield f"{where}.items are {sorted(half.items)}, needed {sorted(items)}"
     known = ", ".join(items)
-    made = [] if tensor.made_by in ("input", *items) else [f"{where}.made_by is {tensor.made_by!r}, needed one of input, {known}"]
-    return made + [f"{where}.saved_by has {name!r}, needed some of {known}" for name in tensor.saved_by if name not in items]
+    for index, tensor in enumerate(half.tensors):
+        if tensor.made_by not in ("input", *items):
+            yield f"{where}.tensors.{index}.made_by is {tensor.made_by!r}, needed one of input, {known}"
+        for name in (name for name in tensor.saved_by if name not in items):
+            yield f"{where}.tensors.{index}.saved_by has {name!r}, needed some of {known}"
 
 
 def shape_of(job: Job) -> Shape:

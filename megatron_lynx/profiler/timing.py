@@ -216,11 +216,8 @@ def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, rep
     rows = rows.requires_grad_()
     with torch.no_grad():
         forward_s = median_seconds(lambda: norm.run(rows), head_start, repetitions)
-    backward = []
-    for _ in range(WARMUP + repetitions):
-        output = norm.alone(rows)
-        gradient = torch.ones_like(output)
-        backward.append(seconds_of(partial(output.backward, gradient), head_start))
+    outputs = (norm.alone(rows) for _ in range(WARMUP + repetitions))
+    backward = [seconds_of(partial(output.backward, torch.ones_like(output)), head_start) for output in outputs]
     return forward_s, median(backward[WARMUP:])
 
 
@@ -271,19 +268,20 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Return the (dgrad, wgrad) seconds of each linear's backward GEMMs, run alone. With a `main_grad`, wgrad accumulates into
     it, as in training."""
-    arguments, outputs = (_as_matrices(tensors) for tensors in _read_and_made(run))
+    arguments, outputs = ({name: tensor.flatten(0, -2) for name, tensor in found.items()} for found in _read_and_made(run))
     result = {}
+
+    def weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:
+        product = torch.matmul(gradient.t(), argument)
+        return weight.main_grad.add_(product) if hasattr(weight, "main_grad") else product
+
     for name in run.section.linears:
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
         with torch.no_grad():
             dgrad = median_seconds(partial(torch.matmul, gradient, weight), head_start, repetitions)
-            wgrad = median_seconds(partial(_weight_gradient, gradient, argument, weight), head_start, repetitions)
+            wgrad = median_seconds(partial(weight_gradient, gradient, argument, weight), head_start, repetitions)
         result[name] = (dgrad, wgrad)
     return result
-
-
-def _as_matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.flatten(0, -2) for name, tensor in tensors.items()}
 
 
 def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -299,11 +297,6 @@ def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with run.watched(entered, left), torch.no_grad():
         run.output()
     return arguments, outputs
-
-
-def _weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:
-    product = torch.matmul(gradient.t(), argument)
-    return weight.main_grad.add_(product) if hasattr(weight, "main_grad") else product
 
 
 def item_flops(run: HalfRun) -> dict[str, int]:

@@ -11,9 +11,11 @@ parent                    the slowest rank's figures ──> Profile
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -53,7 +55,7 @@ class RankFigures:
     host_time: LayerHostTime | None
     """Missing if a stand-in would compute part of it."""
     stood_in_for: str | None = None
-    adam: AdamFigures | None = None
+    adam: HostAdam | None = None
 
     @property
     def layer_s(self) -> float:
@@ -90,8 +92,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
 def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
     found = host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], cpu)
-    adams = [each.adam for each in figures if each.adam is not None]
-    return found if found is None or not adams else found.model_copy(update={"adam": adam_of_ranks(adams)})
+    return None if found is None else found.model_copy(update={"adam": figures[0].adam})
 
 
 def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:
@@ -112,7 +113,7 @@ def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> Ran
     links = _messages(job, device, repetitions)
     interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
     host_time = measure_layers(rank, job.gpus, asked_by(job, host_rounds)) if missing is None else None
-    adam = measure_adam(rank) if missing is None else None
+    adam = measure_adam(rank, device) if missing is None else None
     return RankFigures(halves, embedding, head, links, interference, host_time, missing, adam)
 
 
@@ -122,13 +123,16 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
     from megatron_lynx.testbed.fusions import fused_gradient_fields, give_main_gradients
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import synthetic_batches
 
     alone = _alone(job)
     initialise(alone)
     whole = build_model(alone, **fused_gradient_fields(job), **shard_arguments(job))[0]
     chunk = getattr(whole, "module", whole)
     give_main_gradients(job, chunk)
-    hidden = _hidden(alone, chunk)
+    parameter = next(chunk.parameters())
+    shape = (job.model.seq, job.batch.micro, job.model.hidden)
+    hidden = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
     sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     layer = chunk.decoder.layers[0]
     with fp8_context(job, layer):
@@ -142,8 +146,18 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
             repetitions=repetitions,
             te=te_layer(job, layer),
         )
-    embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
-    head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
+    batch = synthetic_batches(alone)[0]
+
+    def embed() -> torch.Tensor:
+        return chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)  # type: ignore[no-any-return]
+
+    def head_of(fresh_input: Callable[[], torch.Tensor]) -> torch.Tensor:
+        weight = chunk.shared_embedding_or_output_weight() if job.model.tied_embeddings else None
+        logits, _ = chunk.output_layer(chunk.decoder.final_layernorm(fresh_input().requires_grad_()), weight=weight)
+        return chunk.compute_language_model_loss(batch.labels, logits)  # type: ignore[no-any-return]
+
+    embedding = _end(job, repetitions, timed=embed, counted=embed)
+    head = _end(job, repetitions, timed=partial(head_of, hidden.detach), counted=partial(head_of, hidden.clone))
     return halves, embedding, head, hidden.device
 
 
@@ -152,12 +166,6 @@ def _alone(job: Job) -> Job:
     model = job.model.model_copy(update={"layers": 1, "vocab": job.model.vocab // job.parallel.tensor})
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
     return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch})
-
-
-def _hidden(job: Job, chunk: Any) -> torch.Tensor:
-    parameter = next(chunk.parameters())
-    shape = (job.model.seq, job.batch.micro, job.model.hidden)
-    return torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -177,29 +185,6 @@ def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], count
     shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     saved = held_bytes(counted, job.model.hidden, shards)
     return measure_block(timed, present_device(), repetitions).model_copy(update={"saved_bytes": saved})
-
-
-def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
-    from megatron_lynx.testbed.training import synthetic_batches
-
-    batch = synthetic_batches(job)[0]
-    return lambda: chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
-
-
-def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return a function that runs final norm, output layer and loss on `hidden()`."""
-    from megatron_lynx.testbed.training import synthetic_batches
-
-    labels = synthetic_batches(job)[0].labels
-
-    def run() -> torch.Tensor:
-        weight = chunk.shared_embedding_or_output_weight() if job.model.tied_embeddings else None
-        normed = chunk.decoder.final_layernorm(hidden().requires_grad_())
-        logits, _ = chunk.output_layer(normed, weight=weight)
-        loss: torch.Tensor = chunk.compute_language_model_loss(labels, logits)
-        return loss
-
-    return run
 
 
 def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoint, ...]:
@@ -268,13 +253,11 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
     """Return the context in which Megatron's block runs FP8 or FP4 layers."""
     if job.model.fp8 is None:
         return nullcontext()
-    if job.model.fp8.recipe == "nvfp4":
-        from megatron.core.fp4_utils import get_fp4_context
-
-        return get_fp4_context(layer.config)  # type: ignore[no-any-return]
-    from megatron.core.fp8_utils import get_fp8_context
-
-    return get_fp8_context(layer.config)  # type: ignore[no-any-return]
+    bits = "fp4" if job.model.fp8.recipe == "nvfp4" else "fp8"
+    context: AbstractContextManager[Any] = getattr(import_module(f"megatron.core.{bits}_utils"), f"get_{bits}_context")(
+        layer.config
+    )
+    return context
 
 
 def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
@@ -299,49 +282,30 @@ ELEMENTS = 2**23
 STEPS = 4
 
 
-@dataclass(frozen=True)
-class AdamFigures:
-    together: float
-    alone: float | None
-    """Measured on rank 0 only."""
-    threads: int
+def measure_adam(rank: int, device: torch.device) -> HostAdam:
+    """Return the slowest rank's rate while all step, since an update waits for it, and rank 0's alone. `device`: of the group."""
+    from megatron_lynx.profiler.links import slowest
 
-
-def measure_adam(rank: int) -> AdamFigures:
-    optimizer = _optimizer()
-    torch.distributed.barrier()
-    together = _million_per_s(optimizer)
-    torch.distributed.barrier()
-    alone = _million_per_s(optimizer) if rank == 0 else None
-    torch.distributed.barrier()
-    return AdamFigures(together, alone, torch.get_num_threads())
-
-
-def adam_of_ranks(figures: Sequence[AdamFigures]) -> HostAdam:
-    """Return the slowest rank's rate while all step, since an update waits for it."""
-    together, first = min(figure.together for figure in figures), figures[0]
-    assert first.alone is not None, "rank 0 comes first"
-    ranks = f"{len(figures)} ranks of {first.threads} threads"
-    made_by = f"megatron-lynx {__version__}, torch {torch.__version__}, {ranks}, least of {STEPS} steps"
-    return HostAdam(
-        made_by=made_by,
-        alone_million_per_s=round(max(first.alone, together), 1),
-        together_million_per_s=round(together, 1),
-    )
-
-
-def _optimizer() -> torch.optim.Optimizer:
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cpu"))
     parameter.grad = torch.ones(ELEMENTS, device="cpu")
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     optimizer.step()  # allocates its state
-    return optimizer
 
+    def step_s() -> float:
+        seconds = []
+        for _ in range(STEPS):
+            begin = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
 
-def _million_per_s(optimizer: torch.optim.Optimizer) -> float:
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        optimizer.step()
-        seconds.append(time.perf_counter() - begin)
-    return ELEMENTS / 1e6 / min(seconds)
+    world = torch.distributed.group.WORLD
+    assert world is not None, "groups are made"
+    torch.distributed.barrier()
+    together_s = slowest(step_s(), world, device)
+    alone_s = min(step_s(), together_s) if rank == 0 else together_s
+    torch.distributed.barrier()
+    alone, together = (round(ELEMENTS / 1e6 / seconds, 1) for seconds in (alone_s, together_s))
+    ranks = f"{torch.distributed.get_world_size()} ranks of {torch.get_num_threads()} threads"
+    made_by = f"megatron-lynx {__version__}, torch {torch.__version__}, {ranks}, least of {STEPS} steps"
+    return HostAdam(made_by=made_by, alone_million_per_s=alone, together_million_per_s=together)

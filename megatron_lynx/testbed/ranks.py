@@ -118,7 +118,9 @@ class RankPool:
             if not self._processes:
                 self._start()
             self._runs += 1
-            self._send_all((self._port, self._runs, function, args))
+            packed = pickle.dumps((self._port, self._runs, function, args))
+            for pipe in self._pipes:
+                pipe.send_bytes(packed)
             return self._collect(timeout_s)
         except BaseException:
             self.close()
@@ -128,7 +130,8 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            kill_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
         self._processes, self._pipes = [], []
@@ -172,11 +175,6 @@ class RankPool:
             **self._env,
         }
 
-    def _send_all(self, message: tuple[Any, ...]) -> None:
-        packed = pickle.dumps(message)
-        for pipe in self._pipes:
-            pipe.send_bytes(packed)
-
     def _collect(self, timeout_s: float) -> list[Any]:
         """Return one answer per rank, or raise the first error."""
         deadline = time.monotonic() + timeout_s
@@ -200,11 +198,6 @@ class RankPool:
         if text is not None:
             raise RankError(rank, text) from error
         return result
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 LONGEST_RUN_S = 1800.0

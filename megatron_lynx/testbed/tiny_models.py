@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
+from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.fusions import fusion_fields
@@ -149,6 +149,17 @@ def expert_fields(job: Job) -> dict[str, Any]:
     experts = job.model.experts
     if experts is None:
         return {}
+    dispatcher: dict[str, str] = {"moe_token_dispatcher_type": experts.dispatcher}
+    if experts.dispatcher in FUSED:
+        flex = {"moe_flex_dispatcher_backend": experts.dispatcher, "moe_router_dtype": "fp32"}
+        dispatcher = {"moe_token_dispatcher_type": "flex", **flex}
+    options = {
+        "moe_router_padding_for_quantization": experts.filled,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_shared_expert_overlap": experts.shared_beside,
+        "overlap_moe_expert_parallel_comm": experts.overlapped,
+        "delay_wgrad_compute": experts.delayed,
+    }
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
@@ -157,21 +168,11 @@ def expert_fields(job: Job) -> dict[str, Any]:
         "moe_layer_freq": [int(number in job.model.expert_layers) for number in range(1, job.model.layers + 1)],
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
-        **_dispatcher_fields(experts.dispatcher),
-        **({"moe_router_padding_for_quantization": True} if experts.filled else {}),
-        **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
-        **({"moe_shared_expert_overlap": True} if experts.shared_beside else {}),
-        **({"overlap_moe_expert_parallel_comm": True} if experts.overlapped else {}),
-        **({"delay_wgrad_compute": True} if experts.delayed else {}),
+        **dispatcher,
+        **{name: True for name, on in options.items() if on},
         "expert_model_parallel_size": job.parallel.expert,
         "expert_tensor_parallel_size": job.parallel.expert_tensor_size,
     }
-
-
-def _dispatcher_fields(dispatcher: Dispatcher) -> dict[str, Any]:
-    if dispatcher not in FUSED:
-        return {"moe_token_dispatcher_type": dispatcher}
-    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher, "moe_router_dtype": "fp32"}
 
 
 def build_model(
@@ -338,16 +339,10 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
         whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
         own = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
         if hasattr(parameter, KEPT):
-            _forget_built(parameter)
+            if (amax := getattr(parameter._quantizer, "amax", None)) is not None:
+                amax.zero_()  # computed from uninitialized memory
             setattr(parameter, KEPT, own.to(parameter.dtype).cpu())
         parameter.copy_(own)
-
-
-def _forget_built(weight: torch.nn.Parameter) -> None:
-    """Reset an FP8 weight's amax, which was computed from uninitialized memory."""
-    amax = getattr(weight._quantizer, "amax", None)  # type: ignore[attr-defined]
-    if amax is not None:
-        amax.zero_()
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
@@ -407,7 +402,8 @@ def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
 
 def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
     """Make Transformer Engine's userbuffers for one micro-batch of the job, replacing existing ones."""
-    base = _base()
+    from transformer_engine.pytorch.module import base
+
     base.destroy_ub()
     quantized = base.UserBufferQuantizationMode.NONE if job.model.fp8 is None else base.UserBufferQuantizationMode.FP8
     base.initialize_ub(
@@ -417,15 +413,3 @@ def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
         dtype=dtype,
         bootstrap_backend="gloo",
     )
-
-
-def exchanges() -> dict[str, int]:
-    """Return the number of exchanges of each userbuffer, by name."""
-    made = _base()._ub_communicators or {}
-    return {name if isinstance(name, str) else name[0]: buffer.exchanges for name, buffer in made.items()}
-
-
-def _base() -> Any:
-    from transformer_engine.pytorch.module import base
-
-    return base
