@@ -8,13 +8,6 @@
 
 Profiling needs only `device`, `memory_gib` and, on the testbed, `link_mbit_per_s`. Estimates need the other fields;
 `configs/clusters/` has them for common nodes, each figure with its source.
-
-Device memory that a plan cannot use has these parts (`config.device_reserve`):
-
-   context          CUDA driver and PyTorch's kernels
-   libraries        code of other libraries, loaded at the first call. PyTorch allocates their workspaces: a plan counts these
-   NCCL             buffers per communicator; the layout decides how many there are (`config.device_reserve`)
-   allocator slack  reserved by PyTorch's allocator, but not allocated
 """
 
 from __future__ import annotations
@@ -295,7 +288,9 @@ class Reserve(Part):
     """Parts of the reserve that do not depend on the layout."""
 
     context_gib: float = Field(ge=0)
+    """CUDA driver and PyTorch's kernels."""
     libraries_gib: float = Field(ge=0)
+    """Code of other libraries, loaded at the first call, without their workspaces, which PyTorch allocates."""
     nccl: NcclChannels
     allocator: AllocatorSlack
 

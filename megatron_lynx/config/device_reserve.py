@@ -118,15 +118,12 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
 OTHERS = "others' share"
 """Key of the memory that `budget.share` leaves to other processes."""
 DISPATCH = "dispatch"
-"""Key of DeepEP's and HybridEP's buffers."""
 SLACK = "allocator"
 """Key of the allocator's slack. Plan files use this name too (`plan.facts`)."""
 
 
 @dataclass(frozen=True)
 class DeviceReserve:
-    """Memory of one device, in bytes."""
-
     memory_bytes: int
     """Total, as PyTorch reports it."""
     parts: Mapping[str, int]
@@ -230,7 +227,6 @@ class FusedDispatch(NamedTuple):
 
     @property
     def _by_kernels(self) -> Experts | None:
-        """The experts, if fused kernels exchange their tokens with other ranks; else None."""
         experts = self.model.experts
         return None if experts is None or experts.dispatcher not in FUSED or self._ranks == 1 else experts
 

@@ -107,16 +107,13 @@ class Experts(Part):
 
     @property
     def one_after_the_other(self) -> Experts:
-        """Return a copy whose token exchanges do not overlap."""
         return self.model_copy(update={"overlapped": False, "delayed": False})
 
     @property
     def held_load(self) -> float:
-        """Load for which memory is counted."""
         return self.load if self.holds is None else self.holds
 
     def numbers(self, layers: int) -> frozenset[int]:
-        """Return Megatron's numbers (from 1) of the layers with experts."""
         return numbers_of(self.layers, layers)
 
     @property
@@ -127,11 +124,6 @@ class Experts(Part):
     def most_load(self, ranks: int) -> float:
         """Return the load of one of `ranks` ranks if every token chose as many of its experts as possible."""
         return ranks * min(1.0, self.count // ranks / self.per_token)
-
-    def beyond(self, layers: int) -> int | None:
-        """Return the first layer number beyond `layers` that the file names, or None."""
-        spans = [_numbers(span) for span in self.layers] if isinstance(self.layers, tuple) else []
-        return min((max(span.start, layers + 1) for span in spans if span.stop - 1 > layers), default=None)
 
 
 def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
@@ -148,6 +140,12 @@ def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int
         spans = (_numbers(span) for span in stated)
         return frozenset(number for span in spans for number in range(span.start, min(span.stop, layers + 1)))
     return frozenset(range(1, layers + 1, 1 if stated == "all" else stated))
+
+
+def first_beyond(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> int | None:
+    """Return the first layer number beyond `layers` that a file names, or None."""
+    spans = [_numbers(span) for span in stated] if isinstance(stated, tuple) else []
+    return min((max(span.start, layers + 1) for span in spans if span.stop - 1 > layers), default=None)
 
 
 def _numbers(span: int | str) -> range:

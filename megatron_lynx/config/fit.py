@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from math import gcd
 
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.experts import Experts, first_beyond
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Optimizer, Parallel
 from megatron_lynx.fp8_recipes import STORED
 
 
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
-    """Yield sizes of the model that the layout does not divide."""
     tensor, context = parallel.tensor, parallel.context
     divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
     for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
@@ -94,7 +93,7 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         if load > (most := experts.most_load(parallel.expert)):
             yield f"model.experts.{name} ({load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
             return
-    if (beyond := experts.beyond(model.layers)) is not None:
+    if (beyond := first_beyond(experts.layers, model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 
 
@@ -173,7 +172,6 @@ def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
 
 
 def needs_flushes(model: Model) -> list[str]:
-    """Return the reasons why a model cannot be trained with two weight versions."""
     reasons = {
         "model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two": model.fp8,
         "model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight": model.experts,

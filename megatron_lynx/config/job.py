@@ -268,11 +268,12 @@ class Job(Part):
     @property
     def rotary_asks_host(self) -> bool:
         """Whether unfused RoPE synchronizes the host with the device to read the lengths of packed sequences."""
-        return self.batch.is_packed and self.model.position == "rope" and not self.model.fuses_rotary
+        latent = self.model.latent
+        fused = self.model.fuses("rope") if latent is None else latent.fused_rotary
+        return self.batch.is_packed and self.model.position == "rope" and not fused
 
     @property
     def head_pieces(self) -> int:
-        """Pieces of the output layer; 1 if it is whole or undecided."""
         return 1 if self.head is None or self.head.pieces == "auto" else self.head.pieces
 
     @property
@@ -335,7 +336,6 @@ class Job(Part):
         return self.partition[stage :: self.parallel.pipeline]
 
     def layers_on(self, stage: int) -> int:
-        """Return the layer count of a stage over all chunks."""
         return sum(self.chunk_layers(stage))
 
     def experts_of(self, stage: int, chunk: int = 0) -> int:
@@ -347,7 +347,6 @@ class Job(Part):
         return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
 
     def kinds_of(self, stage: int, chunk: int = 0) -> Counter[LayerKind]:
-        """Return the count of layers by kind in one chunk of a stage."""
         return self.model.kinds_of(self.layers_of(stage, chunk))
 
     def kinds_on(self, stage: int) -> Counter[LayerKind]:

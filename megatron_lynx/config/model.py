@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel, Implementation
-from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, as_spans
+from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, as_spans, first_beyond
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
@@ -177,7 +177,7 @@ class Model(Part):
         named = [each.kind for each in self.opaque]
         yield from (f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1)
         for at, opaque in enumerate(self.opaque):
-            if (number := opaque.beyond(self.layers)) is not None:
+            if (number := first_beyond(opaque.layers, self.layers)) is not None:
                 yield f"opaque.{at}.layers has {number}, but the model has layers 1-{self.layers}"
 
     @property
@@ -188,7 +188,6 @@ class Model(Part):
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """Sections of a layer without experts."""
         return halves_of(self.facts)
 
     @property
@@ -207,10 +206,6 @@ class Model(Part):
 
     def fuses(self, fusion: Fusion) -> bool:
         return self.fusions is None or fusion in self.fusions
-
-    @property
-    def fuses_rotary(self) -> bool:
-        return self.fuses("rope") if self.latent is None else self.latent.fused_rotary
 
     @property
     def fuses_activation(self) -> bool:
@@ -239,7 +234,6 @@ class Model(Part):
 
     @property
     def expert_layers(self) -> frozenset[int]:
-        """Numbers (from 1) of the layers with experts."""
         return frozenset() if self.experts is None else self.experts.numbers(self.layers)
 
     @property
@@ -248,7 +242,6 @@ class Model(Part):
 
     @property
     def moe_dispatcher(self) -> Dispatcher:
-        """Megatron's token dispatcher; alltoall without experts."""
         return "alltoall" if self.experts is None else self.experts.dispatcher
 
     @property
@@ -284,7 +277,6 @@ class Model(Part):
         return [kinds[content] for content in contents]
 
     def kind_sections(self, *, experts: bool, opaque: tuple[OpaqueName, ...] = ()) -> LayerKind:
-        """Return the sections of one kind of layer."""
         return sections_of(
             self.facts._replace(
                 experts=experts,

@@ -34,7 +34,6 @@ from megatron_lynx.kinds.section import Section
 from megatron_lynx.validation import Part
 
 MARGIN = 1.15
-"""Factor on bytes that were not measured."""
 CHUNK, SCAN_CHUNK = 64, 128
 """Tokens per chunk of the gated delta rule (fla) and of Mamba's scan (`MambaMixer.chunk_size`)."""
 CONVOLVED = 4
@@ -67,17 +66,10 @@ class Opaque(Part):
 
     @property
     def nothing(self) -> bool:
-        """Whether the layer has no such half."""
         return self.kind in NOTHING
 
     def numbers(self, layers: int) -> frozenset[int]:
-        """Return the numbers of its layers."""
         return numbers_of(self.layers, layers)
-
-    def beyond(self, layers: int) -> int | None:
-        """Return the first layer number beyond `layers` that the file names, or None."""
-        named = numbers_of(self.layers, 1_000) if isinstance(self.layers, tuple) else frozenset[int]()
-        return min((number for number in named if number > layers), default=None)
 
 
 def gated_delta_net(

@@ -1,12 +1,8 @@
-"""Estimates a profile from layer shapes and the cluster's figures.
-
-    items of a layer     FLOPs and bytes of their kind (`kinds`) on the device's `roofline`
-    links                a ring of n ranks: each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
+"""Estimates a profile from layer shapes, by the kinds' formulas (`kinds`), and the cluster's figures, by its `roofline`.
 
 Layers of an FP8 model that stay in bf16 (`--first-last-layers-bf16`) have FP8's figures. Their additional time is added to the
-embedding or output layer, except for gathers of two bytes.
-
-Tensor-parallel groups communicate over NVLink if a node contains them and has it, else over PCIe within a node, or over NICs.
+embedding or output layer, except for gathers of two bytes. In a ring of n ranks each sends (n - 1)/n of a gathered tensor, twice
+that in an all-reduce.
 """
 
 from __future__ import annotations

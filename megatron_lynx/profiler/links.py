@@ -1,15 +1,11 @@
 """Times a job's messages between its ranks, and the slowdown of computation during a collective.
 
-    every rank:  n x (barrier, message)     median per rank; then the maximum over ranks
-
-Sizes: the gathered tensor for all-gather and reduce-scatter; bytes sent by one rank for p2p.
+Each is the median of repeated rounds with a barrier, and the maximum over ranks. Sizes: the gathered tensor for all-gather and
+reduce-scatter; bytes sent by one rank for p2p.
 
     alone     [ compute ]
     under     [ compute, slower ]
-              [ collective ......... ] wait             interference = under / alone, the median over rounds
-
-NCCL's kernels use multiprocessors and memory bandwidth, gloo's threads use the core. The collective is sized to outlast the
-compute. All ranks run the same rounds, each after a barrier; the slowest one counts.
+              [ collective, sized to outlast ] wait             interference = under / alone
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ WARMUP = 2
 
 
 def messages_of(job: Job) -> dict[LinkKind, int]:
-    """Return the bytes of each kind of message that this job's layers send."""
     model, parallel = job.model, job.parallel
     whole = model.seq // parallel.context * job.batch.micro * model.hidden * model.element_bytes
     messages: dict[LinkKind, int] = {}
@@ -63,7 +58,6 @@ def measure_links(
 
 
 def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """Return a function that starts one collective (not `p2p`) and returns its Work."""
     ranks = dist.get_world_size(group)
     count = max(1, size_bytes // 4 // ranks)
     part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)

@@ -216,7 +216,6 @@ class Source(Part):
 
     @property
     def caution(self) -> str | None:
-        """Warning for users of the seconds."""
         if (missing := self.stood_in_for) is None:
             return None
         return f"seconds were measured with a stand-in for {missing}, and describe no real device: only bytes are right"
@@ -242,7 +241,6 @@ class Profile(Part):
     """Additional seconds per piece of an output layer in pieces, which reads and accumulates its weight gradient again. Always
     estimated."""
     interference: float = Field(default=1.0, ge=1.0)
-    """Slowdown of a recomputation during a collective."""
     host_time: HostTime | None = None
     """Host seconds to issue a layer. Unknown (None) in older profiles."""
     hiding: Hiding = "stock"

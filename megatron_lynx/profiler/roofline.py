@@ -189,7 +189,6 @@ class Roofline:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
 
     def linear_s(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds of a layer's linear GEMM, in FP8 if configured."""
         return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
 
     def cast_s(self, cast: tuple[int, int]) -> float:
@@ -256,5 +255,4 @@ def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> i
 
 
 def _members_below(node: int, first: int, stride: int, members: int, node_gpus: int) -> int:
-    """Return the number of a group's members in earlier nodes."""
     return min(members, max(0, -((first - node * node_gpus) // stride)))

@@ -153,7 +153,6 @@ class LayerShape:
 
     @property
     def seen(self) -> float:
-        """Mean query-key pairs of all layers, relative to one causal sequence."""
         packed = 1.0 if self.lengths is None else self.lengths.seen(self.model.seq)
         return min(packed, self.model.seen)
 
@@ -193,7 +192,6 @@ class LayerShape:
 
     @property
     def eager(self) -> bool:
-        """Whether every operator saves its own tensors, as in eager PyTorch."""
         return self.model.attention == "unfused" and self.device == "cpu" and not self.model.uses_te
 
     @property

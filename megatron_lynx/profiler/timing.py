@@ -161,14 +161,9 @@ class _Products:
 
 
 WARMUP = 2
-"""Passes before the first timed one: caches and allocators settle."""
 
 
 def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 9) -> BlockProfile:
-    """Time forward and backward of a function that returns one differentiable tensor, such as the output layer with its loss.
-
-    Its saved bytes are counted separately (`blocks.held_bytes`), because that takes time.
-    """
     forward, backward = [], []
     head_start = head_start_on(device)
     for repetition in range(WARMUP + repetitions):

@@ -157,10 +157,8 @@ def _by_phase(steady: str | None, cooldown: str | None) -> Iterator[str]:
 
 
 STOCK = (NONE, SELECTIVE, FULL)
-"""Stock settings that need no further parameter."""
 
 Watch = Callable[[int, int], None]
-"""Called with the finished and the total number of budgets."""
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
@@ -244,7 +242,6 @@ class Asked:
 
 
 def contents(asked: Asked) -> Island:
-    """Return the page's contents. Raises ConfigError, PlanMismatch or Infeasible."""
     given = asked.given
     check_enough(given)
     plan, simulation, own = _predicted(asked)

@@ -1,24 +1,16 @@
-"""Reads a report's inputs: any files that this package writes, recognized by their contents.
+"""Reads a report's inputs, recognized by their keys: files that this package writes, alone or in a folder.
 
-plan.yaml, profile.yaml, jobs/demo          keys of YAML
-trace.json, measurement.json, ...           keys of JSON
-a folder                                    all of these in it; other files are ignored
-
-A Perfetto trace of a run (`--lynx-trace`), of `compare` or of `simulate --trace` becomes a timeline.
+A Perfetto trace of a run (`--lynx-trace`), of `compare` or of `simulate --trace` becomes a timeline:
 
 {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}   ─> the row: a rank, or a simulated stage
 {"ph": "X", "cat": "replay", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
 {"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> bytes from then on
 
-The output of `megatron-lynx simulate --json` has passes over time, without their halves.
+The output of `megatron-lynx simulate --json` has passes over time, without their halves:
 
 {"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
 
-A traced run matches the plan given with it by:
-
-ranks       a multiple of tensor x pipeline; Megatron counts them with the stage outermost: stage = rank // (ranks // pipeline)
-layers      each rank's are its stage's
-batch       at most the plan's micro-batches, if the pipeline is flushed after each batch
+Megatron counts ranks with the stage outermost: stage = rank // (ranks // pipeline).
 """
 
 from __future__ import annotations

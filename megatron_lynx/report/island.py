@@ -30,7 +30,6 @@ from megatron_lynx.whole_file import write_whole
 VERSION = 1
 
 Unit = Literal["text", "s", "bytes", "count", "share"]
-"""Format of a cell. A share is a number from 0 to 1, shown in per cent."""
 
 Cell = str | float | int | None
 
@@ -59,7 +58,6 @@ class Spans(TypedDict):
     """The spans of one row by start, as columns, because there may be a hundred thousand."""
 
     subject: list[int]
-    """Indices into the view's subjects."""
     micro_batch: list[int | None]
     start_ns: list[int]
     length_ns: list[int]
@@ -281,7 +279,6 @@ def is_wait(span: Span) -> bool:
 
 
 def with_fallbacks(known: Iterable[Kind], used: Iterable[str]) -> list[Kind]:
-    """Return the used kinds in the order of `known`, then unlisted ones."""
     wanted, listed = set(used), list(known)
     unknown = sorted(wanted - {kind["name"] for kind in listed})
     return [kind for kind in listed if kind["name"] in wanted] + [

@@ -36,8 +36,6 @@ EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy fr
 
 @dataclass
 class WaitUse:
-    """All waits of one name in one row."""
-
     count: int = 0
     seconds: float = 0.0
     used_s: float = 0.0
@@ -210,7 +208,6 @@ def tiles_of(
 
 
 def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
-    """Raise `PlanMismatch` if the run was under another plan."""
     if outcome.plan_digest != plan.digest:
         found, needed = (f"{digest[:12]}..." for digest in (outcome.plan_digest, plan.digest))
         todo = f"give {outcome.plan}, as it was when the run began"

@@ -1,19 +1,11 @@
 """Steps over time in the page's format: spans as columns, each with the index of its subject.
 
-Timeline ──rows, by stage──> Row: subject 3, micro-batch 0, starts at 1200 ns, lasts 800 ns
-                                   └── subjects[3]: {kind: hidden, name: "replay attention(3)", layer: 3, ...}
-
-A wait has two bars: its communication, and the gap in the compute lane.
-
-predicted   a rehearsal; else a file of `simulate --trace` or `simulate --json`
-measured    the trace of a run under the plan
-
-In spans, a wait lasts until its work is complete; on the page it ends where exposed work begins:
+The predicted step is a rehearsal, else a file of `simulate`; the measured one is the trace of a run under the plan. A wait has
+two bars: its communication, and the gap in the compute lane. In spans, a wait lasts until its work is complete; on the page it
+ends where exposed work begins:
 
     wait             ├──────────────┤                 ├──────┤
     recomputations   ├hidden┤exposed┤      ─>         ├hidden┤exposed┤
-
-A run does not record the end of communication inside a wait: its recomputations in waits are one bar each.
 """
 
 from __future__ import annotations
@@ -43,7 +35,6 @@ def view(
     stages: Mapping[int, int],
     memory: Mapping[int, Memory] | None = None,
 ) -> View:
-    """Return a view. `stages`: stage of each row (a stage, or a rank); `memory` by row."""
     subjects: dict[_Subject, int] = {}
     shown = _shown(timeline, stages)
     first = min((span.micro_batch for row in shown for span in timeline.ranks[row] if span.micro_batch is not None), default=0)

@@ -95,7 +95,6 @@ def _opponents(census: Census) -> list[Counted]:
 
 
 def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
-    """Yield the settings that were counted but not timed, with the reason."""
     ours = census.of("ours")
     for counted in census.counted:
         if counted in field:

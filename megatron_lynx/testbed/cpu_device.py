@@ -174,8 +174,6 @@ def is_cuda(place: Any) -> bool:
 
 
 class CpuStream(torch.cpu.Stream):
-    """`torch.cuda.Stream` as torch.cpu's no-op, with CUDA's arguments."""
-
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__(priority)
 
@@ -187,8 +185,6 @@ class CpuStream(torch.cpu.Stream):
 
 
 class CpuEvent(torch.cpu.Event):
-    """`torch.cuda.Event` that is always complete."""
-
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:

@@ -1,17 +1,11 @@
 """Megatron's fusions in the testbed's layers, their compiler, and in-place accumulation of weight gradients.
 
-    job.model.fusions set        these fusions
-    not set, on GPUs             all that the layers support, Megatron's default
-    not set, on CPU ranks        none: nothing is compiled
-
-Profiling and comparison use the same fusions.
+Fusions are `job.model.fusions`; by default all that the layers support on GPUs, as in Megatron, and none on CPU ranks.
 
     backward of a linear layer, fused:   main_grad (H, h) += grad_output (n, H)^T x total_input (n, h)
 
-`gradient_accumulation_fusion` is Megatron's default on GPUs. Its CUDA extension `fused_weight_gradient_mlp_cuda` adds the weight
-gradient to `weight.main_grad` in place and sets a flag on the parameter for the data-parallel reduction (rule R11). The stand-in
-does the same in plain torch. Jobs that delay weight gradients use it, for stock as well as ours, inside Megatron's
-DistributedDataParallel, whose buffers contain `main_grad`.
+Megatron's CUDA extension `fused_weight_gradient_mlp_cuda` also sets a flag on the parameter for the data-parallel reduction (rule
+R11). The stand-in does the same in plain torch. Jobs that delay weight gradients use it, for stock as well as ours.
 """
 
 from __future__ import annotations
@@ -40,7 +34,6 @@ FIELDS: dict[Fusion, str] = {
 
 
 def fusions_of(job: Job) -> tuple[Fusion, ...]:
-    """Return the fusions of the job's layers on this machine, in the order of `FIELDS`."""
     said, model = job.model.fusions, job.model
     if said is not None:
         return tuple(name for name in FIELDS if name in said)
@@ -85,7 +78,6 @@ def fusion_problems(job: Job) -> list[Problem]:
 Backend = Literal["aot_eager", "inductor"]
 
 DISABLED = "TORCHDYNAMO_DISABLE"
-"""Environment variable that disables `torch.compile`."""
 
 
 def stand_in_for_compiler(backend: Backend) -> StandIn:
@@ -147,7 +139,6 @@ def deferring_job(job: Job) -> Job:
 
 
 def fused_gradient_fields(job: Job) -> dict[str, Any]:
-    """Return fields of TransformerConfig for in-place accumulation; empty for other jobs."""
     return {"gradient_accumulation_fusion": True} if adds_up_in_place(job) else {}
 
 

@@ -2,9 +2,6 @@
 
     join_alone(ranks)    first, in a process without other ranks: torch's "fake" backend replaces them
     initialise(job)      torch.distributed (once), the groups of this job's layout (rebuilt if it changed), seeds
-    shut_down()          destroys all of them
-
-The same processes may run several jobs with the same number of ranks.
 
 By default every gloo group has its own device, whose thread polls a hundred times per second. Megatron makes some twenty groups
 per rank, so here all groups of a rank share one device.

@@ -4,13 +4,9 @@
     TP2 + SP       each half alone: recomputed, input gathered once; kept, weight gradients in waits   } if requested
     PP2, stage 0   keep everything, and offload all of it                                              }
 
-The time of a model with one layer is subtracted for everything outside the layers. Timestamps in stock's model split its time
-between the halves. A plan's difference for one half is that half's. Figures of two ranks are differences to keeping everything
-there, which removes collectives common to all settings. Some differences are within noise, so each figure is at least that of a
-setting that issues a subset of its work.
-
-As in launches, layers are wrapped in Megatron's DistributedDataParallel and accumulate weight gradients in place; on a GPU they
-run in bf16 with the launch's attention and fusions. The rank has no peers (`groups.join_alone`), except during a profile.
+The time of a model with one layer is subtracted. Figures of two ranks are differences to keeping everything there, which removes
+collectives common to all settings. Each figure is at least that of a setting that issues a subset of its work: some differences
+are within noise. The rank has no peers (`groups.join_alone`), except during a profile.
 """
 
 from __future__ import annotations
@@ -52,8 +48,6 @@ ON_GPU: dict[str, Any] = {"hidden": 256, "ffn": 704, "seq": 128, "micro": 1, "dt
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings and repetitions of a measurement."""
-
     implementation: Implementation = "local"
     gathered: bool = False
     offloaded: bool = False
@@ -65,7 +59,6 @@ class Asked:
 
 
 def asked_by(job: Job, rounds: int) -> Asked:
-    """Return the settings that plans of a job may use."""
     return Asked(
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,

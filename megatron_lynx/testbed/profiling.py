@@ -250,7 +250,6 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
-    """Return the context in which Megatron's block runs FP8 or FP4 layers."""
     if job.model.fp8 is None:
         return nullcontext()
     bits = "fp4" if job.model.fp8.recipe == "nvfp4" else "fp8"
@@ -261,7 +260,6 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
 
 
 def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
-    """Return the norms fused into a half's linears, by linear."""
     linears = {item: attrgetter(item.path)(layer) for item in section.items if item.is_linear}
     normed = {item: linear for item, linear in linears.items() if hasattr(linear, "layer_norm_weight")}
     return {item.name: _inner_norm(layer.config, linear, item.norm_inside or section.norm) for item, linear in normed.items()}

@@ -19,7 +19,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Prepare, then answer the parent's messages until it closes the pipe."""
     die_with_parent()
     pipe = Connection(int(os.environ.pop("LYNX_PIPE")))
     store: list[Any] = []

@@ -127,7 +127,6 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
 
 
 def latent_fields(job: Job) -> dict[str, Any]:
-    """Return fields of MLATransformerConfig for latent attention; empty without."""
     sizes = job.model.latent
     if sizes is None:
         return {}
@@ -145,7 +144,6 @@ def latent_fields(job: Job) -> dict[str, Any]:
 
 
 def expert_fields(job: Job) -> dict[str, Any]:
-    """Return fields of TransformerConfig for experts; empty without."""
     experts = job.model.experts
     if experts is None:
         return {}
@@ -280,7 +278,6 @@ def exchange_norms(layer: Any) -> None:
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of Megatron's default layer on GPUs, of Transformer Engine's modules."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -358,7 +355,6 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def _first_expert(chunk: GPTModel) -> int:
-    """Return the index of this rank's first expert in a layer."""
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
 
@@ -371,7 +367,6 @@ class Shard(NamedTuple):
 
 
 def shard_of(name: str) -> Shard:
-    """Return how a parameter of this name is split: experts use their own group."""
     if ".mlp.experts." in name:
         return Shard(parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
     return Shard(parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
@@ -401,7 +396,6 @@ def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
 
 
 def make_userbuffers(job: Job, dtype: torch.dtype) -> None:
-    """Make Transformer Engine's userbuffers for one micro-batch of the job, replacing existing ones."""
     from transformer_engine.pytorch.module import base
 
     base.destroy_ub()

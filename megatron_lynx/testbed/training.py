@@ -107,10 +107,6 @@ class Training:
         return named_parameters(self.chunks)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies of the last step's reduced gradients.
-
-        With the distributed optimizer and several replicas, only the rank's own shard is reduced.
-        """
         return gradients(self.chunks)
 
 
@@ -175,7 +171,6 @@ def megatron_optimizer(
 
 
 def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the chunks without DistributedDataParallel."""
     return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
 
 
@@ -191,7 +186,6 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return copies of all gradients by name: DDP's `main_grad` if present, else `grad`."""
     found = {}
     for name, parameter in named_parameters(chunks).items():
         gradient = getattr(parameter, "main_grad", parameter.grad)
