@@ -32,7 +32,6 @@ from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
-from megatron_lynx.report.island import Cell
 from megatron_lynx.timeline import MemoryCurve, Span, SpanKind, Timeline
 from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import json_in
@@ -113,19 +112,17 @@ ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --jso
 
 @dataclass(frozen=True)
 class ReadSimulation:
-    """A simulated step by pass. `figures`: of each stage, by their names in the file."""
+    """A simulated step by pass."""
 
     passes_s: float
     timeline: Timeline
-    figures: tuple[Mapping[str, Cell], ...]
 
 
 def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
     """Return the simulation of a file. Raises ConfigError if it is malformed."""
     try:
         rows = {int(stage["stage"]): tuple(_spans(stage["actions"])) for stage in data["stages"]}
-        figures = tuple({key: value for key, value in stage.items() if key != "actions"} for stage in data["stages"])
-        return ReadSimulation(float(data["passes_s"]), Timeline(rows), figures)
+        return ReadSimulation(float(data["passes_s"]), Timeline(rows))
     except (KeyError, TypeError, ValueError) as error:
         problem = Problem(where, f"{error!r}", "the figures of a simulated step", ABOUT_SIMULATIONS)
         raise ConfigError(f"{where} is no simulation that can be drawn", [problem]) from error

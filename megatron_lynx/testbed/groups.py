@@ -111,12 +111,6 @@ def _drop_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def shut_down() -> None:
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def seed_random_numbers(seed: int) -> None:
     """Seed every generator as Megatron's training does, so that equal models draw equal dropout masks.
 

@@ -54,18 +54,9 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank}: {text}")
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    ranks: int,
-    *args: Any,
-    links: Links | None = None,
-    pin: bool = True,
-    timeout_s: float = 300.0,
-    env: Mapping[str, str] | None = None,
-    compiler: str | None = None,
-) -> list[Any]:
-    """Run `function(rank, *args)` in `ranks` fresh processes; return the results by rank. See `RankPool`."""
-    with RankPool(ranks, links=links, pin=pin, env=env, compiler=compiler) as pool:
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, **settings: Any) -> list[Any]:
+    """Run `function(rank, *args)` in `ranks` fresh processes; return the results by rank. `settings`: of `RankPool`."""
+    with RankPool(ranks, **settings) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
@@ -233,15 +224,8 @@ class Hosts:
         network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
-            return run_ranks(
-                function,
-                self.ranks,
-                *args,
-                links=network,
-                env={**hidden, **(env or {})},
-                compiler=self.compiler,
-                timeout_s=LONGEST_RUN_S,
-            )
+            settings = {"links": network, "env": {**hidden, **(env or {})}, "compiler": self.compiler}
+            return run_ranks(function, self.ranks, *args, timeout_s=LONGEST_RUN_S, **settings)
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
                 raise error.__cause__ from None

@@ -105,13 +105,17 @@ MIDDLE = 1
 def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "offload"]) -> Failed:
     """The first stage fails in the middle of a step, with messages under way, and leaves; the other waits for what never comes,
     until its group says that somebody left. The groups are of no use afterwards."""
+    from megatron.core import parallel_state
+
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.groups import initialise, shut_down
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
 
     with _groups_of_little_patience():
-        shut_down()
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group("gloo", timeout=PATIENCE)
         initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
@@ -124,7 +128,8 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
         result.left = left_over(within_s=10)
         result.busy = installation.engine.busy
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
-    shut_down()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
     return result
 
 
