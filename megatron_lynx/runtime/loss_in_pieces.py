@@ -58,37 +58,19 @@ class _LossInPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BS: Tensor) -> tuple[Tensor | None, ...]:
         input_SBH, labels_BS = ctx.saved_tensors
-        input_gradient, of_weight = torch.empty_like(input_SBH), _Sum(ctx.weight, adds_in_place=ctx.adds_in_place)
+        input_gradient, total = torch.empty_like(input_SBH), None
         split = (input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), gradient_BS.split(ctx.rows, dim=1))
         for part, labels, gradient, result in zip(*split, input_gradient.split(ctx.rows), strict=True):
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
                 losses = ctx.loss_of(leaf, ctx.weight, labels)
-            of_weight.make_room()
-            found = torch.autograd.grad(losses, (leaf, ctx.weight), gradient, allow_unused=True)
-            result.copy_(found[0])  # [3]
-            of_weight.add(found[1])  # [4]
-            del losses, found
-        return input_gradient, of_weight.total(), None, None, None, None
-
-
-class _Sum:
-    """The weight's gradient, summed in fp32; with `adds_in_place`, the last dummy."""
-
-    def __init__(self, weight: Tensor, *, adds_in_place: bool) -> None:
-        self._dtype, self._adds_in_place = weight.dtype, adds_in_place
-        self._sum: Tensor | None = None
-
-    def make_room(self) -> None:
-        """Drop the previous dummy before the next one is made."""
-        if self._adds_in_place:
-            self._sum = None
-
-    def add(self, gradient: Tensor | None) -> None:
-        if gradient is None or self._adds_in_place:
-            self._sum = gradient
-        else:
-            self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
-
-    def total(self) -> Tensor | None:
-        return None if self._sum is None else self._sum.to(self._dtype)
+            if ctx.adds_in_place:
+                total = None  # free the previous dummy before the next one is made
+            of_rows, of_weight = torch.autograd.grad(losses, (leaf, ctx.weight), gradient, allow_unused=True)
+            result.copy_(of_rows)  # [3]
+            if of_weight is None or ctx.adds_in_place:
+                total = of_weight
+            else:
+                total = of_weight.float() if total is None else total.add_(of_weight)  # [4]
+            del losses, of_rows, of_weight
+        return input_gradient, None if total is None else total.to(ctx.weight.dtype), None, None, None, None

@@ -76,12 +76,10 @@ class WeightGradients:
         blocks, most = blocks_of(operands), self._policies[chunk].most_delayed_bytes
         while pending.bytes_with(chunk, blocks) > most and (oldest := pending.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
-            counts.flushed += 1
         entry = Entry(linear, frame.policy.half, chunk, frame.micro_batch.number, compute, blocks, self._surroundings.capture())
         counts.deferred += 1
         if sum(blocks.values()) > most:
             self._compute(entry, FLUSHED)
-            counts.flushed += 1
             return
         pending.add(entry)
         counts.deferred_bytes = max(counts.deferred_bytes, pending.bytes)
@@ -90,25 +88,26 @@ class WeightGradients:
         """Compute the pending ones of a linear, before one that is not delayed."""
         while (entry := self._progress.pending.take(linear)) is not None:
             self._compute(entry, FLUSHED)
-            self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
         """Compute a linear's oldest weight gradient in a wait, if any; for experts, those of all experts of one micro-batch."""
         micro_batch = None
         while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
             self._compute(entry, window)
-            self._progress.counts.filled += 1
             micro_batch = entry.micro_batch
 
     def flush(self, chunk: int) -> None:
         """Compute all pending ones of a chunk, the oldest first."""
         while (entry := self._progress.pending.take_oldest(chunk)) is not None:
             self._compute(entry, FLUSHED)
-            self._progress.counts.flushed += 1
 
     def _compute(self, entry: Entry, window: str) -> None:
         begin = self._progress.trace.now()
         with torch.no_grad(), self._surroundings.as_captured(entry.surroundings):
             entry.compute()
+        if window == FLUSHED:
+            self._progress.counts.flushed += 1
+        else:
+            self._progress.counts.filled += 1
         layer, _ = entry.linear
         self._progress.trace.add("weight_gradient", begin, layer, entry.half, entry.micro_batch, window)
