@@ -1,11 +1,11 @@
-"""Whether what a checkpointed layer communicates begins ahead, while the layer above it runs backward.
+"""Checkpointed layers whose communication begins while the layer above still runs backward.
 
     moments    mlp(5) [A]               attention(5) [A]                              mlp(4) [A]
-    there      mlp(5), attention(5)     attention(5), what is begun of layer 4        mlp(4), attention(4)
+    held       mlp(5), attention(5)     attention(5), what layer 4 has begun          mlp(4), attention(4)
 
-It does where that spares seconds and the second moment is no fuller than the third, which comes in any case: then it takes no
-memory, whatever the layer above keeps, and there is nothing to choose. So it is with a gather before a reduction. Where that
-moment is fuller, the lowest layers may still begin ahead: when backward comes to them, less is held (`Stages.beginning_ahead`).
+A layer begins ahead if this saves time and the second moment holds no more than the third. The peak then stays the same, whatever
+the layer above keeps, so the solver has no choice to make. A gather before a reduction meets this condition. If the second moment
+holds more, the lowest layers may still begin ahead, because less is held when backward reaches them (`Stages.beginning_ahead`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.timetable import ahead_to, may_gather_ahead
 
 Layer = tuple[Checkpoint | None, Checkpoint | None]
-"""What the attention half and the MLP half of a layer are as checkpoints; None: none."""
+"""Checkpoints of the attention half and the MLP half of a layer; None if a half is not checkpointed."""
 
 
 def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer, *, anyway: bool = False) -> Layer:
-    """The same layer, and what it communicates begins ahead if that is worth it. `sections`: what fills its halves, and those of
-    the layer above. `anyway`: whatever memory that takes."""
+    """Return the layer with its communication begun ahead if this saves time and memory allows it; otherwise return it unchanged.
+
+    sections: of both halves. The layer above has the same sections.
+    anyway: ignore memory.
+    """
     found, most_s = layer, 0.0
     for ahead in _ways(prices.profile, sections, layer):
         both = ((_price(prices, *each), *each) for each in zip(sections, ahead, strict=True))
@@ -39,7 +42,7 @@ def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer,
 
 
 def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
-    """The layer with a dispatch or a reduction ahead, and with the gather before that as well, if it may be."""
+    """Yield the layer with a dispatch or a reduction ahead, then with the gather before it ahead as well if possible."""
     experts, shape = sections[1].exchanges, profile.shape
     first, second = (
         one and one._replace(ahead_to=ahead_to(section, experts=experts, feeds=one.feeds))
@@ -60,9 +63,13 @@ def _takes_no_memory(prices: Prices, sections: tuple[Section, Section], layer: L
 def spared_s(
     profile: Profile, price: PricedSection, section: Section, checkpoint: Checkpoint | None, layer: tuple[Section, Section]
 ) -> float:
-    """How much shorter a checkpoint takes because what it has begun ahead travels while the attention half above computes, and is
-    slower. `layer`: what fills the halves of its layer, and of that above. Tokens travel beside all of that attention, a
-    reduction with sequence parallelism beside what lies between two gathers; or, behind a gather, from the core attention on."""
+    """Return the seconds that a checkpoint saves because its communication runs during the attention backward of the layer above.
+
+    Tokens travel during that whole attention backward. With sequence parallelism a reduction travels between two gathers. After a
+    gather, communication starts at the core attention.
+
+    layer: the sections of its own layer, and of the layer above.
+    """
     if checkpoint is None or checkpoint.ahead_to is None or not price.begun:
         return 0.0
     attention, mlp = layer
@@ -81,5 +88,5 @@ def _price(prices: Prices, section: Section, checkpoint: Checkpoint | None) -> P
 
 
 def _at(memory: HalfMemory, before: int) -> int:
-    """What a half holds so many moments before its backward begins."""
+    """Bytes that a half holds this many moments before its backward begins."""
     return memory.columns[BEGINS - before]

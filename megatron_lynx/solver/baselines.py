@@ -1,14 +1,15 @@
-"""Answers that need no search, to compare with: the recomputation policies that have a name.
+"""Named recomputation policies, for comparison.
 
-none        everything kept
-selective   the core attention again, on demand (stock: `--recompute-granularity selective`, where attention is unfused)
-balanced    norms and the activation again, on demand: no GEMM, no attention (Yuan et al., ATC '24)
-full        everything that can be replayed, on demand
+none        keep everything
+selective   recompute the core attention on demand (stock: `--recompute-granularity selective`, where attention is unfused)
+balanced    recompute norms and the activation on demand: no GEMM, no attention (Yuan et al., ATC '24)
+full        recompute everything possible on demand
 block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
-They are these policies as *our* runtime carries them out. It never runs a row-parallel GEMM and its reduction again, and keeps
-the input of both halves of a layer, so its `full` is faster than stock Megatron's and holds more. Code between submodules runs
-again on the way to what is replayed, so `selective` replays the rotary embedding with the core attention.
+They describe these policies in our runtime. It never repeats a row-parallel GEMM and its reduction, and it keeps the input of
+both
+halves of a layer, so `full` is faster than stock Megatron's and holds more. Code between submodules runs again as well:
+`selective` recomputes the rotary embedding with the core attention.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_lynx.solver.problem import Choices, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
-    """The answer of a policy, every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
+    """Return the answer of a policy, all recomputation on demand. Raises `KeyError` for `planned`."""
     if policy == "full":
         return on_demand(replay_all(problem))
     items = set(replayed_items(policy))
@@ -39,23 +40,21 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
 
 
 def _ever_replayed(choices: Choices) -> set[str]:
-    """The items that any of these choices replays."""
     return {item for option in choices.plain for item in option.replay}
 
 
 def block(problem: StageProblem, count: int) -> Solved:
-    """`full` in the first `count` layers of the stage, `none` in the others."""
+    """Return `full` in the first `count` layers of the stage, and `none` in the others."""
     full, kept = on_demand(replay_all(problem)), keep_all(problem)
     return replace(kept, layers=full.layers[:count] + kept.layers[count:])
 
 
 def keep_all(problem: StageProblem) -> Solved:
-    """No recomputation."""
     return of_policy(problem, "none")
 
 
 def replay_all(problem: StageProblem) -> Solved:
-    """Everything replayable replayed, each half in the window of its backward that hides most of it."""
+    """Recompute everything possible, each half in the window of its backward that hides most."""
     if problem.mixed is not None:
         *halves, last = (half.choices for half in problem.mixed.halves)
         chosen = [*(_most_replayed(choices.best_seated)[0] for choices in halves), _least_exposed(_most_replayed(last))]
@@ -65,7 +64,7 @@ def replay_all(problem: StageProblem) -> Solved:
 
 
 def on_demand(solved: Solved) -> Solved:
-    """The same items kept, and every replay on demand."""
+    """Recompute the same items on demand."""
     return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]), gap=None)
 
 

@@ -1,7 +1,7 @@
-"""Prices every choice for one half of a layer: what it keeps, what it replays, where, and what that costs.
+"""Options for one half of a layer: what it keeps, what it recomputes and where, and the cost.
 
-subsets of items ──replay_of──> what runs, stays, is regenerated ──Seats──> windows ──> Option, Option, ...
-checkpoints      ──replay_of──> ...                              ──on demand─────────> of the half, and of the layer
+subsets of items ──replay_of──> what runs, stays, is recomputed ──Seats──> windows ──> Option, Option, ...
+checkpoints      ──replay_of──> ...                             ──on demand─────────> of the half, and of the layer
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
 SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
-"""The seats of a set of replayed items, given its placements in its backward: `Seats.everywhere` or `StageSeats.of`."""
+"""Function that returns seats of a set of recomputed items: `Seats.everywhere` or `StageSeats.of`."""
 
 
 @dataclass(frozen=True)
 class Subset:
-    """One set of replayed items of one kind of half, wherever it is replayed."""
+    """A set of recomputed items of one kind of half, wherever it runs."""
 
     kind: HalfKind
     replay: tuple[str, ...]
     backward: tuple[Placement, ...]
     """In windows of the stage's backward, the best first."""
     price: PricedSection
-    """What it costs, and what it holds if it is replayed on demand."""
+    """Cost and memory of recomputation on demand."""
     host: HostSeconds
     known: dict[tuple[Placement, str | None], HalfMemory] = field(default_factory=dict, compare=False, repr=False)
-    """What is held by placement and gather, under the one profile of its problems: many seats have them in common."""
+    """Memory by placement and gather, under the one profile of its problems."""
 
     def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
-        """`attention`: what fills attention halves."""
+        """Return the option with this seat. `attention`: section of attention halves."""
         price = self.price
         steady = self._held(seat.steady, seat.gather, profile, attention)
         alike = seat.cooldown == seat.steady
@@ -86,40 +86,42 @@ class Subset:
 
 
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
-"""The halves of a layer that is checkpointed: it keeps its input alone."""
+"""Both halves of a checkpointed layer, which keeps its input only."""
 
 
 ROTARY = "rotary"
 
 
 def stays_whole(job: Job, section: Section) -> bool:
-    """Whether a section is kept whole, on the device: nobody looks into it, or it is one of experts of which that is so."""
+    """Whether a section stays whole and on the device: it is opaque, or it has experts that are."""
     return section.kept_whole or (section.exchanges and job.model.experts_whole)
 
 
 def _reduces_ahead(option: Option) -> bool:
-    """Whether it is an attention half whose reduction begins ahead."""
+    """Whether this is an attention half whose reduction begins ahead."""
     return option.checkpoint is not None and option.checkpoint.ahead_to in option.replay[:-1]
 
 
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
-    """Of every half in order: the other one of its layer."""
+    """Yield for every half, in order, the other half of its layer."""
     for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
         yield from (second, first)
 
 
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
-    """Whether a half, or its part of a layer, may run again with all that communicates in it. What nobody looks into may not.
-    Beside overlapped exchanges a layer of nodes is none that runs again as one, and rows of experts would travel
-    again; nor is a layer beside what of it is captured."""
+    """Whether a half, or its part of a layer, may be checkpointed together with its communication.
+
+    Opaque sections may not. Beside overlapped exchanges a layer cannot run again as a whole, and rows of experts would travel
+    again.
+    Layers with captured parts may not either.
+    """
     if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
         return False
     return not (section.apart or (checkpoint.joined and (job.model.moe_overlapped or job.model.captured)))
 
 
 def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
-    """Whether replaying these items of a section would make the host wait for the device, as the code that turns queries and keys
-    lies on the way."""
+    """Whether recomputing these items makes the host wait for the device: the rotary embedding is among them."""
     if not job.rotary_asks_host or ROTARY not in section.names:
         return False
     return any(section.index(item) >= section.index(ROTARY) for item in items)
@@ -127,15 +129,16 @@ def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class StageProblems:
-    """The problems of all stages of a job. What several of them need is priced once."""
+    """Problems of all stages of a job. What several stages need is priced once."""
 
     job: Job
     profile: Profile
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """The problem of one stage.
+        """Return the problem of one stage.
 
-        `layers`: how many it has, if the partition is still open. `chunks`: those that are to be treated alike, if not all.
+        layers: number of layers, if the partition is open.
+        chunks: chunks that are treated alike; None for all.
         """
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
@@ -159,8 +162,10 @@ class StageProblems:
         )
 
     def _at_top(self, attention: Choices) -> Choices | None:
-        """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
-        none. None: as they are everywhere."""
+        """Return the choices in the last layer of a stage, or None if they are the same as elsewhere.
+
+        An option whose gather has no window there takes the best seat without a gather.
+        """
         kind = self._kinds[0]
         alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in attention]
         if all(alike):
@@ -185,7 +190,9 @@ class StageProblems:
         return {}
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
-        """One micro-batch on the device, in one of the chunks. Ends of the model are shared out among all chunks of the stage."""
+        """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
+        stage.
+        """
         if self.profile.host_time is None:
             return None
         whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
@@ -197,12 +204,12 @@ class StageProblems:
         return half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
 
     def _loss_bytes(self, seats: StageSeats) -> int:
-        """The loss comes after the model's last chunk, and is taken to come after all that are treated as that one is."""
+        """Return what the loss holds if these chunks include the model's last one, and 0 otherwise."""
         last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
         return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """What fills the halves; None where it is what is usual."""
+        """Return the choices of each half; None if all halves have their usual sections."""
         sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             return None
@@ -216,7 +223,7 @@ class StageProblems:
         return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
 
     def _sections(self, seats: StageSeats, layers: int) -> list[Section]:
-        """What fills the halves of the first of some chunks that are treated alike."""
+        """Sections of the first of some chunks that are treated alike."""
         numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
         return [section for number in numbers for section in self.job.model.sections(number)]
 
@@ -239,8 +246,7 @@ class StageProblems:
         return {}
 
     def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
-        """What every stage has for a half in a layer with such another one. Where nobody looks into that, the layer is no
-        checkpoint."""
+        """Return the choices on every stage for a half beside another one. Beside an opaque half the layer is no checkpoint."""
         if pair not in self._known_beside:
             choices = self._offered_everywhere(self._subsets_known(pair[0]), pair[1].section)
             self._known_beside[pair] = choices.apart if pair[1].section.kept_whole else choices
@@ -262,20 +268,22 @@ class StageProblems:
     def _with_more(
         self, everywhere: Sequence[Choices], of_kinds: Sequence[Sequence[Subset]], seats: StageSeats
     ) -> Sequence[Choices]:
-        """All choices of some kinds of halves: first those that every stage has."""
+        """Return all choices of some kinds of halves, those of every stage first."""
         if not seats.has_more:
             return everywhere
         both = zip(everywhere, of_kinds, strict=True)
         return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
 
     def _offered_everywhere(self, subsets: Sequence[Subset], other: Section) -> Choices:
-        """What every stage has: every subset in the seats of its backward, then the checkpoints. `other`: what fills the layer's
-        other half."""
+        """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
+
+        other: section of the layer's other half.
+        """
         kind = subsets[0].kind
         return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, other, subsets)))
 
     def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
-        """The half, where it then keeps less than any subset makes it keep, and its part of a whole layer."""
+        """Yield a checkpoint of the half if it keeps less than every subset does, and the half's part of a checkpointed layer."""
         least_bytes = min(subset.price.memory.resident for subset in subsets)
         for late in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, late):
@@ -286,7 +294,7 @@ class StageProblems:
                 yield option
 
     def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
-        """`other`: what fills the layer's other half, where it may begin ahead."""
+        """Return the option of a checkpoint. `other`: section of the layer's other half, if the checkpoint may begin ahead."""
         items = checkpoint.items(section)
         price = self._prices.of(section, items, checkpoint)
         waits_s = price.communicates_s
@@ -311,8 +319,12 @@ class StageProblems:
         )
 
     def _going_on(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
-        """What comes behind all that a checkpoint communicates runs again in its first wait, if it has one, and backward reads
-        nothing before that: no dropout mask. Experts that are cut exchange rows once more there, as no window may (rule R2)."""
+        """Return the checkpoint with the rest of its recomputation in its first wait, if it may run there.
+
+        It may if it has a wait and backward needs no dropout mask before that. Experts with tensor parallelism would exchange
+        rows once
+        more there, which no window allows (rule R2).
+        """
         layout, model = self.job.parallel, self.job.model
         exchanges = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1
         gathers = layout.sequence_parallel and layout.tensor > 1
@@ -322,8 +334,10 @@ class StageProblems:
         return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
-        """The checkpoints of a layer, which begin ahead what they communicate, whatever memory that takes; none where that spares
-        nothing, or where it may not. `sections`: as `begun_ahead` has it."""
+        """Return the checkpoints of a layer with communication begun ahead, whatever memory that takes.
+
+        Empty if that saves nothing or is not possible. `sections`: see `begun_ahead`.
+        """
         if not self._may_begin(sections):
             return ()
         if (key := (sections, late)) not in self._known_anyway:
@@ -338,13 +352,13 @@ class StageProblems:
         return {}
 
     def _late(self, kind: HalfKind, option: Option) -> Option:
-        """A checkpoint that a plan has begin ahead, where nothing comes before it."""
+        """Return a checkpoint that a plan lets begin ahead as it is where no half runs before it."""
         assert option.checkpoint is not None
         late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))
         return replace(late, checkpoint=option.checkpoint)
 
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
-        """A checkpoint of such a half, ahead where that is worth it. Nothing comes before a stage's last MLP half."""
+        """Return a checkpoint of this half, begun ahead if that is worth it. No half runs before a stage's last MLP half."""
         first = kind.half == HALVES[0]
         if (first and not late.joined) or (kind.last and not first):
             return late
@@ -358,7 +372,7 @@ class StageProblems:
         return self._known_ahead[key][not first] or late
 
     def _may_begin(self, sections: tuple[Section, Section]) -> bool:
-        """Whether what a layer communicates may begin ahead at all: beside what is kept whole it may not."""
+        """Whether communication of a layer may begin ahead; beside opaque sections it may not."""
         return not self.job.userbuffers and not any(section.kept_whole for section in sections)
 
     @cached_property
@@ -370,7 +384,7 @@ class StageProblems:
         return Prices(self.profile, self._less_in_hand)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
-        """The seats that some chunks of a stage, or all, have in common."""
+        """Return the seats that these chunks of a stage, or all, have in common."""
         key = stage, tuple(range(self.job.chunks)) if chunks is None else chunks
         if key not in self._known_seats:
             self._known_seats[key] = StageSeats(self._seats, *key)
@@ -381,14 +395,14 @@ class StageProblems:
         return {}
 
     def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
-        """An answer for several chunks of a stage, as it is in one of them."""
+        """Return an answer for several chunks of a stage as it is in one of them."""
         seats = self.seats(stage, (chunk,))
         last = len(answer.halves) - 1
         layers = layers_of([self._taken(option, seats, last=at == last) for at, option in enumerate(answer.halves)])
         return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
 
     def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
-        """An option as it is in one chunk. Layers that are alike have one and the same, for all shares that are offloaded."""
+        """Return an option as it is in one chunk. Equal layers share one option, for all offloaded shares."""
         key = id(option), seats.stage, seats.chunks, last
         if key not in self._known_taken:
             self._known_taken[key] = option, self._taken_anew(option, seats, last=last)
@@ -396,7 +410,7 @@ class StageProblems:
 
     @cached_property
     def _known_taken(self) -> dict[tuple[int, int, tuple[int, ...], bool], tuple[Option, Option]]:
-        """By identity of the option, which is kept: to compare options takes longer than to make one."""
+        """By identity of the option, which is kept: comparing options takes longer than making one."""
         return {}
 
     def _taken_anew(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
@@ -414,7 +428,7 @@ class StageProblems:
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
-        """Every subset in every seat that it is offered."""
+        """Yield every subset in every seat that is offered to it."""
         offered = (
             (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
         )
@@ -422,7 +436,7 @@ class StageProblems:
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, ...]:
-        """What every stage has of an attention half, an MLP half and the last MLP half."""
+        """Choices on every stage of an attention half, an MLP half and the last MLP half."""
         attention, mlp, _ = (kind.section for kind in self._kinds)
         return tuple(map(self._offered_everywhere, self._subsets, (mlp, attention, attention)))
 
@@ -436,12 +450,12 @@ class StageProblems:
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """For each of `_kinds`, from keeping everything to replaying everything."""
+        """For each of `_kinds`, from keeping everything to recomputing everything."""
         return tuple(map(self._subsets_known, self._kinds))
 
     @cached_property
     def _kinds(self) -> tuple[HalfKind, HalfKind, HalfKind]:
-        """The halves of a stage without experts: of an attention, an MLP, and its last MLP."""
+        """Halves of a stage without experts: attention, MLP, last MLP."""
         attention, mlp = self.job.model.kind_sections(experts=False)
         return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
 
@@ -450,7 +464,7 @@ class StageProblems:
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
 
     def _replays_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
-        """Every set of items of a section that may be replayed, with what that costs, whatever comes before the half."""
+        """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
         if section not in self._known_replays:
             self._known_replays[section] = tuple(self._replays_anew(section))
         return self._known_replays[section]
@@ -472,7 +486,7 @@ class StageProblems:
             price = priced(self.profile, section, items, None, self._less_in_hand.get(section.half, 0))
             if stays:
                 price = replace(price, memory=replace(price.memory, movable=0))
-            elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds what a node is given
+            elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
                 own = price.memory.movable - self.profile.of(section).input_bytes
                 price = replace(price, memory=replace(price.memory, movable=max(0, own)))
             yield items, price, half_host_s(self.profile, section, items)

@@ -1,12 +1,12 @@
-"""How many layers each stage gets, so that a step is shortest: with what each stage has to replay included.
+"""Layers of each stage for the shortest step, exposed recomputation included.
 
-    step = (m - 1) x slowest stage  +  all stages once       stage s with n layers takes time(s, n): infinite where none fit
+    step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
 
-    greedy   begin even; move a layer from the slowest stage towards the fastest; keep it while the slowest got faster (Lynx)
-    exact    for every pace, from the fastest that is possible: the least sum with no stage slower than that, by a dynamic
-             programme over (stage, layers before it); the first pace whose step can no longer be beaten ends it
+    greedy   begin even; move a layer from the slowest stage to the fastest while the slowest gets faster (Lynx)
+    exact    for every pace, from the fastest: the least sum with no stage slower than that, by a dynamic program over
+             (stage, layers before it); stop at the first pace that cannot beat the best step
 
-Counts that no better answer can have are never priced: m times what a stage takes even if it replays nothing is a lower bound.
+m times a stage's seconds without recomputation is a lower bound, which excludes counts before they are priced.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from math import inf
 from megatron_lynx.units import SECOND_DIGITS
 
 StageTime = Callable[[int, int], float]
-"""Seconds of one micro-batch, forward and backward, on a stage with so many layers. `inf`: they do not fit."""
+"""Seconds of one micro-batch, forward and backward, on a stage with so many layers; `inf` if they do not fit."""
 
 Counts = tuple[int, ...]
 """Layers of each stage."""
 
 
 def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:
-    """The closed form of 1F1B (`cost.stage.step_s`); messages that hold a stage up are in its time."""
+    """Return the seconds of a step by the closed form of 1F1B (`cost.stage.step_s`). Times include delaying messages."""
     times = [time(stage, count) for stage, count in enumerate(counts)]
     return inf if inf in times else round((microbatches - 1) * max(times) + sum(times), SECOND_DIGITS)
 
 
 def even(layers: int, stages: int) -> Counts:
-    """What is left over goes to the last stages, which have fewer micro-batches in flight."""
+    """Spread layers evenly. The remainder goes to the last stages, which have fewer micro-batches in flight."""
     each, more = divmod(layers, stages)
     return (each,) * (stages - more) + (each + 1,) * more
 
 
 def best(layers: int, stages: int, microbatches: int, time: StageTime, least: StageTime | None = None) -> Counts | None:
-    """The fastest answer; of equals the even one, then the greedy one. None where none fits.
+    """Return the fastest partition, or None if none fits. Ties go to the even one, then to the greedy one.
 
-    `least` bounds `time` from below and costs little; both grow with the layers.
+    least: a cheap lower bound of `time`. Both grow with the number of layers.
     """
     start = even(layers, stages)
     candidates = [start, greedy(start, time)]
@@ -50,7 +50,7 @@ def best(layers: int, stages: int, microbatches: int, time: StageTime, least: St
 
 
 def greedy(start: Counts, time: StageTime) -> Counts:
-    """Lynx's: it stops at the first move that does not help."""
+    """Move layers as Lynx does: stop at the first move that does not help."""
     counts = start
     while True:
         moved = _moved(counts, [time(stage, count) for stage, count in enumerate(counts)])
@@ -60,7 +60,7 @@ def greedy(start: Counts, time: StageTime) -> Counts:
 
 
 def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTime) -> Counts | None:
-    """The optimum among counts in `ranges`, one for each stage. None where none fits."""
+    """Return the optimum among counts in `ranges`, one for each stage; None if none fits."""
     times = [_affordable(stage, counts, time) for stage, counts in enumerate(ranges)]
     least = _least_sum(layers, times, inf)
     found: tuple[float, Counts] | None = None
@@ -79,20 +79,24 @@ def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTi
 
 
 def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
-    """For each stage the counts with which a step of less than `bound_s` is not impossible."""
+    """Return for each stage the counts that may give a step shorter than `bound_s`."""
     most = [_most(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
     return [range(max(1, layers - (sum(most) - most[stage])), most[stage] + 1) for stage in range(stages)]
 
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
-    """The layers of one stage over its chunks, as evenly as may be. Fewer have the chunks with an end of the model's: the first
-    ones, and on the last stage the last ones."""
+    """Spread the layers of a stage evenly over its chunks. Chunks with an end of the model get fewer: the first ones, or on the
+    last
+    stage the last ones.
+    """
     counts = even(count, chunks)
     return tuple(reversed(counts)) if last_stage else counts
 
 
 def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int, float]:
-    """The finite times. More layers than do not fit fit neither; fewer may be too few for the stage's chunks."""
+    """Return the finite times. If a count does not fit, larger ones do not either; a small one may be too few for the stage's
+    chunks.
+    """
     times: dict[int, float] = {}
     for count in counts:
         seconds = time(stage, count)
@@ -104,7 +108,7 @@ def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int,
 
 
 def _least_sum(layers: int, times: Sequence[dict[int, float]], pace_s: float) -> tuple[float, Counts] | None:
-    """Over counts of which none is slower than `pace_s`. Of equals the first stages have fewest layers."""
+    """Return the least sum over counts with no stage slower than `pace_s`. Ties go to fewer layers on the first stages."""
     reached: dict[int, tuple[float, Counts]] = {0: (0.0, ())}
     for stage in times:
         longer: dict[int, tuple[float, Counts]] = {}
@@ -118,7 +122,7 @@ def _least_sum(layers: int, times: Sequence[dict[int, float]], pace_s: float) ->
 
 
 def _moved(counts: Counts, times: Sequence[float]) -> Counts | None:
-    """A layer from the slowest stage to the fastest. None where the slowest has no layer to spare."""
+    """Move a layer from the slowest stage to the fastest. Returns None if the slowest has only one."""
     slowest, fastest = (choose(range(len(times)), key=lambda stage: times[stage]) for choose in (max, min))
     if counts[slowest] == 1 or slowest == fastest:
         return None
@@ -130,5 +134,5 @@ def _slowest(counts: Counts, time: StageTime) -> float:
 
 
 def _most(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
-    """The largest count up to `limit`, but at least 1, that takes no longer than the bound. So do all smaller ones."""
+    """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
     return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))

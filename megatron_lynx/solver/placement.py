@@ -1,19 +1,19 @@
-"""Where the replay of a half runs, and how much of it is then exposed.
+"""Where a half is recomputed, and how much of that is exposed.
 
     Seat
       ├── steady      Placement: Portion, Portion, ...    for backwards that follow a forward
       ├── cooldown    Placement                           for backwards that follow another backward
-      └── gather      behind which collective the replay's input is gathered, if it is (sequence parallelism)
+      └── gather      collective after which the input is gathered, if it is (sequence parallelism)
 
-A portion is a window with the seconds of it that this replay may use, and what of the replay runs there. A placement without
-portions is on demand: the replay runs when backward asks for its first tensor, and nothing hides it.
+A portion is a window, the seconds of it that this recomputation may use, and the items that run there. A placement without
+portions is on demand: recomputation starts when backward asks for its first tensor, and nothing hides it.
 
-What a half holds, and when, follows from it (`held_in`):
+`held_in` derives what a half holds, and when:
 
 windows of       stage's receive             ...  attention(3)        mlp(2): the half before    attention(2): the half itself
                                                   [A]       [B]       [A]       [B]              [A]
-what is made     early ............................................................. until the half's own backward is over
-in them is               ahead[3]            ahead[3]  ahead[2]  ahead[1]  ahead[0]            whole
+recomputed       early ............................................................. until the half's own backward ends
+bytes                    ahead[3]            ahead[3]  ahead[2]  ahead[1]  ahead[0]            whole
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from megatron_lynx.cost.section import Stop
 
 
 class Portion(NamedTuple):
-    """The part of a window that one replay may use, and the part of the replay that runs there."""
+    """Part of a window, and the part of a recomputation that runs there."""
 
     window: str
     seconds: float
     runs_s: float = inf
-    """Seconds of the replay that run there: all that is left, or what comes before `until`."""
+    """Seconds of recomputation that run there: up to `until`, or all that is left."""
     until: str | None = None
-    """The item before which it stops."""
+    """Item before which it stops."""
 
 
 class Placement(tuple[Portion, ...]):
-    """The portions of windows in which a half is replayed, in the order in which they come."""
+    """Portions of windows in which a half is recomputed, in order."""
 
     __slots__ = ()
 
     @classmethod
     def in_window(cls, window: str, seconds: float) -> Placement:
-        """All of one window, which hides no other replay."""
+        """Return a placement that has one window to itself."""
         return cls((Portion(window, seconds),))
 
     @property
@@ -57,11 +57,10 @@ class Placement(tuple[Portion, ...]):
 
     @property
     def seconds(self) -> float:
-        """How long its windows are together."""
         return sum(portion.seconds for portion in self)
 
     def hidden_s(self, replay_s: float, interference: float) -> float:
-        """Seconds of a replay that the windows hide. In a window it runs `interference` times longer than alone."""
+        """Return the seconds of recomputation that the windows hide. In a window it takes `interference` times as long."""
         left_s, hidden_s = replay_s, 0.0
         for portion in self:
             runs_s = min(left_s, portion.runs_s)
@@ -70,7 +69,7 @@ class Placement(tuple[Portion, ...]):
 
     @property
     def window(self) -> str:
-        """What a plan file says."""
+        """As written in a plan file."""
         rest = () if not self or self[-1].until is None else (Stretch(ON_DEMAND),)
         return in_words((*(Stretch(portion.window, portion.until) for portion in self), *rest))
 
@@ -85,27 +84,27 @@ NOWHERE = Placement()
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one half of a layer is replayed, in both phases of a step."""
+    """Where a half is recomputed, in both phases of a step."""
 
     steady: Placement = NOWHERE
     cooldown: Placement = NOWHERE
     steady_share: float = 1.0
-    """The part of the micro-batches whose backward is steady."""
+    """Fraction of micro-batches whose backward is in the steady phase."""
     gather: str | None = None
     gather_s: float = 0.0
-    """Seconds of that gather which nothing hides."""
+    """Exposed seconds of that gather."""
     spared_s: float = 0.0
-    """Seconds by which the half's backward waits shorter for its input, because it was gathered before."""
+    """Seconds by which the half's backward waits less for its input, because it was gathered before."""
     stays: bool = False
-    """Whether the replay communicates, so that no other wait may have it."""
+    """Whether the recomputation communicates, so that it may run in no other wait."""
 
     @property
     def begins_early(self) -> bool:
-        """Whether anything of it comes before the stage's backward."""
+        """Whether some of it runs before the stage's backward."""
         return self.steady.in_receive or self.cooldown.in_receive
 
     def exposed_s(self, replay_s: float, interference: float) -> float:
-        """Seconds of a replay that its windows do not hide, the mean over both phases."""
+        """Return the exposed seconds of recomputation, averaged over both phases."""
         steady, cooldown = (
             max(0.0, replay_s - placement.hidden_s(replay_s, interference)) for placement in (self.steady, self.cooldown)
         )
@@ -126,8 +125,13 @@ def held_in(
     exchanges: int = 0,
     attention: Section = ATTENTION,
 ) -> HalfMemory:
-    """What is held where it is replayed there. `memory`: on demand. `gather`: behind which window its input is gathered.
-    `exchanges`: of the backward of the half before, where these are its windows. `attention`: what fills attention halves."""
+    """Return what a half holds with this placement.
+
+    memory: on demand.
+    gather: window after which the input is gathered.
+    exchanges: number of exchanges in the backward of the half before, if these are its windows.
+    attention: section of attention halves.
+    """
     sections = {attention.half: attention, MLP.half: MLP}
     steps: list[tuple[str, int]] = []
     if gather is not None and gather != ON_DEMAND:
@@ -147,7 +151,7 @@ def held_in(
 
 @lru_cache(maxsize=256)
 def moments_ahead(window: str, half: Half, *, sequence_parallel: bool, exchanges: int = 0, attention: Section = ATTENTION) -> int:
-    """How many moments before a half's own backward begins a window of an earlier backward is: 0 for its own."""
+    """Return how many moments before a half's own backward a window of an earlier backward begins; 0 for its own windows."""
     at = window_at(window, 0)
     assert isinstance(at, WindowAddress), f"{window} is no collective"
     count = 2 * at.layer + HALVES.index(at.half) - HALVES.index(half)

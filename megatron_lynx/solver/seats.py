@@ -1,23 +1,23 @@
-"""The windows of its own stage's backward in which a half may be replayed, how long they are, and what runs in which.
+"""Windows of a stage's backward in which a half may be recomputed, and what runs in which.
 
     backward, from the last layer      mlp(L) [bwd.mlp.*]       attention(L) [bwd.attention.*]    mlp(L-1) ...
-                                       replay attention(L)      replay mlp(L-1)                                               [1]
-    with sequence parallelism          [bwd.X.0] X ...          a half's own replay, before its GEMMs                         [2]
+                                       recompute attention(L)   recompute mlp(L-1)                                            [1]
+    with sequence parallelism          [bwd.X.0] X ...          a half's own recomputation, before its GEMMs                  [2]
 
-[1] The windows of the half before, stretch by stretch if there are several. What is regenerated before its last one exists while
-    all of that half does.
-[2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half, so
-    this one to the half itself in Megatron's own layers, and to the half behind it in Transformer Engine's, where it is seldom in
-    time.
-[3] Where experts are shared out over ranks, the all-to-all that brings gradients to them is offered to their own half, which
-    needs what it makes again right behind it, and the one that takes gradients back to the attention half below.
-An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
-that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
-which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
-FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). With userbuffers no
-collective is a window, nor beside overlapped exchanges of experts. The receive of the gradient is a window, too:
-`solver.stage_seats`. Windows of forwards are not offered: over 200 rows of `benchmarks.mechanisms` they made steps 0.003 %
-shorter in the mean and 0.27 % at most, as what they regenerate is held until its backward.
+[1] A half is recomputed in the windows of the half before it, in several parts if there are several windows. What is recomputed
+    before the last of these windows is held while that whole half runs.
+[2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half: to
+    the half itself in Megatron's own layers, and to the next half in Transformer Engine's, where it rarely comes in time for the
+    half itself.
+[3] With expert parallelism the all-to-all that brings gradients to the experts is offered to their own half, which needs its
+    recomputed tensors right after it. The all-to-all that returns gradients is offered to the attention half below.
+
+An input that is gathered once for recomputation is gathered after the first collective of the half before. If the recomputation
+runs in that half's first window, it is gathered after the first collective one half earlier.
+
+These are not offered: windows of zero length; windows in which an input is gathered; windows of forwards; collectives with
+userbuffers or beside overlapped exchanges of experts. Recomputation that communicates runs on demand: in FP8 with one scale for
+all ranks' parts of a norm's output, recomputing the norm reduces its amax (rule R2). `solver.stage_seats` has the receive.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
 
 Wait = tuple[str, float]
-"""A window and its seconds."""
+"""Name and seconds of a window."""
 
 
 @dataclass(frozen=True)
 class HalfKind:
-    """What decides which windows a half has: what fills it, and what fills the half whose backward comes before its own."""
+    """The section of a half, and that of the half whose backward comes before: together they determine its windows."""
 
     section: Section
     before: Section | None
@@ -65,7 +65,7 @@ class HalfKind:
 
 @dataclass(frozen=True)
 class Seats:
-    """The seats that all stages of a job have in common."""
+    """Seats that all stages of a job have."""
 
     job: Job
     profile: Profile
@@ -73,7 +73,7 @@ class Seats:
     def everywhere(
         self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection
     ) -> tuple[Seat, ...]:
-        """Those that every stage has, beginning with the one on demand. `backward`: what `backward()` says of this half."""
+        """Return the seats of a half on every stage, on demand first. `backward`: the result of `backward()` for this half."""
         if not replay:
             return (ON_DEMAND_SEAT,)
         communicates, gathers = self.communicates(kind, replay), self.gathers(kind, replay)
@@ -87,24 +87,26 @@ class Seats:
         return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
-        """Whether the replay calls a GEMM whose input is gathered once."""
+        """Whether the recomputation runs a GEMM whose input is gathered once."""
         return self.job.parallel.sequence_parallel and kind.section.gathered in replay
 
     def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
-        """Whether the replay casts something anew whose amax is reduced."""
+        """Whether the recomputation casts a tensor whose amax is reduced over ranks."""
         sliced = self.job.parallel.sequence_parallel
         return bool(amax_reducing(kind.section, replay, self.job.model.fp8_recipe, sequence_parallel=sliced))
 
     def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
-        """Placements in windows of the stage's backward that come before anything of the half is needed, the best first."""
+        """Return placements in windows of the stage's backward that come before the half is needed, the best first."""
         waits = self._waits(kind, replay)
         found = _placements(waits, self.stops(kind, replay, price), price.replay_s)
         interference = self.profile.interference
         return sorted(found, key=lambda placement: -placement.hidden_s(price.replay_s, interference))
 
     def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
-        """Where the replay is worth stopping. What runs before a gather runs with it; and a norm of Transformer Engine's would
-        run again with its linear."""
+        """Return the items before which recomputation may stop.
+
+        Items before a gather run together with it. A norm of Transformer Engine would run again with its linear.
+        """
         column = kind.section.gathered
         before_linear = column in replay and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
         return {
@@ -114,7 +116,7 @@ class Seats:
         }
 
     def _waits(self, kind: HalfKind, replay: Collection[str]) -> list[Wait]:
-        """The windows that are offered to this half, in the order in which they come. [1] [2] [3]"""
+        """Return the windows that are offered to this half, in order. [1] [2] [3]"""
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
         before = self._windows[half_before(kind.half)] if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
@@ -128,7 +130,7 @@ class Seats:
         return [wait for wait in before + own if wait[1] > 0]
 
     def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
-        """Behind which collective the input is gathered for a replay there, for how long that delays it, and what it spares."""
+        """Return the collective after which the input is gathered, the delay in seconds, and the seconds saved."""
         before, above = half_before(kind.half)
         first = window_name("bwd", before, 0, above)
         if not placement or placement[0].window != first:
@@ -136,24 +138,25 @@ class Seats:
         return window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, whole=True)
 
     def at_top(self, kind: HalfKind, seat: Seat) -> bool:
-        """Whether the stage has all its windows for the attention half of its last layer, before which one half runs backward."""
+        """Whether a seat exists in the stage's last layer, where only one half runs backward before the attention half."""
         return seat.gather != window_name("bwd", kind.half, 0, 1)
 
     @property
     def _collectives_hide(self) -> bool:
-        """Whether collectives of the tensor-parallel group are windows: not where userbuffers exchange inside GEMMs, nor beside
-        overlapped exchanges of experts, where a layer's nodes run in turn with those of another micro-batch."""
+        """Whether tensor-parallel collectives are windows. Userbuffers exchange inside GEMMs; beside overlapped exchanges of
+        experts nodes
+        of two micro-batches alternate.
+        """
         return not self.job.userbuffers and not self.job.model.moe_overlapped
 
     @cached_property
     def _reaches_back(self) -> bool:
-        """Whether a half's input may be gathered two halves before: not where one of those may be a mixture of experts, or what
-        nobody looks into."""
+        """Whether an input may be gathered two halves before: if neither may be experts or opaque."""
         return self.job.model.experts is None and not (self.job.model.opaque or self.job.model.captured)
 
     @cached_property
     def _exchanges(self) -> list[Wait]:
-        """The all-to-alls of experts in a backward: the first brings gradients to them, the others take theirs back."""
+        """All-to-alls of experts in a backward: the first brings gradients to them, the others return gradients."""
         experts = self.job.model.experts
         if experts is None or self.job.model.experts_whole or self.job.userbuffers:
             return []
@@ -163,8 +166,9 @@ class Seats:
 
     @cached_property
     def _windows(self) -> dict[tuple[Half, int], list[Wait]]:
-        """All windows of a half in a backward, by how many layers it is above the half that is replayed. Where an input is
-        gathered there is none for sure."""
+        """Windows of each half in a backward, by the number of layers above the recomputed half. A gather of an input is no
+        window.
+        """
         return {
             (half, above): [
                 (window_name("bwd", half, ordinal, above), seconds)
@@ -181,7 +185,7 @@ class Seats:
         }
 
     def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> tuple[float, float]:
-        """Exposed seconds of gathering a half's input behind another half's first collective, and seconds that it spares."""
+        """Return exposed seconds and saved seconds of gathering a half's input after another half's first collective."""
         key = half, behind, whole
         if key not in self._gathers_s:
             section = None if behind is None else self._halves[behind]
@@ -199,7 +203,6 @@ class Seats:
 
     @cached_property
     def p2p_s(self) -> float:
-        """Seconds of one message between stages."""
         return self.profile.link_s("p2p", self.shape.input_bytes)
 
     @cached_property
@@ -208,8 +211,10 @@ class Seats:
 
 
 def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], replay_s: float, done_s: float = 0.0) -> Iterator[Placement]:
-    """Every way to run what is left of a replay in these windows, in order: all of it in one, or stretch by stretch. What comes
-    behind the last stretch runs on demand."""
+    """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. What remains
+    after
+    the last part runs on demand.
+    """
     for number, (window, seconds) in enumerate(waits):
         yield Placement((Portion(window, seconds, replay_s - done_s),))
         for name, stop in stops.items():

@@ -1,13 +1,14 @@
-"""The window that only some stages have: the receive of the gradient.
+"""Seats in the receive of the gradient, a window that only some stages have.
 
-    receive of the gradient            [pipe.recv_backward]           hides the replay of the stage's last half               [1]
-    backward                           as in `solver.seats`
+    receive of the gradient            [pipe.recv_backward]           hides the recomputation of the stage's last half        [1]
+    backward                           see `solver.seats`
 
-[1] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long. An input that
-    is gathered once for its replay is gathered in the backward, so it comes too early for that. With several chunks on a stage:
-[2] Only the last chunk's backwards wait as long as in [1]. In the others all stages run backwards, and a message is all that is
-    waited for. In groups larger than the pipeline the message arrives in time, and on the last stage long before. Before
-    cool-down messages are overlapped with passes, and only the first gradient is waited for.
+[1] In cool-down the later stages run a forward between two backwards, so the receive takes about as long as a forward. It cannot
+    hide recomputation whose input is gathered, because the gather runs in the backward. With several chunks on a stage:
+[2] Only the last chunk's backwards wait as long as in [1]. In the other chunks all stages run backwards, and the stage waits for
+a
+    message only. If micro-batch groups are larger than the pipeline, the message arrives in time. Before cool-down messages
+    overlap with passes, and the stage waits for the first gradient only.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megatron_lynx.solver.seats import HalfKind, Seats
 
 @dataclass(frozen=True)
 class StageSeats:
-    """The seats that depend on the stage. `chunks`: those chunks of it whose layers are to be treated alike."""
+    """Seats that depend on the stage. `chunks`: chunks of the stage whose layers are treated alike."""
 
     seats: Seats
     stage: int
     chunks: tuple[int, ...] = (0,)
 
     def of(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection) -> Iterator[Seat]:
-        """Those that not every stage has. `backward`: what `Seats.backward()` says of this half."""
+        """Yield the seats that this stage has and others lack. `backward`: the result of `Seats.backward()` for this half."""
         if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
             return
         if not kind.last or self.received_s is None:
@@ -46,9 +47,9 @@ class StageSeats:
             yield Seat(steady, cooldown, self.phases.steady_share)
 
     def taken(self, seat: Seat, *, last: bool) -> Seat:
-        """A seat that several chunks were offered, as it is in these: their own phases, their own wait in cool-down.
+        """Return a seat that was chosen for several chunks with the phases and the cool-down wait of these chunks.
 
-        `last`: whether it is that of the last half.
+        last: the seat belongs to the stage's last half.
         """
         if seat.steady == seat.cooldown and not seat.cooldown.in_receive:
             return seat
@@ -69,18 +70,17 @@ class StageSeats:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are any that not every stage has."""
         return self.received_s is not None
 
     @property
     def _last(self) -> bool:
-        """Whether the model's last chunk is among them: it receives no gradient, and its backward follows its own forward."""
+        """Whether the model's last chunk is included. It receives no gradient, and its backward follows its own forward."""
         job = self.seats.job
         return self.stage == job.parallel.pipeline - 1 and job.chunks - 1 in self.chunks
 
     @cached_property
     def received_s(self) -> float | None:
-        """How long the gradient is awaited in cool-down, if it is. [2]"""
+        """Seconds for which the stage waits for the gradient in cool-down; None if it does not wait. [2]"""
         seats, job = self.seats, self.seats.job
         lies_there = self.stage == job.parallel.pipeline - 1 and job.microbatch_group > job.parallel.pipeline
         if self._last or lies_there or job.model.moe_overlapped:
