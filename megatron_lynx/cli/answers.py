@@ -137,11 +137,7 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
     table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included, simulated")
     for row in rows:
         table.add(
-            row.setting,
-            format_seconds(row.step_s),
-            f"{row.ratio_to_none:.3f}",
-            format_bytes(row.memory_bytes),
-            row.gradients,
+            row.setting, format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes), row.gradients
         )
     show(table)
     if any(row.without_flushes for row in rows):

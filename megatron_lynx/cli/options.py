@@ -143,12 +143,10 @@ class ExpertLoad:
 @dataclass(frozen=True, kw_only=True)
 class Budget(ExpertLoad):
     memory_gib: Annotated[
-        float | None,
-        Option(callback=finite, metavar="GIB", help="Memory of each device. Default: the job's or cluster's."),
+        float | None, Option(callback=finite, metavar="GIB", help="Memory of each device. Default: the job's or cluster's.")
     ] = None
     share: Annotated[
-        float | None,
-        Option("--memory-share", min=0.01, max=1.0, metavar="SHARE", help="Usable share of each device's memory."),
+        float | None, Option("--memory-share", min=0.01, max=1.0, metavar="SHARE", help="Usable share of each device's memory.")
     ] = None
     host_memory_gib: Annotated[
         float | None, Option(callback=finite, metavar="GIB", help="Memory of each node's host. Default: the cluster's.")

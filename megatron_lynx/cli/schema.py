@@ -215,8 +215,4 @@ def json_schema() -> dict[str, Any]:
     schemas = {
         command: model.model_json_schema(ref_template=f"#/$defs/{command}/$defs/{{model}}") for command, model in ANSWERS.items()
     }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "megatron-lynx COMMAND --json",
-        "$defs": schemas,
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-lynx COMMAND --json", "$defs": schemas}

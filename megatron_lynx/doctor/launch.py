@@ -26,9 +26,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_seconds
 
-DEFEATS = {
-    "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
-}
+DEFEATS = {"use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused")}
 """Topic and cost of flags that every plan refuses."""
 
 TODAY = {

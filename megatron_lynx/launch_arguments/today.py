@@ -81,10 +81,7 @@ NOT_PRICED = {
 }
 """Settings that cannot be priced, and why."""
 
-LOWER_BOUND = {
-    "min_offloaded_tensor_size": LEAST_ELEMENTS,
-    "delta_offload_bytes_across_pp_ranks": 0,
-}
+LOWER_BOUND = {"min_offloaded_tensor_size": LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
 """Settings of offloading that are priced only at Megatron's default."""
 
 
