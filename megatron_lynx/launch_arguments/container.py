@@ -197,15 +197,11 @@ def _failed(where: str, module: str, error: BaseException) -> Problem:
         return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
     if isinstance(error, ImportError):
         return Problem(where, found, needed, f"or {written}")
-    if _asked_a_hub(error):
+    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
+    if any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error)):
         needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
         return Problem(where, found, needed, f"let it ask ({OFFLINE}=0), or {written}")
     return Problem(where, found, "a function without arguments that returns a ConfigContainer")
-
-
-def _asked_a_hub(error: BaseException) -> bool:
-    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
-    return any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error))
 
 
 def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
@@ -320,15 +316,12 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
     if vocabulary(container) is None:  # reported by `refused_model`
         flag = next(flag for flag in table.of_name["vocab_size"] if release in flag.releases)
         values["vocab_size"] = Value(flag, "cfg.tokenizer.vocab_size", None)
-    return Given(values, (release,), table, packed=_packed_by(container)), problems
+    packed = next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
+    return Given(values, (release,), table, packed=packed), problems
 
 
 PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
 """Settings of data sets with packed sequences, of 0.6 and 0.5."""
-
-
-def _packed_by(container: Container) -> str:
-    return next((f"cfg.dataset.{name}" for name in PACKING if container.get(f"dataset.{name}")), "")
 
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,10 @@ def read_launch_file(path: Path) -> LaunchFile:
     words = tuple(line for line in lines if line.strip() and line not in comments)
     if not words:
         raise _refused(path, "no words" if lines else "an empty file")
-    if (strange := _of_a_shell(words)) is not None:
-        raise _refused(path, f"a line of several words, {strange!r}")
+    if (line := next(filter(SHELL_LINE.search, words), None)) is not None:
+        raise _refused(path, f"a line of several words, {line if len(line) < 40 else f'{line[:37]}...'!r}")
     named = [found[1] for line in comments if (found := CLUSTER.match(line))]
     return LaunchFile(words, named[-1] if named else None)
-
-
-def _of_a_shell(words: Sequence[str]) -> str | None:
-    return next((word if len(word) < 40 else f"{word[:37]}..." for word in words if SHELL_LINE.search(word)), None)
 
 
 def _refused(path: Path, found: str) -> ConfigError:

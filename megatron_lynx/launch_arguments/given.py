@@ -138,18 +138,14 @@ BY_STEPS = "--step-batch-size-schedule"
 PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One flag with its values, or one word that belongs to no flag."""
 
     option: str | None
     """As written, without a value; None for a stray word."""
+    flag: Flag | None
     values: tuple[str, ...]
     words: tuple[str, ...]
-
-    @property
-    def ours(self) -> bool:
-        return self.option is not None and self.option.startswith(OURS)
 
 
 def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) -> Iterator[Piece]:
@@ -158,16 +154,22 @@ def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) 
     while rest:
         word = rest.pop(0)
         if not is_flag(word):
-            yield Piece(None, (), (word,))
+            yield Piece(None, None, (), (word,))
             continue
         option, equals, value = word.partition("=")
-        following = [] if equals else _up_to_next_flag(rest)
-        taken = tuple(following[: _takes(option, len(following), table, releases)])
-        del rest[: len(taken)]
+        flag = table.newest(option, releases)
+        known = flag or table.newest(option)
+        count = 0 if equals else next((index for index, one in enumerate(rest) if is_flag(one)), len(rest))
+        if option.startswith(OURS):
+            count = min(1, count)
+        elif known is not None and isinstance(known.takes, int):
+            count = min(known.takes, count)
+        taken = tuple(rest[:count])
+        del rest[:count]
         if option == BY_STEPS:
             while rest and PAIR.fullmatch(rest[0]):
                 taken = (" ".join((*taken, rest.pop(0))),)
-        yield Piece(option, (value,) if equals else taken, (word, *taken))
+        yield Piece(option, flag, (value,) if equals else taken, (word, *taken))
 
 
 def is_flag(word: str) -> bool:
@@ -186,25 +188,13 @@ def changed(
     given = dict(setting or {})
     words: list[str] = []
     for piece in pieces(arguments, table, releases):
-        flag = None if piece.option is None else table.newest(piece.option, releases)
-        if flag is not None and flag.sets in without:
+        if piece.flag is not None and piece.flag.sets in without:
             continue
-        if piece.option is not None and piece.option in (setting or {}):
-            words += [piece.option, *given.pop(piece.option)] if piece.option in given else []
-            continue
-        words += piece.words
+        if piece.option not in (setting or {}):
+            words += piece.words
+        elif piece.option in given:
+            words += [piece.option, *given.pop(piece.option)]
     return (*words, *(word for option, values in given.items() for word in (option, *values)))
-
-
-def _takes(option: str, following: int, table: FlagTable, releases: Sequence[str]) -> int:
-    if option.startswith(OURS):
-        return min(1, following)
-    flag = table.newest(option, releases) or table.newest(option)
-    return following if flag is None or not isinstance(flag.takes, int) else flag.takes
-
-
-def _up_to_next_flag(words: Sequence[str]) -> list[str]:
-    return list(words[: next((index for index, word in enumerate(words) if is_flag(word)), len(words))])
 
 
 MISTYPED = 0.9
@@ -275,12 +265,12 @@ def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, 
     values: dict[str, Value] = {}
     unknown: list[str] = []
     for piece in pieces(arguments, table, releases):
-        flag = None if piece.option is None else table.newest(piece.option, releases)
         if piece.option is None:
-            problems.append(_stray(piece.words[0]))
-        elif flag is not None:
+            todo = "let the shell fill its variables in" if SHELL.search(piece.words[0]) else ""
+            problems.append(Problem("launch", f"the word {piece.words[0]!r}", "a flag, or a value behind one", todo))
+        elif (flag := piece.flag) is not None:
             values[flag.sets] = Value(flag, piece.option, _value(flag, piece.option, piece.values, problems, unknown))
-        elif not piece.ours:
+        elif not piece.option.startswith(OURS):
             unknown.append(" ".join(piece.words))
     return Given(values, releases, table, tuple(unknown)), problems
 
@@ -296,11 +286,6 @@ def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], 
     text = ", ".join(f"{option} ({' '.join(of)})" for of, option in narrow.items() if len(of) < len(table.releases))
     problem = Problem("launch", f"flags that no one release of Megatron takes together: {text}", "flags of one release")
     return table.releases[-1:], [problem]
-
-
-def _stray(word: str) -> Problem:
-    todo = "let the shell fill its variables in" if SHELL.search(word) else ""
-    return Problem("launch", f"the word {word!r}", "a flag, or a value behind one", todo)
 
 
 def mistyped(option: str, table: FlagTable) -> str | None:

@@ -27,7 +27,7 @@ Opaque halves (`config.opaque`):
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -111,10 +111,6 @@ def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem(given.origin(WINDOW), str(given[WINDOW]), needed))
         return
     yield Fact("model.window.keys", int(said[0]) + 1, f"{given.origin(WINDOW)}, and the query's own")
-    yield from _window_share(given, problems)
-
-
-def _window_share(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     origin, layers = given.origin(SKIPPED), given["num_layers"]
     if given[SKIPPED] is None or not layers:
         return
@@ -192,7 +188,14 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if any(given[name] is None for name in STATED):
         return
     if stack := stack_of(given):
-        if found := list(_in_stack(given, stack)):
+        having: dict[str, list[int]] = {}
+        for number, layer in enumerate(stack, start=1):
+            for name in layer.opaque:
+                having.setdefault(name, []).append(number)
+        figures = {"mamba": _mamba, KNOWN: _delta_net}
+        if having:
+            every = having.items()
+            found = [_in_layers(figures[kind](given) if kind in figures else {"kind": kind}, layers) for kind, layers in every]
             yield Fact("model.opaque", found, PATTERN_FLAG)
         return
     linear, origins = _linear(given, problems), []
@@ -215,16 +218,6 @@ def without_known(given: Given) -> Given:
     """The launch without the flags of forks that are read here."""
     known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
     return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
-
-
-def _in_stack(given: Given, stack: Sequence[StackLayer]) -> Iterator[dict[str, Any]]:
-    having: dict[str, list[int]] = {}
-    for number, layer in enumerate(stack, start=1):
-        for name in layer.opaque:
-            having.setdefault(name, []).append(number)
-    figures = {"mamba": _mamba, KNOWN: _delta_net}
-    for kind, layers in having.items():
-        yield _in_layers(figures[kind](given) if kind in figures else {"kind": kind}, layers)
 
 
 def _mamba(given: Given) -> dict[str, Any]:

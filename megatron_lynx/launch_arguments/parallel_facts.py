@@ -60,9 +60,11 @@ def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> It
     try:
         if sum(bool(given[name]) for name in (LAYOUT, EACH, CHUNKS)) > 1:
             raise _Uneven(f"{', '.join(given.origin(name) for name in said)}: Megatron takes only one of them")
-        if said in ([], [EACH]):
-            yield from _plain(given, pipeline, left_open)
-        else:
+        if said == [EACH]:
+            yield Fact("parallel.layers_per_chunk", given[EACH], given.origin(EACH))
+        elif not said and left_open and pipeline > 1:
+            yield Fact("parallel.partition", "auto", "left open: the launch does not say")
+        elif said:
             partition = _partition(given, layers, pipeline)
             chunked = len(partition) > pipeline
             yield Fact("parallel.partition", list(partition), given.origin(*said))
@@ -70,13 +72,6 @@ def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> It
         problems.append(Problem(given.origin(*said), str(uneven), ""))
     if given[GROUP] not in (None, pipeline) and chunked:
         yield Fact("parallel.microbatch_group", given[GROUP], given.origin(GROUP))
-
-
-def _plain(given: Given, pipeline: int, left_open: bool) -> Iterator[Fact]:
-    if given[EACH]:
-        yield Fact("parallel.layers_per_chunk", given[EACH], given.origin(EACH))
-    elif left_open and pipeline > 1:
-        yield Fact("parallel.partition", "auto", "left open: the launch does not say")
 
 
 def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:

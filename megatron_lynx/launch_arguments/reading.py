@@ -123,9 +123,7 @@ class Reading:
         without: Collection[str] = (),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command under a plan; for a launch without a script, a sentence with the changes. `environment`, `without`: as
-        `changed`.
-        """
+        """The command under a plan; for a launch without a script, a sentence with the changes."""
         if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment, runner)
         else:
@@ -141,9 +139,8 @@ class Reading:
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
     """Read a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
 
-    `gpus` replaces the launcher's number. `planning`: for a plan; else for an estimate with the launch's own recomputation.
-    `strict`:
-    unknown flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
+    `gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of its own recomputation. `strict`: unknown
+    flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
     command = command_line(words)
     container = None
@@ -162,7 +159,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems, planning=planning)
-    problems += _in_a_file(given, today) if planning else ()
+    if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is
+        todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
+        problems += [Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags]
     facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
     if planning and given[FINE_GRAINED]:
         facts.append(Fact("offload_ratio", "auto", f"{given.origin(FINE_GRAINED)}: a plan offloads what pays, too"))
@@ -181,7 +180,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     overlapping = any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts)
     problems += _refused(given, today, [*_circumstances(given, planning=planning), *(["two versions"] if overlapping else [])])
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *_opaque(facts), *_activation(given), *_softmax(given)]
+    priced += _substitutes(given, facts)
     given = without_known(given)
     if strict or problems:  # a mistyped flag may be why something is missing
         problems += [
@@ -206,13 +205,6 @@ def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
     if name is None:
         return Fact("policy", "none", f"no policy is like {' '.join(today.flags)}, which is priced as Megatron has it")
     return Fact("policy", name, " ".join(today.flags) or "no stock recomputation")
-
-
-def _in_a_file(given: Given, today: Today) -> Iterator[Problem]:
-    """Flags in a file that a plan replaces: they can be dropped from a command, but not from a user's file."""
-    if given["yaml_cfg"] is not None:
-        todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
-        yield from (Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags)
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:
@@ -261,40 +253,26 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
     return by_subject
 
 
-def _positions(given: Given) -> Iterator[tuple[str, str]]:
-    """A table of learned positions that is longer than a sequence."""
+def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
+    """(flag, substitute) of features that are counted as something else."""
     rows, seq = given["max_position_embeddings"], given["seq_length"]
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
         yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
-
-
-def _softmax(given: Given) -> Iterator[tuple[str, str]]:
-    """Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`)."""
+    if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
+        yield given.origin("moe_token_dispatcher_type"), DISPATCH
+    for fact in facts:
+        for each in fact.value if fact.place == "model.opaque" else ():
+            if "kept_bytes" in each:
+                kept = f"{MARGIN:g} times {each['kept_bytes']} bytes a token, read in code and not measured"
+                yield fact.origin, f"{each['kind']}, kept whole, {kept}: leave room, or put a profile in place of it"
+    if (fork := of_a_fork(given)) is not None:
+        yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
+    # Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`).
     flag = next((name for name in ("attention_softmax_in_fp32", "apply_query_key_layer_scaling") if given[name]), None)
     eager = given["transformer_impl"] == "local" and not given["masked_softmax_fusion"]
     if flag is not None and eager and (given["bf16"] or given["fp16"]):
         yield given.origin(flag), "a softmax in 16 bits: without --no-masked-softmax-fusion it saves a third as much"
-
-
-def _activation(given: Given) -> Iterator[tuple[str, str]]:
-    if (fork := of_a_fork(given)) is not None:
-        yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
-
-
-def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
-        yield given.origin("moe_token_dispatcher_type"), DISPATCH
-
-
-def _opaque(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
-    """Opaque halves, priced by formulas with a margin."""
-    for fact in facts:
-        for each in fact.value if fact.place == "model.opaque" else ():
-            if "kept_bytes" not in each:
-                continue
-            kept = f"{each['kept_bytes']} bytes a token, read in code and not measured"
-            yield fact.origin, f"{each['kind']}, kept whole, {MARGIN:g} times {kept}: leave room, or put a profile in place of it"
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:

@@ -72,14 +72,10 @@ def unsaid(reading: Reading) -> Iterator[str]:
         yield f"--{DISPATCHER.replace('_', '-')} is not given: {default}; alltoall, to those of its experts"
     rows = model.get("seq", 0) // data.get("parallel", {}).get("context", 1)
     mask_bytes = batch.get("micro", 0) * rows * model.get("seq", 0)
-    if _masks(reading) and not batch.get("packed") and mask_bytes >= LARGE_MASK_BYTES:
+    masks = Path(reading.command.script or "").name.startswith("pretrain_") and bool(given[MASK])
+    if masks and not batch.get("packed") and mask_bytes >= LARGE_MASK_BYTES:
         where = "of a micro-batch on the first and the last stage, which is not counted"
         yield f"--no-{MASK.replace('_', '-')} is not given: a mask of {format_bytes(mask_bytes)} {where}"
-
-
-def _masks(reading: Reading) -> bool:
-    script = reading.command.script or ""
-    return Path(script).name.startswith("pretrain_") and bool(reading.given[MASK])
 
 
 def as_json(reading: Reading) -> dict[str, object]:

@@ -195,60 +195,36 @@ def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
 
 def _contradictions(given: Given) -> Iterator[Problem]:
     """Settings that `validate_args` and TransformerConfig refuse for any model."""
-    selective = given["recompute_activations"] or given[GRANULARITY] == "selective"
-    if given[GRANULARITY] == "full" and not given["recompute_activations"]:
-        if given[METHOD] is None:
-            yield _missing(given, GRANULARITY, "full", "--recompute-method uniform (or block) beside it")
-        if given[LAYERS] is None:
-            yield _missing(given, GRANULARITY, "full", "--recompute-num-layers 1 (or more) beside it")
-    if selective:
-        for name in (METHOD, LAYERS):
-            if given[name] is not None:
-                yield _missing(given, name, str(given[name]), "no such flag with selective recomputation")
-    if given[FINE_GRAINED] and not given[OFFLOAD]:
-        yield _missing(given, FINE_GRAINED, "given", "--offload-modules MODULE ... beside it")
-    yield from _by_layers(given)
-    yield from _of_head(given)
-    yield from _of_graphs(given)
-    if given[SHARED_OUT] and (given["sequence_parallel"] or given[GRANULARITY] != "full"):
-        yield _missing(given, SHARED_OUT, "given", "--recompute-granularity full, and no --sequence-parallel")
-
-
-def _by_layers(given: Given) -> Iterator[Problem]:
-    if not given[BY_LAYERS]:
-        return
-    found = str(given[BY_LAYERS])
-    if (given["pipeline_model_parallel_size"] or 1) > 1:
-        yield _missing(given, BY_LAYERS, found, "--pipeline-model-parallel-size 1")
-    if given[GRANULARITY] or given["recompute_activations"]:
-        yield _missing(given, BY_LAYERS, found, "no recomputation beside it")
-    if given[FINE_GRAINED]:
-        yield _missing(given, BY_LAYERS, found, "no --fine-grained-activation-offloading beside it")
-    if given["num_layers"] and given[BY_LAYERS] >= given["num_layers"]:
-        yield _missing(given, BY_LAYERS, found, f"fewer than --num-layers ({given['num_layers']})")
-
-
-def _missing(given: Given, name: str, found: str, needed: str) -> Problem:
-    return Problem(given.origin(name), found, needed, STOPS)
-
-
-def _of_head(given: Given) -> Iterator[Problem]:
-    if not given[DEFERRED_HEAD]:
-        return
-    if (given["pipeline_model_parallel_size"] or 1) == 1:
-        yield _missing(given, DEFERRED_HEAD, "given", "--pipeline-model-parallel-size 2 (or more)")
-    if given["gradient_accumulation_fusion"] is False:
-        yield _missing(given, DEFERRED_HEAD, "given", "no --no-gradient-accumulation-fusion")
-    if given[DEFERRED_AT_MOST] < 0:
-        yield _missing(given, DEFERRED_AT_MOST, str(given[DEFERRED_AT_MOST]), "0 (all micro-batches) or more")
-
-
-def _of_graphs(given: Given) -> Iterator[Problem]:
-    """Two flags that mean the same in two releases."""
-    said = [name for name in GRAPHS if is_on(given, name)]
-    if len(said) > 1:
-        found = f"also {', '.join(given.origin(name) for name in said[1:])}"
-        yield _missing(given, said[0], found, f"one of them: --{GRAPHS_BY.replace('_', '-')} is the newer one")
+    granularity, stages = given[GRANULARITY], given["pipeline_model_parallel_size"] or 1
+    selective, full = given["recompute_activations"] or granularity == "selective", granularity == "full"
+    by_layers, layers = given[BY_LAYERS], given["num_layers"]
+    graphs = [name for name in GRAPHS if is_on(given, name)]
+    head, head_at_most = bool(given[DEFERRED_HEAD]), given[DEFERRED_AT_MOST]
+    rules = (
+        (full and not selective and given[METHOD] is None, GRANULARITY, "--recompute-method uniform (or block) beside it"),
+        (full and not selective and given[LAYERS] is None, GRANULARITY, "--recompute-num-layers 1 (or more) beside it"),
+        (selective and given[METHOD] is not None, METHOD, "no such flag with selective recomputation"),
+        (selective and given[LAYERS] is not None, LAYERS, "no such flag with selective recomputation"),
+        (given[FINE_GRAINED] and not given[OFFLOAD], FINE_GRAINED, "--offload-modules MODULE ... beside it"),
+        (by_layers and stages > 1, BY_LAYERS, "--pipeline-model-parallel-size 1"),
+        (by_layers and (granularity or selective), BY_LAYERS, "no recomputation beside it"),
+        (by_layers and given[FINE_GRAINED], BY_LAYERS, "no --fine-grained-activation-offloading beside it"),
+        (by_layers and layers and by_layers >= layers, BY_LAYERS, f"fewer than --num-layers ({layers})"),
+        (head and stages == 1, DEFERRED_HEAD, "--pipeline-model-parallel-size 2 (or more)"),
+        (head and given["gradient_accumulation_fusion"] is False, DEFERRED_HEAD, "no --no-gradient-accumulation-fusion"),
+        (head and head_at_most < 0, DEFERRED_AT_MOST, "0 (all micro-batches) or more"),
+        (len(graphs) > 1, next(iter(graphs), GRAPHS_BY), f"one of them: --{GRAPHS_BY.replace('_', '-')} is the newer one"),
+        (
+            given[SHARED_OUT] and (given["sequence_parallel"] or not full),
+            SHARED_OUT,
+            "--recompute-granularity full, and no --sequence-parallel",
+        ),
+    )
+    for broken, name, needed in rules:
+        if broken:
+            found = "given" if given[name] is True else str(given[name])
+            found = f"also {', '.join(map(given.origin, graphs[1:]))}" if name in graphs else found
+            yield Problem(given.origin(name), found, needed, STOPS)
 
 
 def captures(given: Given) -> bool:
