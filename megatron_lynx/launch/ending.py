@@ -67,7 +67,7 @@ class LastWord:
 @contextmanager
 def named_ending(how_far: Callable[[], str]) -> Iterator[None]:
     """Print how the block ended if it fails. `how_far` returns the progress of the run in words ("in step 3")."""
-    if not faulthandler.is_enabled() and _can_write(sys.stderr):
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # standard error may be no file
         faulthandler.enable()  # until the process ends: an abort may come after Python code has finished
     try:
         yield
@@ -97,14 +97,6 @@ def concluded(conclude: Callable[[], None], between_steps: Callable[[], bool]) -
 
 def _say(how_far: Callable[[], str], cause: str) -> None:
     say(f"megatron-lynx: rank {os.environ.get('RANK', '0')} ended {how_far()}: {cause}")
-
-
-def _can_write(stream: object) -> bool:
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
 
 
 Value = TypeVar("Value")
@@ -170,13 +162,9 @@ def _lines(reports: Sequence[Report | None]) -> list[str]:
     for rank, report in enumerate(reports):
         for problem in report.problems if report is not None else ():
             ranks.setdefault(problem, []).append(rank)
-    return [f"  - {_whose(having, len(reports))}{problem}" for problem, having in ranks.items()]
-
-
-def _whose(ranks: Sequence[int], world: int) -> str:
-    if len(ranks) == world:
-        return ""
-    return f"rank {ranks[0]}: " if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: "
+    whose = {1: "rank {}: ", len(reports): ""}
+    words = {problem: whose.get(len(having), "ranks {}: ") for problem, having in ranks.items()}
+    return [f"  - {words[problem].format(', '.join(map(str, having)))}{problem}" for problem, having in ranks.items()]
 
 
 def on_rank_0(text: str) -> None:

@@ -138,12 +138,14 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     known = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Flags))
     problems = [Problem(flag.partition("=")[0], "no such flag", known) for flag in others if flag.startswith(PREFIX)]
     flags = Flags(**vars(found))
-    if flags.lynx_trace is not None and flags.lynx_plan is None:
-        problems.append(Problem("--lynx-trace", "no --lynx-plan", "one: without a plan there is nothing to trace"))
-    if flags.lynx_outcome is not None and flags.lynx_plan is None:
-        problems.append(Problem("--lynx-outcome", "no --lynx-plan", "one: without a plan nothing is predicted"))
-    if flags.lynx_check is not None and flags.lynx_plan is None:
-        problems.append(Problem("--lynx-check", "no --lynx-plan", "one: without a plan there is nothing to check"))
+    without_plan = (
+        ("--lynx-trace", flags.lynx_trace, "there is nothing to trace"),
+        ("--lynx-outcome", flags.lynx_outcome, "nothing is predicted"),
+        ("--lynx-check", flags.lynx_check, "there is nothing to check"),
+    )
+    if flags.lynx_plan is None:
+        given = [(flag, why) for flag, value, why in without_plan if value is not None]
+        problems += [Problem(flag, "no --lynx-plan", f"one: without a plan {why}") for flag, why in given]
     if flags.lynx_check is None and flags.lynx_check_against != Flags.lynx_check_against:
         problems.append(Problem("--lynx-check-against", "no --lynx-check", "one: how many steps are to be checked"))
     if flags.checks_frames and flags.lynx_check_against != Flags.lynx_check_against:

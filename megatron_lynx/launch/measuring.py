@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from statistics import median
 from typing import Any, NamedTuple
@@ -106,7 +106,10 @@ class DevicePeak:
     def __init__(self) -> None:
         where = torch.empty(0, device="cuda").device  # the CPU, if it stands in for CUDA in tests
         self._on_cuda = where.type == "cuda"
-        self._total = None if self._on_cuda else _cpu_total()
+        self._total: CpuTotal | None = None
+        if not self._on_cuda:
+            with suppress(LynxError):  # this build of PyTorch hides it; the table says that memory is not measured
+                self._total = CpuTotal()
         self._most: int | None = None
 
     @contextmanager
@@ -135,10 +138,3 @@ class DevicePeak:
             return peak
         free_bytes, all_bytes = torch.cuda.mem_get_info()
         return peak._replace(outside_bytes=all_bytes - free_bytes - torch.cuda.memory_reserved())
-
-
-def _cpu_total() -> CpuTotal | None:
-    try:
-        return CpuTotal()
-    except LynxError:  # this build of PyTorch hides it; the table says that memory is not measured
-        return None

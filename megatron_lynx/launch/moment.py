@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from megatron_lynx.anatomy import HALVES
@@ -81,10 +82,10 @@ class _Passed(NamedTuple):
 
 def moment_of(error: BaseException, rank: Rank) -> Moment | None:
     """The moment; None for an error outside of passes, updates and messages."""
-    causes, where = [*_causes(error)], None
-    for each in causes:
-        where = where or whereabouts_of(each)
-    passed = [function for each in causes for function in _passed(each)]
+    causes = [*causes_of(error)]
+    where = next(filter(None, map(whereabouts_of, causes)), None)
+    frames = [frame for each in causes for frame, _ in walk_tb(each.__traceback__)]
+    passed = [_Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals) for frame in frames]
     if (entry := _put_off(passed)) is not None:
         layer, linear = entry.linear
         words = f"a weight gradient that was put off, of layer {layer}, {linear}"
@@ -93,20 +94,15 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
         beside = f", beside the backward of micro-batch {where.micro_batch}" if where and where.micro_batch is not None else ""
         return Moment(f"the reduction of gradients{beside}", "reduction", ("reduction",))
     if where is None:
-        return _between_passes(passed, rank)
+        if _is_in(passed, rank.optimizer):
+            first = "the first update, which makes the optimizer's state"
+            return (
+                Moment("an update", "update", ("update",)) if rank.stepped else Moment(first, "first_update", ("first_update",))
+            )
+        return Moment("a message between stages", "message") if _in(passed, MESSAGES) else None
     if where.replays:
         return _at("a replay of", where, "replay", ("backward",))
     return _in_forward(where, passed, rank) if where.passing == "forward" else _in_backward(where, passed, rank)
-
-
-def _between_passes(passed: Sequence[_Passed], rank: Rank) -> Moment | None:
-    if _is_in(passed, rank.optimizer):
-        name = "update" if rank.stepped else "first_update"
-        words = "an update" if rank.stepped else "the first update, which makes the optimizer's state,"
-        return Moment(words.rstrip(","), name, (name,))
-    if _in(passed, MESSAGES):
-        return Moment("a message between stages", "message")
-    return None
 
 
 def _in_forward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
@@ -155,19 +151,11 @@ def _put_off(passed: Sequence[_Passed]) -> Entry | None:
     return next((entry for entry in entries if isinstance(entry, Entry)), None)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     found: BaseException | None = error
     while found is not None:
         yield found
         found = found.__cause__
-
-
-def _passed(error: BaseException) -> Iterator[_Passed]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        yield _Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals)
-        traceback = traceback.tb_next
 
 
 def _is_in(passed: Sequence[_Passed], module: Any) -> bool:

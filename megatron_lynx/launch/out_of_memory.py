@@ -32,7 +32,7 @@ from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.ending import LastWord
 from megatron_lynx.launch.message import stop
-from megatron_lynx.launch.moment import Moment, Rank, moment_of
+from megatron_lynx.launch.moment import Moment, Rank, causes_of, moment_of
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
@@ -50,20 +50,13 @@ class OutOfDeviceMemory(LynxError):
 
 def explained(error: BaseException, rank: Rank, how_far: str, plan: str) -> OutOfDeviceMemory | None:
     """Our error for one of memory, else None. `how_far`: the run's progress in words; `plan`: the plan's path."""
-    first = _of_memory(error)
+    first = next((cause for cause in causes_of(error) if isinstance(cause, torch.OutOfMemoryError)), None)
     if first is None:
         return None
     moment = moment_of(error, rank) or Moment("outside of passes and updates")
     predicted = rank.plan.chunks_of(rank.stage)[0].predicted
     problems = list(_problems(first, moment, rank, predicted, plan))
     return OutOfDeviceMemory(f"out of device memory {how_far}", problems)
-
-
-def _of_memory(error: BaseException) -> BaseException | None:
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, torch.OutOfMemoryError):
-        found = found.__cause__
-    return found
 
 
 def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predicted, plan: str) -> Iterator[Problem]:

@@ -43,12 +43,15 @@ from megatron_lynx.units import format_bytes
 @contextmanager
 def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Iterator[DoubleBuffered]:
     """Train without flushes inside. All ranks enter, or all exit. `plan` says whether updates are deferred (the default)."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import training
     from megatron.training.global_vars import get_args
 
     args, error = get_args(), None
     try:
-        pipeline = _pipeline(model, optimizer, args, plan)
+        sizes = {"seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size}
+        defers = plan is None or plan.defer_updates
+        pipeline = DoubleBuffered(model, optimizer, microbatches=get_num_microbatches(), defer_updates=defers, **sizes)
         draining = Draining(args, training)
         claims = [*schedule_claims(training, pipeline, draining.now), *stopping_claims(training, pipeline, draining)]
         if refused := holding.verify(claims):
@@ -62,19 +65,6 @@ def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Ite
         yield pipeline
     finally:
         holding.give_back(hooks)
-
-
-def _pipeline(model: Any, optimizer: Any, args: Any, plan: Plan | None) -> DoubleBuffered:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    return DoubleBuffered(
-        model,
-        optimizer,
-        microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        defer_updates=plan is None or plan.defer_updates,
-    )
 
 
 def _say_begun(pipeline: DoubleBuffered) -> None:

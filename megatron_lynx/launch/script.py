@@ -52,9 +52,7 @@ def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
         print(USAGE.format(module=module))
         return 0
     try:
-        command = read(arguments)
-
-        run_script(command)
+        run_script(read(arguments))
     except LynxError as error:
         stop(error)
         return error.exit_status
@@ -78,19 +76,13 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def run_script(command: Command) -> None:
-    """Run the script under the launch's hooks. Raises what it raises, `ConfigError` without the host, `HookRefused` for an
-    unknown one.
-    """
+    """Run the script under the launch's hooks. Raises what it raises, and `ConfigError` or `HookRefused` for a missing host."""
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending
-    from megatron_lynx.launch.hosts import host_named
-    from megatron_lynx.launch.launch import Launch
 
-    logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
-    host = host_named(command.flags.lynx_host)
-    with _as_its_own_process(command, host):
-        host.find(str(command.script))
-        launch = Launch(command.flags, host)
+    launch = launch_of(command.flags)
+    with _as_its_own_process(command, launch.host):
+        launch.host.find(str(command.script))
         hooks = held(launch)
         try:
             with named_ending(lambda: launch.how_far), launch.memory.watching():
@@ -100,27 +92,30 @@ def run_script(command: Command) -> None:
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
-    """Place the hooks until the process ends, for a script that calls this first (`patches/`), unless the launcher has placed
-    them.
+    """Place the hooks until the process ends, for a script that calls this first (`patches/`), if the launcher has not.
 
     `script_arguments`: by default those of this process. Exits with a message for a bad flag of ours.
     """
     from megatron.training import arguments
 
     from megatron_lynx.apply import hook as holding
-    from megatron_lynx.launch.hosts import host_named
-    from megatron_lynx.launch.launch import Launch
 
     if getattr(arguments.add_megatron_arguments, holding.MARK, False):
         return
     try:
-        flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
-        logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
-        held(Launch(flags, host_named(flags.lynx_host)))
+        held(launch_of(read_flags(sys.argv[1:] if script_arguments is None else script_arguments)))
     except LynxError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"megatron-lynx: {error}")
         sys.exit(error.exit_status)
+
+
+def launch_of(flags: Flags) -> Launch:
+    from megatron_lynx.launch.hosts import host_named
+    from megatron_lynx.launch.launch import Launch
+
+    logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
+    return Launch(flags, host_named(flags.lynx_host))
 
 
 def held(launch: Launch) -> list[holding.Hook]:

@@ -16,7 +16,6 @@ import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -48,14 +47,19 @@ class AllRandom:
 
 class TrainingState:
     def __init__(self, model: Sequence[Module]) -> None:
+        from megatron.core import rerun_state_machine
+
         self._random = AllRandom()
         self._drawn = self._random.capture()
         modules = [module for chunk in model for module in chunk.modules()]
         self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-        self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
+        # newer releases of Transformer Engine refuse to read the extra states of their own modules
+        stateful = [module for module in modules if type(module).get_extra_state is not Module.get_extra_state]
+        self._extra = [(module, _copied(module.get_extra_state())) for module in stateful if not in_fp8(module)]
         self._scales = Fp8Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
-        self._validated = [(machine, _copies(vars(machine))) for machine in _rerun_state_machine()]
+        machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+        self._validated = [] if machine is None else [(machine, _copies(vars(machine)))]
 
     def restore(self) -> None:
         for buffer, before in self._buffers:
@@ -88,18 +92,6 @@ def _logged_losses() -> Iterator[dict[str, Any]]:
             found = getattr(found, name, None)
         if isinstance(found, dict):
             yield found
-
-
-def _rerun_state_machine() -> Iterator[Any]:
-    from megatron.core import rerun_state_machine
-
-    if (machine := getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)) is not None:
-        yield machine
-
-
-def _has_extra_state(module: Module) -> bool:
-    """Whether a module has one. Transformer Engine's modules are left out: newer releases refuse to read their own."""
-    return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
 def _copies(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,20 +143,14 @@ class Fp8Scales:
                         yield (number, direction, part), tensor
 
 
-@dataclass(frozen=True)
-class _Read:
-    batch: Any
-    random_behind: Any
-    """The random state after reading it, if reading used random numbers."""
-
-
 class Batches:
     """Stands in for one data iterator of a step, and repeats its batches."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._random = AllRandom()
-        self._read: list[_Read] = []
+        self._read: list[tuple[Any, Any]] = []
+        """Batches, each with the random state after reading it, if reading used random numbers."""
         self._next = 0
 
     def again(self) -> None:
@@ -175,17 +161,13 @@ class Batches:
 
     def __next__(self) -> Any:
         if self._next == len(self._read):
-            self._read.append(self._from_source())
-        elif (behind := self._read[self._next].random_behind) is not None:
+            before, batch = self._random.capture(), next(self._source)
+            after = self._random.capture()
+            self._read.append((batch, None if self._random.same(before, after) else after))
+        elif (behind := self._read[self._next][1]) is not None:
             self._random.restore(behind)
         self._next += 1
-        return copy.deepcopy(self._read[self._next - 1].batch)
-
-    def _from_source(self) -> _Read:
-        before = self._random.capture()
-        batch = next(self._source)
-        behind = self._random.capture()
-        return _Read(batch, None if self._random.same(before, behind) else behind)
+        return copy.deepcopy(self._read[self._next - 1][0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
