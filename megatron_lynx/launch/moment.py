@@ -95,10 +95,9 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
         return Moment(f"the reduction of gradients{beside}", "reduction", ("reduction",))
     if where is None:
         if _is_in(passed, rank.optimizer):
-            first = "the first update, which makes the optimizer's state"
-            return (
-                Moment("an update", "update", ("update",)) if rank.stepped else Moment(first, "first_update", ("first_update",))
-            )
+            name = "update" if rank.stepped else "first_update"
+            words = "an update" if rank.stepped else "the first update, which makes the optimizer's state"
+            return Moment(words, name, (name,))
         return Moment("a message between stages", "message") if _in(passed, MESSAGES) else None
     if where.replays:
         return _at("a replay of", where, "replay", ("backward",))
