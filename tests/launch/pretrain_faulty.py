@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_lynx.launch.check import check
+from megatron_lynx.launch import check
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.site import SiteCall
 from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
