@@ -56,7 +56,6 @@ def profile_in_words(measured: Profile, path: Path) -> str:
 
 
 def _host_time(measured: Profile) -> list[str]:
-    """Host time of a layer under stock and under plans."""
     from megatron_lynx.units import format_seconds
 
     host_time, whose = measured.host_time, measured.shape.implementation
@@ -70,7 +69,6 @@ def _host_time(measured: Profile) -> list[str]:
 
 
 def _adam(adam: HostAdam | None) -> list[str]:
-    """The rate of the optimizer on the host."""
     if adam is None:
         return []
     alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
@@ -129,7 +127,6 @@ def show_published(rows: list[Row]) -> None:
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
-    """Print settings with and without flushes, and the age of their gradients."""
     from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes, format_seconds
 
@@ -145,7 +142,6 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
-    """Print a plan and stock's settings, simulated, with the flags of each."""
     from megatron_lynx.tables import WrappedTable
     from megatron_lynx.units import format_bytes
 
@@ -171,7 +167,6 @@ def show_held(held: list[Held], summary: str) -> None:
 
 
 def show_findings(found: list[Finding]) -> None:
-    """Print each finding with its cost and remedy."""
     from rich.table import Table
     from rich.text import Text
 
@@ -203,6 +198,5 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for answers. Raises `ConfigError` if it cannot be written to."""
     if (found := against_folder(folder)) is not None:
         raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])

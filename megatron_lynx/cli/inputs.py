@@ -40,7 +40,7 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_experts(job: Job, given: Given | None = None) -> None:
-    """Print the assumed load of experts, for a job with experts. `given`: of a launch, whose router may not be balanced."""
+    """Print the assumed load of experts. `given`: of a launch, whose router may not be balanced."""
     from megatron_lynx.launch_arguments.expert_facts import natural_routing, routes_naturally
 
     experts = job.model.experts
@@ -160,7 +160,6 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
 
 
 def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
-    """The given plan, or a new one, which is saved with the reports."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import load_profile, save_profile

@@ -129,7 +129,6 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
 
 
 def show_understood(reading: Reading) -> None:
-    """Print the values of the job with their origins, substitutes, and flags that do not matter."""
     from megatron_lynx.launch_arguments.table import remarks, understood
 
     show(understood(reading))
@@ -169,9 +168,8 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 def command_with(
     reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
 ) -> str:
-    """The launch under the plan. Layer flags are added only if the launch left the partition open.
-
-    `more`: further flags; Megatron uses the last of several. `without`: names of arguments to drop.
+    """The launch under the plan, with flags `more` and without the names of `without`. Layer flags only if it left the partition
+    open.
     """
     from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED
     from megatron_lynx.plan.layout import layer_flags, schedule_flags

@@ -57,8 +57,6 @@ AsJson = Annotated[bool, Option("--json", help="Print the answer as JSON, for pr
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A job, a launch with its cluster, or a model."""
-
     words: Annotated[
         list[str] | None,
         Argument(

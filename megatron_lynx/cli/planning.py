@@ -136,8 +136,6 @@ class Inexact(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Budget, Subject):
-    """The subject of a plan, and its options."""
-
     optimizer_offload: Annotated[
         str | None, typer.Option(metavar="SHARE", help="Share of the optimizer that goes to the host: in [0, 1], or auto.")
     ] = None
@@ -244,10 +242,7 @@ def _options(context: typer.Context) -> dict[str, object]:
 
 
 def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
-    """The job of a plan, the reading of its launch, and its profile; None if the plan does not name them.
-
-    Raises `ConfigError` if the job is gone.
-    """
+    """The job of a plan, the reading of its launch, and its profile; None if not named. Raises `ConfigError` if they are gone."""
     if (asked := plan.provenance.asked) is None:
         return None
     group = cast("TyperGroup", get_command(app))

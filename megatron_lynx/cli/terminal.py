@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 
 WIDTH_OF_FILES = 180
-"""Columns of a table in a file or a pipe."""
 
 
 SCREEN = 80
-"""Columns of an answer's first screen."""
 
 MOST_PROBLEMS = 100
 """Problems of one request that are printed."""
@@ -48,7 +46,6 @@ def printable(text: str) -> str:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines to stdout or stderr."""
     typer.echo(printable(text), err=err)
 
 

@@ -29,14 +29,11 @@ def findings(
     cluster: str | None = None,
     plan_file: str | os.PathLike[str] | None = None,
 ) -> Iterator[Finding]:
-    """All findings about this machine and, if given, a launch. Raises `ConfigError` for words that are no launch, or a file that
-    is no
-    plan.
+    """All findings about this machine and, if given, a launch. Raises `ConfigError` for words that are no launch, or a bad plan
+    file.
 
-    Args:
-        measured: this machine's host time, or why it is unknown.
-        cluster: the launch's cluster, judged instead of a machine without GPUs.
-        plan_file: the launch's plan, which determines the work in windows, and is judged by host time, too.
+    `measured`: this machine's host time. `cluster`: of the launch, judged instead of a machine without GPUs. `plan_file`: its
+    plan.
     """
     reading = read_launch(words) if words else None
     plan = None if plan_file is None else load_plan(plan_file)

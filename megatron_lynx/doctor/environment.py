@@ -46,8 +46,6 @@ from megatron_lynx.plan.timetables import Group, groups_waited_for, norms_in_win
 
 @dataclass(frozen=True)
 class Software:
-    """Installed versions; empty if missing."""
-
     torch: str = ""
     megatron_core: str = ""
 
@@ -146,7 +144,6 @@ def _wanted(given: Given, blackwell: bool) -> Wanted:
 
 
 def _split(given: Given) -> bool:
-    """Whether ranks share a layer's work, by tensors or by sequences."""
     return any((given[name] or 1) > 1 for name in SPLIT)
 
 
@@ -161,10 +158,7 @@ def _as_megatron_wants_it() -> Finding:
 
 
 def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """A timing event blocks the one hardware queue until the work before it in its stream is over, and so every stream (measured
-    on an
-    H100: benchmarks/results/2026-11-22-hardware-queues.md).
-    """
+    """A timing event blocks the only hardware queue (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
     for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
         if switched_on(variables, name):
             costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
@@ -172,10 +166,8 @@ def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 ALL_STREAMS = "TORCH_NCCL_HIGH_PRIORITY"
-"""Environment variable that gives torch's NCCL streams of all groups a high priority."""
 
 H100 = 132
-"""Multiprocessors of an H100, for the cost of a margin."""
 
 
 def beside_collectives(reading: Reading | None, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
@@ -211,7 +203,7 @@ def _norm_margin(reading: Reading | None, variables: Mapping[str, str], plan: Pl
 
 
 def _rows_of(reading: Reading) -> str | None:
-    """Rows of a launch's norms, if they are Transformer Engine's cooperative kernels."""
+    """Rows of a launch's norms, if they are cooperative kernels."""
     given = reading.given
     if given["transformer_impl"] == "local" or (given["fp8"] and given["fp8_recipe"] == "mxfp8"):  # mxfp8 uses cuDNN's norms
         return None
@@ -222,7 +214,7 @@ def _rows_of(reading: Reading) -> str | None:
 
 
 def _planned_rows(plan: Plan) -> str | None:
-    """Rows of a plan's norms, if both kinds of norm are cooperative: the plan does not know the kind."""
+    """Rows of a plan's norms, if cooperative kernels for both kinds of norm: the plan does not know the kind."""
     model = plan.model
     of_te = model.implementation == "transformer_engine" and model.fp8 != "mxfp8"
     as_one = all(starts_as_one(norm, model.hidden) for norm in get_args(Norm))
@@ -259,7 +251,6 @@ def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan 
 
 
 def _groups_of(reading: Reading) -> tuple[Group, ...]:
-    """Groups that any plan of the launch may wait for."""
     given = reading.given
     sizes: dict[Group, int] = {
         "tp": 1 if given["tp_comm_overlap"] else given["tensor_model_parallel_size"] or 1,

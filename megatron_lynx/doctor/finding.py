@@ -14,8 +14,6 @@ or stock's gradients are wrong.
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about software, machine or launch."""
-
     topic: str
     level: Level
     found: str

@@ -42,7 +42,6 @@ TODAY = {
     "external_cuda_graph": "CUDA graphs",
     "cuda_graph_impl": "CUDA graphs",
 }
-"""Topics of flags that a plan replaces."""
 
 
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -84,7 +83,6 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _replaced(reading: Reading) -> Iterator[Finding]:
-    """Stock's settings that a plan replaces."""
     planned = any(word.partition("=")[0] == "--lynx-plan" for word in reading.command.arguments)
     for name, topic in TODAY.items():
         if not is_on(reading.given, name):
@@ -156,9 +154,7 @@ def _messages(reading: Reading) -> Finding:
 
 
 def _checked_results(reading: Reading) -> Finding:
-    """Megatron reads results of every step to find NaN: `loss_func` of pretrain_gpt.py calls `validate_result` twice, as does
-    `check_grads` of each bucket; from the first step on, with reruns from the second.
-    """
+    """Megatron checks for NaN: `loss_func` of pretrain_gpt.py reads the loss twice, `check_grads` each bucket's norm."""
     given, topic = reading.given, "check for NaN"
     if not given["check_for_nan_in_loss_and_grad"]:
         return Finding(topic, "good", given.origin("check_for_nan_in_loss_and_grad"))
@@ -180,8 +176,6 @@ TOPIC = "host time"
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Why this machine's host time is unknown."""
-
     reason: str
 
 
@@ -235,7 +229,6 @@ def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]
 
 
 def _as_stock(job: Job) -> Job:
-    """The job without a plan. An open policy means no recomputation."""
     return job.model_copy(update={"policy": "none"}) if job.policy == "planned" else job
 
 

@@ -40,7 +40,6 @@ def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: 
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs that nvidia-smi lists; empty without it."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

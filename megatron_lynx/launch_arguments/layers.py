@@ -1,24 +1,14 @@
 """Layers of a launch that differ from one another, or from the usual halves.
 
-Layers of a flag are given by a number, or a list of 0 and 1, one for each.
-
---moe-layer-freq 2, or '([0]+[1]*2)'                    ──> 2, or [0, 1, 1]
-
-Sliding windows and attention sinks:
-
+--moe-layer-freq 2, or '([0]+[1]*2)'                    ──> 2, or [0, 1, 1]: a number, or 0 and 1 for each layer
 --window-size 127,0                                     128 keys including the query's own; none after it
 --window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all keys; the default is none
 --softmax-type learnable                                one learned logit more for each head; off-by-one: it is 0
 
-Stacks of `pretrain_hybrid.py` as layers of a GPT, the same as at run time (`apply.live_run`):
-
 --hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
---spec ... hybrid_stack_spec                            ──> Transformer Engine's layers
 
-Opaque halves (`config.opaque`):
-
---experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net
+--experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net (`config.opaque`)
     --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        its layers: all but every fourth; those with a 1
 --linear-attention-type gated_delta_net                 ──> the same, in forks
 --attention-output-gate                                 ──> model.opaque gated_attention, in layers with attention

@@ -3,22 +3,11 @@
 hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
 vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab
 
-Latent attention (--multi-latent-attention):
-
---q-lora-rank 1536                             ──> model.latent.q_rank              without it, queries are not compressed
---kv-lora-rank 512                             ──> model.latent.kv_rank
---qk-head-dim 128 --qk-pos-emb-head-dim 64     ──> model.latent.head_size, rope_size
---v-head-dim 128                               ──> model.latent.value_head_size
-
 Gradients and the optimizer's state (`validate_args`, `OptimizerConfig`):
 
 --bf16             gradients in fp32, unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16             gradients in fp16, unless --accumulate-allreduce-grads-in-fp32
 --optimizer muon   layers' weights use Muon (`cost.muon`), all others Adam or Lion (--muon-scalar-optimizer)
-
-`--fp8-format` turns FP8 on; other flags configure it. These change neither bytes nor seconds:
-
---fp8-margin, --fp8-interval, --fp8-amax-history-len, --fp8-amax-compute-algo
 """
 
 from __future__ import annotations

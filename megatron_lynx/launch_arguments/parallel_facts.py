@@ -1,30 +1,22 @@
 """Parallel groups, partition, batch and overlapped communication of a launch.
 
-Megatron's ways to assign layers to stages:
-
-nothing                                                 even, or decided by a plan
+nothing                                                 even stages, or decided by a plan
 --num-layers-per-virtual-pipeline-stage n               L / n virtual stages, even
 --num-virtual-stages-per-pipeline-rank v                v on each stage, of L / (p v) layers
 --decoder-{first,last}-pipeline-num-layers              the first and last stage have their own number, the rest is even
 --account-for-{embedding,loss}-in-pipeline-split        counts as one layer of its stage
 --pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, m prediction, L loss
 
-Context parallelism and its exchange of keys and values:
+--cp-comm-type a2a                                                          context parallelism, the same in every layer
+--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2            the default is p2p, a ring
 
---context-parallel-size 4                                                           a ring: Megatron's default
---context-parallel-size 4 --cp-comm-type a2a                                        the same in every layer
---context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
+Arguments that slime, and tools based on it, set themselves (`with_packing`), from slime's `megatron_utils/arguments.py`:
 
-Arguments that slime, and tools based on it, set themselves (`with_packing`):
-
---max-tokens-per-gpu 20480   ──> one packed micro-batch of this many tokens on every context-parallel rank
+--max-tokens-per-gpu 20480   ──> one packed micro-batch of this many tokens on every context-parallel rank, priced as one sequence
                                  --seq-length 20480 x context, --micro-batch-size 1
 always                       ──> --use-distributed-optimizer, and --bf16 unless --fp16
 allgather, given or not      ──> --moe-token-dispatcher-type alltoall
 --num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
-
-A packed micro-batch is priced as one sequence, whose attention takes longer than that of several short ones. Sources:
-`set_default_megatron_args` and `validate_args` in slime's `megatron_utils/arguments.py`; its `utils/arguments.py` for the batch.
 """
 
 from __future__ import annotations

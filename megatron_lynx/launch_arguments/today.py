@@ -1,7 +1,6 @@
 """A launch's own settings for activation memory, which a plan is compared with.
 
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1      every layer: `full`
---recompute-activations                                                              the core attention alone
 --recompute-granularity selective --recompute-modules moe layernorm                  these modules
 --fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
 --cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which save host time
@@ -11,13 +10,6 @@
 The launch under a plan is printed without these flags, except those of graphs and exchanges that a plan can run with
 (`stays_overlapped`, `graph_facts`). Captured code runs without the host, and so without our hooks. Settings that
 TransformerConfig refuses are problems of the launch.
-
-Captured graphs:
-
---cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router     ──> model.captured attn, moe_router
---external-cuda-graph --cuda-graph-scope attn                                 ──> the same, in older releases
---cuda-graph-impl local --cuda-graph-modules moe_router moe_preprocess        ──> nothing: a GPT model has no such graphs
---cuda-graph-impl local with others, full_iteration, or whole layers          ──> nothing: a plan cannot run with them
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from megatron_lynx.published.row import Row, published_figures
 
 
 def all_rows() -> list[Row]:
-    """Every row, in the order of the files of figures."""
     figures = published_figures()
     parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
     found = [row for name, part in parts.items() for row in part.rows(figures[name])]

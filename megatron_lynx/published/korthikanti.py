@@ -32,7 +32,6 @@ TECHNIQUES = {
     "seqsel": ("selective", True),
     "full": ("full", False),
 }
-"""The settings of their figure 7: recomputation, and sequence parallelism."""
 
 EXPERIMENTS = {
     "baseline_no_recompute": "none",
@@ -41,12 +40,9 @@ EXPERIMENTS = {
     "selective": "sel",
     "selective_plus_sp": "seqsel",
 }
-"""The runs of their table 4."""
 
 CALIBRATING = ("baseline_no_recompute", "sequence_parallelism")
-"""Experiments of table 4 whose forwards calibrated `matmul.efficiency` of the A100, and whose backwards
-`matmul.beside_collective`.
-"""
+"""Runs of table 4 whose forwards calibrated `matmul.efficiency` of the A100, and their backwards `matmul.beside_collective`."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:

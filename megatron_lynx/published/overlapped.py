@@ -18,7 +18,6 @@ from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 
 STEP_PERCENT, FASTER_PERCENT, PEAK_PERCENT = 10.0, 2.0, 8.0
-"""Bounds on the errors of a step, of a speed-up, and of a peak."""
 
 SOURCE = "NVIDIA, Megatron-Bridge"
 OVERLAPPED = StockSetting(overlap=True)

@@ -23,7 +23,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import Row, described_job
 
 ROW_PERCENT, SERIES_PERCENT, PEAK_PERCENT = 8.0, 5.0, 4.0
-"""Bounds on the error of one step, on the mean of a series, and on the error of one peak."""
 FP8_SERIES_PERCENT = 6.0
 """Bound on the mean of steps in FP8, set after the mean was known; it is larger than in bf16."""
 
@@ -52,7 +51,6 @@ def rows(series: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def peaks(series: Mapping[str, Any]) -> Iterator[Row]:
-    """The fullest device of each run with a known peak."""
     for run in series["zero_bubble_baselines"]["rows"]:
         what = f"table 4: peak memory of {run['model']}, {run['microbatches']} micro-batches"
         computed = max(memory.total for memory in memory_of_stages(zero_bubble_job(run))) / GB

@@ -23,15 +23,13 @@ from megatron_lynx.units import GIB
 
 SOURCE = "Yuan et al., ATC '24"
 POLICIES = {"no": "none", "ours": "balanced", "full": "full"}
-"""Our policies by their `ckpt`."""
 CLUSTERS = {"A800": "a800-80g", "H800": "h800-80g"}
 BEFORE_FUSED_SWIGLU = {"fusions": ["bias_dropout", "rope", "masked_softmax"], "glu_offset": False}
 """Their fork of Megatron-LM of 2023 saves SiLU separately (their 8H/h), and has no offset."""
 REST_BYTES = 1_200_000_000
-"""Their measured memory besides parameters, gradients, optimizer, activations and copies, about 1.2e9 bytes. Their planner
-reserved
-it, so their ratios are recomputed with it. Our model counts 0.9e9 of it, by moment, and each ratio of figure 7 has a row without
-the reserve; those miss 0 to 0.8e9, varying with the ratio.
+"""Their measured memory besides parameters, gradients, optimizer, activations and copies. Their planner reserved it, so their
+ratios
+are recomputed with it. Our model counts 0.9e9 of it, by moment; each ratio of figure 7 also has a row without the reserve.
 """
 BUDGET = {"memory_gib": 64.6}
 """69.4e9 B of their 80 GB: the 68.2e9 B of their plans, and the rest."""
@@ -98,16 +96,13 @@ def _offload_ratios(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _choices(runs: list[Mapping[str, Any]]) -> Row:
-    """Runs for which we choose their checkpointing: none, norms and activations, or whole layers, each with the offloading it
-    needs.
-    """
+    """Whether we choose their checkpointing: none, norms and activations, or whole layers, each with the offloading it needs."""
     same = sum(_fastest_policy(run) == POLICIES[run["ckpt"]] for run in runs)
     what, chose = "figure 9: runs whose checkpointing we would choose, too", "h800-80g: pcie.efficiency, on 80 and 128 GPUs"
     return Row(SOURCE, what, len(runs), same, "runs", 0.0, error_in="unit", calibrates=chose)
 
 
 def _fastest_policy(run: Mapping[str, Any]) -> str:
-    """The fastest policy that fits."""
     seconds = {}
     for theirs, policy in POLICIES.items():
         job = job_of({**run, "ckpt": theirs})
@@ -130,7 +125,6 @@ def _throughput(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:
-    """Throughput at their offload ratio."""
     job = job_of(run, cluster)
     step_s = step_seconds(job, analytic_profile(job), run["alpha"]).total_s
     computed, chose = job.batch.global_ * job.model.seq / step_s, f"{cluster}: matmul.efficiency" if calibrating else None
@@ -138,9 +132,7 @@ def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: 
 
 
 def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
-    """Stock Megatron (`origin_megatron`) lacks their faster norms and rotary embeddings; the cost model does not distinguish
-    them.
-    """
+    """The cost model does not distinguish stock (`origin_megatron`), which lacks their faster norms and rotary embeddings."""
     gpus = demo["config"]["gpus"]
     for run, name, cluster in _demo_runs(demo):
         what = f"demo: throughput of {run['method']}, Llama-7B on {gpus} {name}"
@@ -150,17 +142,14 @@ def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _of_demo(demo: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of the demo as `job_of` takes it."""
     return {**demo["config"], "model": "Llama-7B", "n_gpus": demo["config"]["gpus"], "ckpt": run["ckpt"]}
 
 
 def _demo_runs(demo: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Each run of the demo with its GPU and cluster."""
     return ((run, name, cluster) for run in demo["rows"] for name, cluster in CLUSTERS.items() if name in run)
 
 
 def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
-    """Smallest offload ratios of their method, and that the device is full without offloading."""
     for run in demo["rows"]:
         job = job_of(_of_demo(demo, run))
         if run.get("alpha"):
