@@ -22,13 +22,14 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import Decision, check_profile, decide, least_memory
+from megatron_lynx.planner import check_profile, decide, least_memory
 from megatron_lynx.planner.left_open import least_share_that_fits, with_share
+from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import OF_POLICY, StockSetting
@@ -258,25 +259,18 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             error.problems,
             None,
         )
-    ratio = max(stage.offload_ratio for stage in decision.stages)
+    ratio, best = max(stage.offload_ratio for stage in decision.stages), at_best(decision.plan, decision.job, costs)
     return Estimate(
         job=decision.job,
         offload_ratio=ratio,
         stages=decision.memory,
         budget_bytes=job.memory_budget_bytes,
         shortages=(),
-        step=_simulated(decision, costs),
+        step=_simulated(decision.job, decision.simulation, costs),
         host=decision.host,
-        step_at_best=_at_best(decision, costs),
+        step_at_best=None if best is None else _simulated(decision.job, best, costs),
         on_host=_on_host(decision.job, costs),
     )
-
-
-def _at_best(decision: Decision, costs: Profile) -> StepSeconds | None:
-    """The step if userbuffers hide all that their GEMMs can, or None without userbuffers."""
-    if not decision.job.userbuffers:
-        return None
-    return _simulated(replace(decision, simulation=rehearse(decision.plan, hiding_all(costs), job=decision.job)), costs)
 
 
 def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
@@ -284,16 +278,15 @@ def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
     return OnHost.of(job, adam, priced=costs is not None)
 
 
-def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
+def _simulated(job: Job, simulation: Simulation, costs: Profile) -> StepSeconds:
     """The parts of a rehearsed step, by its busiest stage; messages between stages are in its bubble."""
-    simulation, stages = decision.simulation, range(decision.job.parallel.pipeline)
-    busiest = max(stages, key=simulation.busy_s)
+    busiest = max(range(job.parallel.pipeline), key=simulation.busy_s)
     return StepSeconds(
         pipeline_s=simulation.busy_s(busiest),
         bubble_s=simulation.bubble_s(busiest),
         messages_s=0.0,
         copies_s=simulation.exposed_copy_s(busiest),
-        update_s=update_s(decision.job, costs),
+        update_s=update_s(job, costs),
     )
 
 

@@ -17,8 +17,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
-from megatron_lynx.cost.communication import embedding_of
-from megatron_lynx.cost.ends import last_end_of
+from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
@@ -29,8 +28,7 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.interleaved import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
@@ -124,7 +122,7 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
             with_again.append(nodes_of(profile, again, sections))
             without.append(nodes_of(profile, plain, sections))
         ends = _ends(plan, entry, prices)
-        ends_s = sum(end.forward_s for end in ends if end), sum(end.backward_s for end in ends if end)
+        ends_s = sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
         again_s = sum(half.again_s for half in halves)
         copy = own.copy if own.at_once is not None else None
         copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # the last half is not copied
@@ -137,10 +135,7 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
 
     Cached: the planner rehearses a dozen plans of one layout.
     """
-    if chunks == 1:
-        stock = one_f_one_b(pipeline, microbatches, more)
-    else:
-        stock = interleaved(pipeline, microbatches, chunks, group, more)
+    stock = with_flushes(pipeline, microbatches, chunks, group, more)
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
@@ -200,12 +195,11 @@ def _passes(
     )
 
 
-def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile | None, BlockProfile | None]:
-    """Embedding and head of a stage's entry, if it has them."""
-    profile, message_bytes, place = prices.profile, prices.message_bytes, (stage.stage, stage.chunk)
-    first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
-    head = last_end_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None
-    return embedding_of(profile, message_bytes) if first else None, head
+def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, BlockProfile]:
+    """Embedding and head of a stage's entry, without seconds if it has none."""
+    place, pieces = (stage.stage, stage.chunk), 1 if plan.head is None else plan.head.pieces
+    last = place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+    return ends_of(prices.profile, prices.message_bytes, first=place == (0, 0), last=last, pieces=pieces)
 
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:

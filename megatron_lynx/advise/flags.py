@@ -11,9 +11,8 @@ pipeline, or chunks       also the flags that place layers are replaced
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
@@ -23,7 +22,7 @@ from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDIN
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layer_flags
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.stock.setting import DELAYED, OVERLAP, USERBUFFERS, StockSetting
+from megatron_lynx.stock.setting import DELAYED, OVERLAP, USERBUFFERS, Flags, StockSetting, flag_of, flags_of
 
 SIZES = {
     "tensor": "--tensor-model-parallel-size",
@@ -35,16 +34,13 @@ COUNTED = (EMBEDDING, LOSS)
 PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP)
 """Megatron's arguments for the layers of stages; `COUNTED`, too."""
 
-Changes = tuple[tuple[str, tuple[str, ...]], ...]
-"""Flags with their values."""
-
 
 @dataclass(frozen=True)
 class Edit:
     """Flags that a launch loses, and flags with values that it gets."""
 
     deleted: tuple[str, ...] = ()
-    added: Changes = ()
+    added: Flags = ()
 
     def __bool__(self) -> bool:
         return bool(self.deleted or self.added)
@@ -65,11 +61,11 @@ class Edit:
 def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
     """Change from a launch to a stock setting; without a launch, all flags of the setting."""
     if reading is None:
-        return Edit(added=_said_by(setting.fields))
+        return Edit(added=flags_of(setting.fields))
     given, today = reading.given, reading.today.setting.fields
     deleted = (given.origin(name) for name in REPLACED if name in given.values and name not in setting.fields)
     news = {name: value for name, value in setting.fields.items() if today.get(name) != value}
-    return Edit(tuple(dict.fromkeys(deleted)) if today != setting.fields or reading.today.graphs else (), _said_by(news))
+    return Edit(tuple(dict.fromkeys(deleted)) if today != setting.fields or reading.today.graphs else (), flags_of(news))
 
 
 def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
@@ -77,7 +73,7 @@ def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
     names = _switches(before, after)
     added = {name: True for name, (was, now) in names.items() if now and not was}
     deleted = names_lost(before, after)
-    return Edit(tuple(_option(name) if reading is None else reading.given.origin(name) for name in deleted), _said_by(added))
+    return Edit(tuple(flag_of(name) if reading is None else reading.given.origin(name) for name in deleted), flags_of(added))
 
 
 def names_lost(before: Job, after: Job) -> list[str]:
@@ -93,17 +89,7 @@ def _switches(before: Job, after: Job) -> dict[str, tuple[bool, bool]]:
     }
 
 
-def _said_by(fields: Mapping[str, Any]) -> Changes:
-    """Flags for fields of Megatron's configuration."""
-    listed = {name: [] if value is True else value if isinstance(value, list) else [value] for name, value in fields.items()}
-    return tuple((_option(name), tuple(map(str, values))) for name, values in listed.items())
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Changes:
+def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Flags:
     """Flags that change a launch to another layout. `made`: the plan that places its layers."""
     found: list[tuple[str, tuple[str, ...]]] = []
     for name, flag in SIZES.items():

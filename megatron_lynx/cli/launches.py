@@ -105,7 +105,7 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
     from megatron_lynx.config import Job
     from megatron_lynx.config.loader import load_cluster, load_model, override
     from megatron_lynx.search.candidate import in_words
-    from megatron_lynx.search.smallest import batch_of, smallest_layout
+    from megatron_lynx.search.nearest import batch_of, smallest_layout
     from megatron_lynx.validation import validated
 
     model, cluster = load_model(str(asked.model), "--model"), load_cluster(str(asked.cluster), "--cluster")

@@ -68,9 +68,13 @@ def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> 
     """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to what stock hides without
     them.
     """
-    if not job.userbuffers:
-        return StepRange.known(simulation.step_s)
-    return StepRange(rehearse(plan, hiding_all(profile), job=job).step_s, simulation.step_s)
+    best = at_best(plan, job, profile)
+    return StepRange.known(simulation.step_s) if best is None else StepRange(best.step_s, simulation.step_s)
+
+
+def at_best(plan: Plan, job: Job, profile: Profile) -> Simulation | None:
+    """The plan's step if userbuffers hide all that their GEMMs can; None without userbuffers."""
+    return rehearse(plan, hiding_all(profile), job=job) if job.userbuffers else None
 
 
 def fastest(plans: Sequence[Planned], rival_s: float | None = None) -> Planned | None:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Action, Schedule, paired
 
 
@@ -104,6 +105,16 @@ def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int |
         chunks=chunks,
         blocking=False,
     )
+
+
+def with_flushes(pipeline: int, microbatches: int, chunks: int, group: int, more: int = 0) -> Schedule:
+    """Return Megatron's schedule with flushes.
+
+    `more`: additional warm-up forwards; the combined schedule has one, so that the two passes of a pair are independent.
+    """
+    if chunks == 1:
+        return one_f_one_b(pipeline, microbatches, more)
+    return interleaved(pipeline, microbatches, chunks, group, more)
 
 
 def _problems(pipeline: int, microbatches: int, chunks: int, group: int) -> Iterator[Problem]:

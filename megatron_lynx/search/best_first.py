@@ -30,7 +30,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
 from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.entry import Entry, Floored, StockFloored
+from megatron_lynx.search.entry import Entry, looks_at_plan, looks_at_stock
 from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.losers import Losers
@@ -106,8 +106,10 @@ class BestFirst:
         cost = self._cost(job)
         spent = cost.floor(job).with_update(self._update_s(job))
         if job.policy == "planned":
-            return Floored(job, cost, spent, self.offload, besides_none="none" in self.policies)
-        return StockFloored(job, cost, spent, self.offload)
+            looks = looks_at_plan(job, cost, spent, offload=self.offload, besides_none="none" in self.policies)
+        else:
+            looks = looks_at_stock(job, cost, spent, offload=self.offload)
+        return Entry(job, spent, looks)
 
     def _look(self, order: int, entry: Entry) -> None:
         """Look closer at an entry."""

@@ -1,17 +1,15 @@
-"""A candidate during the search: the bound known so far, and the next look.
+"""A candidate during the search: bounds of its step that only grow from look to look, then its simulated step.
 
-    StockFloored ──> StockFitting ──> Candidate               policies without a plan
-    Floored ──> Ends ──> AllStages ──> Candidate              plans
-        └──────────┴─────────┴──> Excess: does not fit         └──> None: policy `none` fits and is a candidate, too
+    policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
+    plans                      floor ──> first and last stage solved ──> all stages solved ──> rehearsed
 
-Bounds only grow from look to look. Solving all stages costs as much as a hundred floors, so it comes late: first the first and
-the last stage are solved (one has most micro-batches in flight, the other the head), then all, then the plan is rehearsed.
+Solving all stages costs as much as a hundred floors, so it comes late. Of the first and the last stage one has most
+micro-batches in flight, the other the head.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
@@ -26,113 +24,76 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.simulated import pipeline_s, simulated_spent
+from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB
 
+Looks = Generator[Spent, None, Candidate | Excess | None]
+"""Yields larger and larger lower bounds; returns None if policy `none` fits and is a candidate, too."""
 
-@dataclass(frozen=True)
-class Entry(ABC):
-    """`spent`: a lower bound of its parts."""
+
+@dataclass
+class Entry:
+    """`spent`: the lower bound known so far."""
 
     job: Job
-    cost: LayerCost
     spent: Spent
+    looks: Looks
 
-    @abstractmethod
     def closer(self) -> Entry | Candidate | Excess | None:
         """Return the result of the next look."""
-
-
-@dataclass(frozen=True)
-class StockFloored(Entry):
-    """A stock policy's bound without copies. `offload`: whether activations may go to the host."""
-
-    offload: bool
-
-    def closer(self) -> StockFitting | Excess:
-        fits = fit(self.job, self.offload)
-        if isinstance(fits, Excess):
-            return fits
-        job = self.job.model_copy(update={"offload_ratio": fits.offload_ratio})
-        step = step_seconds(job, self.cost.profile, fits.offload_ratio)
-        messages_s = self.spent.communication_s + step.total_s - step.copies_s - self.spent.total_s  # messages that block a stage
-        return StockFitting(job, self.cost, replace(self.spent, communication_s=messages_s, copies_s=step.copies_s), fits)
-
-
-@dataclass(frozen=True)
-class StockFitting(Entry):
-    """A stock policy that fits, by the closed form."""
-
-    fit: Fits
-
-    def closer(self) -> Candidate:
-        """Simulate it. Only the closed form knows that copies and messages alternate, so its step is a lower bound."""
-        profile, ratio = self.cost.profile, self.fit.offload_ratio
-        step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job, profile), self.spent.total_s)
-        return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, self.fit.memory.total)
-
-
-@dataclass(frozen=True)
-class Floored(Entry):
-    """A plan's bound with all recomputation and copies hidden. `besides_none`: whether policy `none` is a candidate, too."""
-
-    offload: bool
-    besides_none: bool
-
-    def closer(self) -> Ends | Excess | None:
-        """Solve the first and the last stage."""
-        kept = self.job.model_copy(update={"policy": "none"})
-        if self.besides_none and isinstance(fit(kept, offload=False), Fits):
-            return None
-        job = _to_be_planned(self.job, self.offload)
-        stages = Stages(job, self.cost.profile)
         try:
-            ends = [stages.answer(stage) for stage in {0, job.parallel.pipeline - 1}]
-        except Infeasible:
-            return _excess(job, stages)
-        return Ends(job, self.cost, _spent(self.spent, self.cost, job, ends), stages)
+            self.spent = next(self.looks)
+        except StopIteration as end:
+            found: Candidate | Excess | None = end.value
+            return found
+        return self
 
 
-@dataclass(frozen=True)
-class Ends(Entry):
-    """A plan's bound if the first or the last stage is the slowest."""
-
-    stages: Stages
-
-    def closer(self) -> AllStages | Excess:
-        """Solve all stages."""
-        try:
-            answers = [self.stages.answer(stage) for stage in range(self.job.parallel.pipeline)]
-        except Infeasible:
-            return _excess(self.job, self.stages)
-        return AllStages(self.job, self.cost, _spent(self.spent, self.cost, self.job, answers), self.stages, answers)
+def looks_at_stock(job: Job, cost: LayerCost, floor: Spent, *, offload: bool) -> Looks:
+    """Look closer at a stock policy. `offload`: whether activations may go to the host."""
+    fits = fit(job, offload)
+    if isinstance(fits, Excess):
+        return fits
+    job = job.model_copy(update={"offload_ratio": fits.offload_ratio})
+    step = step_seconds(job, cost.profile, fits.offload_ratio)
+    messages_s = floor.communication_s + step.total_s - step.copies_s - floor.total_s  # messages that block a stage
+    spent = replace(floor, communication_s=messages_s, copies_s=step.copies_s)
+    yield spent
+    return _candidate(job, cost, spent, pipeline_s(job, cost.profile, fits.offload_ratio), fits.offload_ratio, fits.memory.total)
 
 
-@dataclass(frozen=True)
-class AllStages(Entry):
-    """A plan's bound by the solver."""
-
-    stages: Stages
-    answers: Sequence[StageAnswer]
-
-    def closer(self) -> Candidate | Excess:
-        """Rehearse the plan. If copies lag and it exceeds the budget, plan without such shares."""
-        plan = written(self.job, self.answers, job=self.job.digest, profile=self.cost.profile.digest)
-        simulation = rehearse(plan, self.cost.profile, job=self.job)
-        pipeline_s, memory_bytes = simulation.step_s, fullest_bytes(self.job, simulation)
-        answers = self.answers
-        if memory_bytes > self.job.memory_budget_bytes:
-            try:
-                decision = fitting(self.stages)
-            except Infeasible:
-                return _excess(self.job, self.stages)
-            answers, pipeline_s = decision.stages, decision.simulation.step_s
+def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, besides_none: bool) -> Looks:
+    """Look closer at a plan. `besides_none`: whether policy `none` is a candidate, too."""
+    if besides_none and isinstance(fit(job.model_copy(update={"policy": "none"}), offload=False), Fits):
+        return None
+    job = _to_be_planned(job, offload)
+    stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
+    try:
+        yield _spent(floor, cost, job, [stages.answer(stage) for stage in {0, pipeline - 1}])
+        answers: Sequence[StageAnswer] = [stages.answer(stage) for stage in range(pipeline)]
+        spent = _spent(floor, cost, job, answers)
+        yield spent
+        plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
+        simulation = rehearse(plan, cost.profile, job=job)
+        step_s, memory_bytes = simulation.step_s, fullest_bytes(job, simulation)
+        if memory_bytes > job.memory_budget_bytes:  # copies lag: plan without such shares
+            decision = fitting(stages)
+            answers, step_s = decision.stages, decision.simulation.step_s
             memory_bytes = max(memory.total for memory in decision.memory)
-        step_s, ratio = pipeline_s + update_s(self.job, self.cost.profile), max(answer.offload_ratio for answer in answers)
-        step_s = max(step_s, self.spent.total_s)
-        return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
+    except Infeasible:
+        return _excess(job, stages)
+    return _candidate(job, cost, spent, step_s, max(answer.offload_ratio for answer in answers), memory_bytes)
+
+
+def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:
+    """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate. Without
+    flushes, waits of stages for each other are added to the bubble.
+    """
+    step_s = max(pipeline_s + update_s(job, cost.profile), spent.total_s)
+    parts = spent.up_to(step_s) if job.schedule == "double_buffered" else spent
+    return Candidate(job, step_s, parts, ratio, memory_bytes)
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:

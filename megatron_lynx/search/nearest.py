@@ -14,7 +14,7 @@ from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.search.candidate import in_words
 from megatron_lynx.search.fit import Excess, Fits, fit
-from megatron_lynx.search.space import Space
+from megatron_lynx.search.space import Layout, Space
 from megatron_lynx.units import GIB, format_bytes
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -96,3 +96,33 @@ def _by_state(space: Space) -> list[Job]:
 
 def _under(job: Job, policy: Policy) -> Job:
     return job.model_copy(update={"policy": policy})
+
+
+STOCK_POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
+TOKENS_OF_A_BATCH = 4 * 2**20
+"""4 million tokens, as for large models."""
+
+
+def batch_of(seq: int, gpus: int) -> int:
+    """Sequences of `TOKENS_OF_A_BATCH`, a multiple of the devices."""
+    return max(1, round(TOKENS_OF_A_BATCH / seq / gpus)) * gpus
+
+
+def smallest_layout(job: Job) -> Job:
+    """Return the job in the fitting layout with the fewest ranks per replica, under the first policy with one.
+
+    Raises `Infeasible` if nothing fits.
+    """
+    space = Space(job, job.gpus, schedules=("flush",), contexts=(1,))
+    jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size)]
+    for policy in STOCK_POLICIES:
+        for one in jobs:
+            tried = one.model_copy(update={"policy": policy})
+            if isinstance(fit(tried, offload=False), Fits):
+                return tried
+    raise nothing_fits(Asked(space, STOCK_POLICIES, offload=False), (), STOCK_POLICIES)
+
+
+def _size(layout: Layout) -> tuple[int, ...]:
+    parallel = layout.parallel
+    return parallel.ranks, parallel.pipeline, parallel.expert, not parallel.sequence_parallel

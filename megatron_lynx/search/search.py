@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.planner import decide, figures_of
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch, no_collections
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
-from megatron_lynx.search.finalists import finalists
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits
 from megatron_lynx.search.space import Space
+from megatron_lynx.stock import OF_POLICY, priced
 
 POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 
@@ -97,7 +100,7 @@ def search(
     asked = Asked(space, _checked(space, top, policies, strange), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     with no_collections():
-        candidates = finalists(running.run())
+        candidates = _finalists(running.run())
         if not candidates:
             raise nothing_fits(asked, running.excesses, POLICIES)
         best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
@@ -105,12 +108,43 @@ def search(
     return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds, best_of)
 
 
+def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Return candidates with the figures of `plan` and `estimate`, fastest first, without those that cannot be planned after all.
+
+    A search ranks plans without weight gradients in waits. A stock policy without copies is priced as in all commands.
+    """
+    priced = map(_priced, candidates)
+    return tuple(sorted((each for each in priced if each is not None), key=lambda each: each.step_s))
+
+
+def _priced(candidate: Candidate) -> Candidate | None:
+    job = candidate.job
+    if job.policy == "planned":
+        return _planned(candidate)
+    if job.policy not in OF_POLICY or job.schedule != "flush" or candidate.offload_ratio:
+        return candidate
+    profile = analytic_profile(job)
+    price = priced(job, profile, OF_POLICY[job.policy])
+    return replace(candidate, step_s=price.step_s + update_s(job, profile), memory_bytes=price.most_bytes)
+
+
+def _planned(candidate: Candidate) -> Candidate | None:
+    profile = analytic_profile(candidate.job)
+    try:
+        decision = decide(candidate.job, profile)
+    except LynxError:
+        return None
+    figures = figures_of(decision.job, profile, decision.simulation)
+    ratio = max(answer.offload_ratio for answer in decision.stages)
+    return replace(candidate, step_s=figures.step_s, memory_bytes=figures.memory_bytes, offload_ratio=ratio)
+
+
 def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the fastest of each schedule that fits, even if it is not among the candidates."""
     for name in asked.space.schedules:
         found = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
         alone = replace(asked.space, schedules=(name,))
-        yield from found[:1] or finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
+        yield from found[:1] or _finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
 
 
 def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:

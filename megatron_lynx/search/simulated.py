@@ -5,24 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import embedding_of
-from megatron_lynx.cost.ends import last_end_of
+from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import avoid_messages, replaying_stage_s
-from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.search.candidate import Spent
+from megatron_lynx.schedule.interleaved import with_flushes
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.steady import in_steady_state
-
-NO_BLOCK = BlockProfile()
 
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
@@ -34,20 +29,12 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
     return in_steady_state(group, job.microbatches, lambda few: _simulated(job, chunks, few, message_s)).step_s
 
 
-def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
-    """The closed form's parts of a simulated step. Without flushes, waits of stages for each other are added."""
-    return spent.up_to(step_s) if job.schedule == "double_buffered" else spent
-
-
 def _simulated(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> Simulation:
     pipeline = job.parallel.pipeline
     if job.schedule == "double_buffered":
         updates: Updates = "deferred" if job.defer_updates else "at once"
         return simulate_without_flushes(microbatches, [passes for (passes,) in chunks], message_s, updates=updates)
-    if job.chunks > 1:
-        schedule = interleaved(pipeline, microbatches, job.chunks, job.microbatch_group)
-    else:
-        schedule = one_f_one_b(pipeline, microbatches)
+    schedule = with_flushes(pipeline, microbatches, job.chunks, job.microbatch_group)
     return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
 
@@ -55,8 +42,8 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
     """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
     message_bytes = LayerShape.of(job).gathered_bytes
     whole = issued(replaying_stage_s(job, profile, stage, message_bytes), job, profile, stage)
-    first = embedding_of(profile, message_bytes) if stage == 0 else NO_BLOCK
-    last = last_end_of(profile, message_bytes, job.head_pieces) if stage == job.parallel.pipeline - 1 else NO_BLOCK
+    ends = {"first": stage == 0, "last": stage == job.parallel.pipeline - 1}
+    first, last = ends_of(profile, message_bytes, **ends, pieces=job.head_pieces)
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks
     backward_s = (whole.backward_s - first.backward_s - last.backward_s) / job.chunks
     forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks

@@ -24,6 +24,7 @@ from megatron_lynx.anatomy import PASSES, Collective, Section
 from megatron_lynx.anatomy import Pass as Passing
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
+from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
@@ -63,8 +64,8 @@ def stage_passes(
     halves: Halves,
     profile: Profile,
     message_bytes: int,
-    embedding: BlockProfile | None = None,
-    head: BlockProfile | None = None,
+    embedding: BlockProfile = NO_BLOCK,
+    head: BlockProfile = NO_BLOCK,
     deferral: tuple[int, int] = (0, 0),
     *,
     reduced_in_backward: bool = False,
@@ -74,7 +75,7 @@ def stage_passes(
     Args:
         own: the chunk's halves in forward order.
         halves: those of all chunks, whose recomputations it may hide.
-        embedding, head: only on the stages that have them.
+        embedding, head: without seconds on stages that do not have them.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
             delays none.
@@ -84,23 +85,21 @@ def stage_passes(
     forward, backward = (
         {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
-    first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
-    back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     host = sum((half.host for half in own), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
             serving = which if isinstance(which, int) else chunk if which == "steady" else None
-            walk = Walk(profile.interference, halves, queue, first[0])
-            return _forward(walk, timetable.forward(chunk, serving), own, forward, first[1]).issued_in(host.forward_s)
+            walk = Walk(profile.interference, halves, queue, embedding.forward_s)
+            return _forward(walk, timetable.forward(chunk, serving), own, forward, head.forward_s).issued_in(host.forward_s)
         assert isinstance(which, str)
         if kind == "R":
             return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
-        walk = Walk(profile.interference, halves, queue, back[0])
+        walk = Walk(profile.interference, halves, queue, head.backward_s)
         defers = not (last and reduced_in_backward)
         through = timetable.backward(chunk, which)
-        return _backward(walk, through, own, backward, back[1], last, defers).issued_in(host.backward_s)
+        return _backward(walk, through, own, backward, embedding.backward_s, last, defers).issued_in(host.backward_s)
 
     def plain(key: PassKey) -> PassKey:
         """Return the first key whose pass is equal to this one's, so that each is walked once."""

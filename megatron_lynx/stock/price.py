@@ -16,8 +16,7 @@ from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.interleaved import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
@@ -75,7 +74,7 @@ class Pricing:
 
     def _timed(self, profile: Profile) -> list[TimedStage]:
         job, groups = self._job, WALKED_GROUPS * self._job.microbatch_group
-        schedule = schedule_of(job, min(job.microbatches, groups), int(self._setting.overlap))
+        schedule = self._schedule(min(job.microbatches, groups))
         stages = range(job.parallel.pipeline)
         return [TimedStage(StockStage(job, self._setting, stage), profile, schedule) for stage in stages]
 
@@ -106,6 +105,10 @@ class Pricing:
         """The whole step, simulated."""
         return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)
 
+    def _schedule(self, microbatches: int) -> Schedule:
+        job = self._job
+        return with_flushes(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self._setting.overlap))
+
     def _step_s(self, stages: Sequence[TimedStage]) -> float:
         passes = [stage.passes for stage in stages]
         group = max(len(stages), self._job.microbatch_group)
@@ -114,8 +117,7 @@ class Pricing:
     def _simulated(self, passes: Sequence[Sequence[ChunkPasses]], microbatches: int) -> Simulation:
         job, pipeline = self._job, self._job.parallel.pipeline
         message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
-        schedule = schedule_of(job, microbatches, int(self._setting.overlap))
-        return simulate(schedule, passes, message_s, between_passes=not job.overlap.messages)
+        return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
 
 
 def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
@@ -125,15 +127,6 @@ def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
 
 def _steady_s(passes: ChunkPasses) -> float:
     return passes.forward["steady"].seconds + passes.backward["steady"].seconds
-
-
-def schedule_of(job: Job, microbatches: int, more: int = 0) -> Schedule:
-    """Return Megatron's schedule with flushes. `more`: additional warm-up forwards; the combined schedule has one, so that the
-    two passes of a pair are independent.
-    """
-    if job.chunks > 1:
-        return interleaved(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, more)
-    return one_f_one_b(job.parallel.pipeline, microbatches, more)
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:

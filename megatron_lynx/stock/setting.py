@@ -92,11 +92,22 @@ class StockSetting:
     @property
     def flags(self) -> tuple[str, ...]:
         """Launch flags."""
-        words = []
-        for name, value in self.fields.items():
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words.append(" ".join(["--" + name.replace("_", "-"), *map(str, values)]))
-        return tuple(words)
+        return tuple(" ".join([flag, *values]) for flag, values in flags_of(self.fields))
+
+
+Flags = tuple[tuple[str, tuple[str, ...]], ...]
+"""Flags with their values."""
+
+
+def flag_of(name: str) -> str:
+    """Launch flag of a field of Megatron's configuration."""
+    return "--" + name.replace("_", "-")
+
+
+def flags_of(fields: Mapping[str, Any]) -> Flags:
+    """Launch flags for fields of Megatron's configuration."""
+    listed = {name: [] if value is True else value if isinstance(value, list) else [value] for name, value in fields.items()}
+    return tuple((flag_of(name), tuple(map(str, values))) for name, values in listed.items())
 
 
 NONE = StockSetting()

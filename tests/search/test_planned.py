@@ -9,22 +9,26 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.entry import AllStages, Ends, Floored
+from megatron_lynx.search.entry import Entry, looks_at_plan
 from megatron_lynx.search.floor import LayerCost
+from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
+
+LOOKS = 2
+"""At the first and the last stage, then at all of them."""
 
 
 def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
     """Of few micro-batches, from which the others follow."""
     job, cost = mixtral(), LayerCost.of(mixtral())
-    ends = Floored(job, cost, cost.floor(job), offload=False, besides_none=False).closer()
-    assert isinstance(ends, Ends)
-    stages = ends.closer()
-    assert isinstance(stages, AllStages)
-    found = stages.closer()
-    assert isinstance(found, Candidate)
-    plan = written(job, stages.answers, job=job.digest, profile=cost.profile.digest)
-    assert found.step_s - update_s(job, cost.profile) == pytest.approx(rehearse(plan, cost.profile).step_s, rel=1e-9)
+    found = Entry(job, cost.floor(job), looks_at_plan(job, cost, cost.floor(job), offload=False, besides_none=False))
+    for _ in range(LOOKS):
+        assert found.closer() is found
+    candidate = found.closer()
+    assert isinstance(candidate, Candidate)
+    stages = Stages(candidate.job, cost.profile)
+    plan = written(job, [*map(stages.answer, range(4))], job=job.digest, profile=cost.profile.digest)
+    assert candidate.step_s - update_s(job, cost.profile) == pytest.approx(rehearse(plan, cost.profile).step_s, rel=1e-9)
 
 
 def mixtral() -> Job:
