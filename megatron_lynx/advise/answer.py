@@ -118,12 +118,10 @@ class Answer:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Why there is no plan."""
         return self.refused or (self.error.problems if self.error is not None else ())
 
     @property
     def stock_edit(self) -> Edit:
-        """Change from the launch to stock's best."""
         return Edit() if self.stock is None else flags.of_setting(self.stock.setting, self.reading)
 
     @property
@@ -225,7 +223,6 @@ def _in_layout(
 
 
 def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:
-    """The fastest variant's plan, if any variant has one."""
     return fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
 
 

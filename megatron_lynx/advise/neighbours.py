@@ -26,7 +26,6 @@ from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Layout, Space
 
 MOST = 2
-"""Number of neighbours planned and shown."""
 
 STEPS = (2.0, 0.5)
 MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
@@ -42,7 +41,6 @@ class Neighbour:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The plan's first."""
         plans = () if self.planned is None else (row_of(self.planned),)
         return plans if self.stock is None else (*plans, self.stock.row)
 

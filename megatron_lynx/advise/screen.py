@@ -22,7 +22,6 @@ from megatron_lynx.units import GIB, format_bytes
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
 MOST_REASONS = 8
-"""Reasons printed if there is no plan; of more, only their number."""
 
 
 def screen(answer: Answer, *, reasons: bool = True) -> RenderableType:
@@ -82,7 +81,6 @@ def _beside(answer: Answer, planned: Planned) -> str:
 
 
 def _budget(answer: Answer) -> str:
-    """The budget of the plan."""
     budget = answer.job.budget
     if budget.activation_mib is not None:
         return f"with at most {budget.activation_mib:g} MiB of activations"
@@ -96,11 +94,7 @@ def _budget(answer: Answer) -> str:
 def _add(table: Table, answer: Answer, name: str, what: str, row: Row) -> None:
     before = answer.launch.row
     ratio = "-" if before is None else f"{row.expected_s / before.expected_s:.2f}"
-    table.add_row(name, what, row.step.in_words, ratio, _gib(row))
-
-
-def _gib(row: Row) -> str:
-    return f"{row.memory_bytes / GIB:.1f}"
+    table.add_row(name, what, row.step.in_words, ratio, f"{row.memory_bytes / GIB:.1f}")
 
 
 def _near(answer: Answer) -> Iterator[RenderableType]:

@@ -52,9 +52,6 @@ class Launch:
 
     @property
     def graphs_in_words(self) -> str:
-        """Its graphs under a plan; empty without graphs."""
-        if not self.graphs:
-            return ""
         if self.keeps_graphs:
             return "graphs: the plan is beside them: what they capture is kept whole"
         if self.alone:
@@ -63,16 +60,10 @@ class Launch:
 
     @property
     def graphs_priced_in_words(self) -> str:
-        """How its graphs are priced."""
         held = "what they hold in memory themselves is not counted"
         if self.graph_bytes:
             held = f"they hold {format_bytes(self.graph_bytes)} besides"
         return f"today's graphs: as if the host took no time for anything; {held}"
-
-    @property
-    def range_why(self) -> str:
-        """Why the step is a range; empty if it is not."""
-        return "" if self.row is None else self.row.range_why
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -126,18 +117,16 @@ def _row(job: Job, costs: Profile, today: Today, more_bytes: int = 0) -> Row:
     own = as_stock(job)
     issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
     row = stock_row(own, costs, priced(own, issued, today.setting))
-    return replace(row, what=today.name, memory_bytes=row.memory_bytes + more_bytes)
+    return replace(row, memory_bytes=row.memory_bytes + more_bytes)
 
 
 @dataclass(frozen=True)
 class Row:
     """`step`: a whole step, including the optimizer's update. `memory_bytes`: of the fullest device."""
 
-    what: str
     step: StepRange
     memory_bytes: int
     range_why: str = ""
-    """Why the step is a range."""
 
     @property
     def expected_s(self) -> float:
@@ -153,10 +142,9 @@ BY_DEFERRED_HEAD = "range: the step's end hides the head's deferred weight gradi
 
 
 def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
-    """Row of a stock setting."""
     with_userbuffers = job.userbuffers or price.setting.userbuffers
     why = "" if price.step.is_known else BY_USERBUFFERS if with_userbuffers else BY_DEFERRED_HEAD
-    return Row(f"stock {price.setting.name}", price.step.plus(update_s(job, costs)), price.most_bytes, why)
+    return Row(price.step.plus(update_s(job, costs)), price.most_bytes, why)
 
 
 @dataclass(frozen=True)
@@ -188,9 +176,8 @@ EQUAL = 1e-6
 """Rounding of sums in another order."""
 
 
-def row_of(planned: Planned, what: str = "plan") -> Row:
-    why = "" if planned.step.is_known else BY_USERBUFFERS
-    return Row(what, planned.step, planned.memory_bytes, why)
+def row_of(planned: Planned) -> Row:
+    return Row(planned.step, planned.memory_bytes, "" if planned.step.is_known else BY_USERBUFFERS)
 
 
 def gain(row: Row, before: Row) -> float:

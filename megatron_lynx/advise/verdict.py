@@ -25,8 +25,6 @@ EVEN = 0.0005
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to run that fits."""
-
     run: Run
     row: Row
     neighbour: Neighbour | None = None
@@ -53,7 +51,6 @@ class Verdict:
 
 
 def choices(answer: Answer) -> Iterator[Choice]:
-    """Everything that fits and is priced."""
     launch = answer.launch
     if launch.written and launch.row is not None and launch.row.memory_bytes <= answer.job.memory_budget_bytes:
         yield Choice("launch", launch.row)
@@ -102,10 +99,13 @@ def _sentences(answer: Answer, choice: Choice | None) -> Iterator[str]:
     elif choice.run == "stock" and not answer.launch.written and not answer.stock_edit:
         yield f"Run stock Megatron without recomputation: nothing else that was found is over {100 * WORTH:.0f} % faster."
     elif choice.run == "stock":
-        yield _run(answer, _sentence(_stock_words(answer)), choice.row)
-        yield from _plan_beside(answer)
+        words = _stock_words(answer)
+        yield _run(answer, words[:1].upper() + words[1:], choice.row)
+        if answer.plan is not None and answer.stock is not None:
+            yield f"The plan takes {_compared(answer.plan, answer.stock.row)} that."
     elif choice.run == "plan":
-        yield _run(answer, _with(f"Run the plan{_written(answer)}", answer.plan_edit.in_words(answer.reading)), choice.row)
+        plan = "Run the plan" if answer.copies is None else "Run the plan, with copies to the host"
+        yield _run(answer, _with(plan, answer.plan_edit.in_words(answer.reading)), choice.row)
         yield from _parts(answer)
     else:
         yield _run(answer, _layout_words(answer, choice), choice.row)
@@ -126,7 +126,6 @@ def _keep(answer: Answer) -> str:
 
 
 def _run(answer: Answer, what: str, row: Row) -> str:
-    """Return the change to make, and its gain over today."""
     before = answer.launch.row
     if before is None:
         unknown = f"What your launch takes is not known ({answer.launch.unknown})"
@@ -144,11 +143,6 @@ def _parts(answer: Answer) -> Iterator[str]:
         yield f"Stock's flags alone ({_stock_words(answer)}): {_compared(stock.row, before)} today."
     if not stock.launch or before is None:
         yield f"The plan takes {_compared(plan, stock.row)} stock's best ({stock.setting.name})."
-
-
-def _plan_beside(answer: Answer) -> Iterator[str]:
-    if answer.plan is not None and answer.stock is not None:
-        yield f"The plan takes {_compared(answer.plan, answer.stock.row)} that."
 
 
 def _in_this_layout(answer: Answer) -> Iterator[str]:
@@ -169,11 +163,6 @@ def _layout_words(answer: Answer, choice: Choice) -> str:
 
 def _stock_words(answer: Answer) -> str:
     return answer.stock_edit.in_words(answer.reading) or "as stock none"
-
-
-def _written(answer: Answer) -> str:
-    """Differences between the plan and the launch's layout."""
-    return ", with copies to the host" if answer.copies is not None else ""
 
 
 def _with(what: str, edit: str) -> str:
@@ -204,7 +193,3 @@ def _today(answer: Answer) -> str:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.0f} %" if abs(part) >= 0.1 else f"{100 * part:.1f} %"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

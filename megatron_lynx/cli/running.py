@@ -102,8 +102,9 @@ def _compare_simulated(
     figures = figures_of(parted, costs, simulation)
     step = range_of(made, parted, costs, simulation).plus(figures.update_s)
     budget_bytes = allowed_bytes(parted, figures.memory_bytes)
-    today = launch_today(job, costs, reading).row if reading is not None else None
-    first = None if today is None else SimulatedRow(f"today: {today.what}", today.step, today.memory_bytes)
+    today = None if reading is None else launch_today(job, costs, reading)
+    row = None if today is None else today.row
+    first = None if today is None or row is None else SimulatedRow(f"today: {today.setting}", row.step, row.memory_bytes)
     ours = SimulatedRow("ours", step, figures.memory_bytes, ours=True)
     release = NEWEST if reading is None else reading.given.release
     rows = side_by_side(as_stock(job), costs, ours, budget_bytes, release, first)

@@ -60,7 +60,6 @@ def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
 
 
 def without_graphs(job: Job) -> Job:
-    """Return the job without captured graphs."""
     return job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
 
 
@@ -153,7 +152,6 @@ def with_pieces(job: Job) -> Job | None:
 
 
 def with_whole_head(job: Job) -> Job:
-    """Return the job with stock's head."""
     return job.model_copy(update={"head": None})
 
 

@@ -54,7 +54,6 @@ def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
 
 
 def in_words(changes: Changes) -> str:
-    """Changes as a job file states them."""
     return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)
 
 

@@ -59,8 +59,6 @@ class Put(NamedTuple):
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a layer."""
-
     name: str
     seconds: float
     bytes: int
@@ -147,7 +145,6 @@ MOST_AT_ONCE = 4
 """Most linears for which all assignments are tried; layers without latent attention have no more."""
 
 ROUNDS = 4
-"""Most rounds over all pairs."""
 
 
 def ways_of(lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> Ways | InTurns:

@@ -89,7 +89,6 @@ class _Times:
         return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)
 
     def _stages(self, count: int) -> Stages:
-        """Solver of stages with `count` layers each, cached."""
         if count not in self.alike:
             counts = (count,) * self.job.parallel.pipeline
             self.alike[count] = Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)

@@ -50,7 +50,6 @@ class Rooms:
         return self._costs[linear]
 
     def half_of(self, linear: str) -> Half:
-        """Half of a linear."""
         return next(section.half for section in self._own if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:

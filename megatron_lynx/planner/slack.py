@@ -44,7 +44,6 @@ class Slack:
                 self._halves[span.kind, (span.layer, span.half)] = start_s, end_s  # type: ignore[index]
 
     def begins_s(self, half: FrameKey) -> float:
-        """Start of a half's backward."""
         return self._halves["backward", half][0]
 
     def opens_s(self, window: Window) -> float:

@@ -42,7 +42,6 @@ def job_flags(job: Job) -> list[str]:
 
 
 def host_optimizer_flags(job: Job) -> list[str]:
-    """Flags for the optimizer's share on the host."""
     if not job.optimizer.offloaded:
         return []
     overlapped = ["--overlap-cpu-optimizer-d2h-h2d"] if job.optimizer.overlap_copies else []
@@ -60,7 +59,6 @@ def job_environment(job: Job, plan: Plan) -> dict[str, str]:
 
 
 def expert_flags(job: Job) -> list[str]:
-    """Flags for experts and their layout."""
     experts, layout = job.model.experts, job.parallel
     if experts is None:
         return []

@@ -65,7 +65,6 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
 def _uniform_rule(
     job: Job, where: tuple[int, int], layer: int, items: Collection[str], halves: Sequence[tuple[Section, Before]], ahead: bool
 ) -> Rule:
-    """`where`: stage and chunk."""
     windows: dict[Half, str | ByPhase | None] = {}
     gathers: dict[Half, str | None] = {}
     for section, before in halves:
@@ -88,7 +87,6 @@ def _window_before(layer: int, before: tuple[int, Section], ordinal: int) -> str
 def _usual_window(
     job: Job, where: tuple[int, int], frame: tuple[int, Section], items: Collection[str], before: Before
 ) -> str | ByPhase:
-    """Window of a half's recomputation without figures."""
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
     own = section.has_windows

@@ -41,7 +41,6 @@ class Planned:
     job: Job
     profile: Profile = field(repr=False)
     draft: Decision
-    """Before `completed`."""
     step: StepRange
     memory_bytes: int
 

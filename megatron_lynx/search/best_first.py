@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -151,11 +151,10 @@ def _layout_of(job: Job) -> Layout:
 
 
 def _is_plannable(job: Job) -> bool:
-    try:
+    with suppress(ConfigError):
         check_plannable(job)
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 @contextmanager

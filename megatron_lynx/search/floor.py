@@ -49,7 +49,6 @@ class LayerCost:
     embedding_s: float
     head_s: float
     message_s: float
-    """Seconds of one message between stages."""
 
     @classmethod
     def of(cls, job: Job) -> LayerCost:

@@ -60,8 +60,6 @@ class Lost:
 
 @dataclass
 class Losers:
-    """Losers so far, by reason."""
-
     _counts: Counter[str] = field(default_factory=Counter)
     _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
 
@@ -74,8 +72,10 @@ class Losers:
             self._best[reason] = rank, job, found, limit
 
     def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
-        reason, found, least = most_beyond(spent, winner)
-        self.add(reason, job, found, least, rank=spent.total_s)
+        """Count a slower candidate, by the part with the most seconds over the winner's."""
+        found, least = vars(spent), vars(winner)
+        name = max(found, key=lambda part: found[part] - least[part])
+        self.add(name.removesuffix("_s"), job, found[name], least[name], rank=spent.total_s)
 
     def families(self) -> tuple[Lost, ...]:
         reasons = (reason + suffix for reason in REASONS for suffix in ("", WITHOUT_FLUSHES))
@@ -87,10 +87,3 @@ class Losers:
         example = sizes(job) if kind == "state" else in_words(job)
         unit: Literal["bytes", "seconds", "micro-batches"] = "bytes" if kind in OF_BYTES else "seconds"
         return Lost(reason, self._counts[reason], example, found, limit, "micro-batches" if kind == "micro-batches" else unit)
-
-
-def most_beyond(spent: Spent, winner: Spent) -> tuple[str, float, float]:
-    """The part with the most seconds over the winner's, and both figures."""
-    found, least = vars(spent), vars(winner)
-    name = max(found, key=lambda part: found[part] - least[part])
-    return name.removesuffix("_s"), found[name], least[name]

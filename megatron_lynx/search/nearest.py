@@ -18,7 +18,6 @@ from megatron_lynx.search.space import Layout, Space
 from megatron_lynx.units import GIB, format_bytes
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Multiples of the devices that are tried."""
 
 STATES_TRIED = 32
 """Layouts with the smallest states that are tried if no state fits."""
@@ -26,8 +25,6 @@ STATES_TRIED = 32
 
 @dataclass(frozen=True)
 class Asked:
-    """The request of a search."""
-
     space: Space
     policies: Sequence[Policy]
     offload: bool

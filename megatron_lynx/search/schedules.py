@@ -38,7 +38,6 @@ class ScheduleRow:
 
     @property
     def gradients(self) -> str:
-        """Age of the gradients."""
         return "one update old, by design" if self.without_flushes else "of the newest weights"
 
     @property

@@ -56,7 +56,6 @@ class Ranking:
     """Layouts times micro-batch sizes times policies."""
     losers: tuple[Lost, ...]
     seconds: float
-    """Duration of the search."""
     best_of: tuple[Candidate, ...] = ()
 
     @property

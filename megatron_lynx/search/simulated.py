@@ -54,7 +54,6 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
 
 
 def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
-    """Offloaded bytes of one micro-batch in one chunk."""
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0 or not offloads(job, stage):
         return None

@@ -48,7 +48,6 @@ class Space:
     job: Job
     gpus: int
     across_nodes: bool = False
-    """Whether a tensor-parallel group may span nodes."""
     schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
     contexts: tuple[int, ...] | None = None
     """Context-parallel sizes; None: all."""
@@ -68,7 +67,6 @@ class Space:
         return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
     def on(self, layout: Layout) -> Iterator[Job]:
-        """Jobs of one layout, by micro-batch size."""
         return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
 
     def short_of_microbatches(self) -> Iterator[Job]:
@@ -196,6 +194,5 @@ def _runs(layout: Layout, microbatches: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return tuple(sorted({*small, *(number // each for each in small)}))

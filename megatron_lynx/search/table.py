@@ -16,7 +16,6 @@ from megatron_lynx.units import format_bytes, format_seconds
 SIZES = ("t", "c", "p", "d")
 COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
 EXPERTS = ("e",)
-"""Ranks that share experts, if there are any."""
 
 FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory", "budget")
 

@@ -7,7 +7,7 @@
 A blocking exchange ends in a device synchronisation (Megatron's `batch_p2p_sync`), which waits for all copies issued before it.
 Copies that avoid messages start with the pass after the exchange, and the exchange waits until both streams are free.
 
-A micro-batch whose backward follows its forward at once is offloaded only within its own passes (`half_copies`; Yuan et al., ATC
+A micro-batch whose backward follows its forward at once is offloaded only within its own passes (`ComingBack`; Yuan et al., ATC
 '24). Copies do not slow messages down and do not share a link with another device; a caller may pass longer copies.
 """
 

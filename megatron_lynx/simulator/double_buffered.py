@@ -53,7 +53,6 @@ class Unflushed(Simulation):
     """A run from filling to draining. Step figures are those of one batch in steady state; memory is the whole run's."""
 
     updates: tuple[tuple[Updated, ...], ...]
-    """By stage and batch."""
 
     @property
     def steady(self) -> int:
@@ -67,7 +66,6 @@ class Unflushed(Simulation):
 
     @property
     def run_s(self) -> float:
-        """Seconds of all batches, including the last update."""
         return max(updates[-1].end_s for updates in self.updates)
 
     def times(self, stage: int) -> Sequence[int]:
@@ -80,7 +78,6 @@ class Unflushed(Simulation):
         return updates[self.steady - 1].end_s, updates[self.steady].begin_s
 
     def timeline(self) -> Timeline:
-        """Return the run as spans, including updates from each stage's arrival."""
         passes = super().timeline().ranks
         return Timeline({stage: (*spans, *self._update_spans(stage)) for stage, spans in passes.items()})
 
@@ -146,7 +143,6 @@ class _UnflushedRun(Run):
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
         """By stage and direction, the last message sent."""
         self._made: list[list[Updated]] = [[] for _ in chunks]
-        """The updates that each stage has made."""
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
         """The last backward of each batch."""

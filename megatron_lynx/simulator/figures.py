@@ -23,7 +23,6 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 
 
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
-    """Return a table with a row for each stage."""
     replays = ("replay hidden", "replay exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
     columns = ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most")
@@ -43,7 +42,6 @@ DEFERRED = ("hidden_weight_gradient_s", "exposed_weight_gradient_s")
 
 
 def headline(simulation: Simulation, update_s: float | None) -> str:
-    """Return the title: what was simulated, and the step's seconds, including the update's if known."""
     what, old = "one step", ""
     if isinstance(simulation, Unflushed):
         what, old = "one batch without flushes, in the steady state", " (gradients are one update old)"

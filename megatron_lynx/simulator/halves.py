@@ -28,10 +28,9 @@ from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
-from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
-from megatron_lynx.simulator.walk import Walk, recomputed
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk, recomputed
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:
@@ -51,10 +50,8 @@ class Segments:
 
 
 Waited = Sequence[Collective | Exchange]
-"""Waits of a section in one pass."""
 
 Parts = Mapping[HalfKind, Segments]
-"""Segments of each kind of half in a stage's layers."""
 
 
 def stage_passes(
@@ -149,7 +146,6 @@ def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segm
 
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
-    """Return the item without its weight gradient."""
     return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
 
 
@@ -187,7 +183,6 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
-    """Walk one forward through the halves `treated`."""
     going = GoingOut() if _leave(treated) else None
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
@@ -239,7 +234,6 @@ def _backward(
 
 
 def _leave(treated: Sequence[Treated]) -> bool:
-    """Whether any half is offloaded within its micro-batch."""
     return any(half.leaving is not None for half in treated)
 
 

@@ -43,7 +43,6 @@ class Entry(NamedTuple):
 
 
 Pending = tuple[Entry, ...]
-"""Oldest first."""
 
 
 class Queue:
@@ -119,7 +118,7 @@ class TimedPass:
     unfilled_s: float = 0.0
     """Seconds of delayed weight gradients that are exposed."""
     copy_wait_s: float = 0.0
-    """Seconds in which it waits for copies of its own halves (`simulator.half_copies`)."""
+    """Seconds in which it waits for copies of its own halves (`simulator.walk`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """Return the pass stretched to its host time, if that is longer. Copies are complete meanwhile."""
@@ -158,7 +157,6 @@ class Filled:
     plain: Callable[[PassKey], PassKey]
     """Maps keys of equal passes to one key."""
     others: Collection[int] = ()
-    """Other chunks of the stage."""
     known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
     """Walked passes, by key and identity of the pending entries, which are kept alive: comparing long equal tuples is slow."""
     left: dict[Pending, Pending] = field(default_factory=dict)
@@ -223,7 +221,6 @@ class ChunkPasses:
     hiding: Mapping[int, TimedPass] = field(default_factory=dict)
     """Forwards that hide recomputation of another chunk, by that chunk."""
     whole: Container[int] = ()
-    """Micro-batches that keep everything."""
     keeping: ChunkPasses | None = None
     """Passes of micro-batches that keep everything."""
     at_once: ChunkPasses | None = None
@@ -232,7 +229,6 @@ class ChunkPasses:
     """Replaces `forward`, `backward`, `received` and `hiding` if the stage delays weight gradients."""
 
     def of(self, micro_batch: int) -> ChunkPasses:
-        """Passes of one micro-batch."""
         return self.keeping if self.keeping is not None and micro_batch in self.whole else self
 
     def forward_before(self, phase: Phase, chunk: int | None) -> TimedPass:

@@ -57,7 +57,6 @@ class PairedChunk:
     again_s: float
     """Seconds of recomputation in its backward, a part of these nodes."""
     without_again: tuple[Nodes, ...]
-    """The same nodes without recomputation."""
     ends_s: tuple[float, float]
     """Seconds of the embedding and of the output layer, forward and backward, if the chunk has them."""
     copy_s: float = 0.0

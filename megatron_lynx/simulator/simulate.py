@@ -62,18 +62,15 @@ class RunningStage:
     asked_by: Mapping[Action, Action] = field(default_factory=dict)
     """For each pass, the backward whose reload it issues. Empty if copies need not avoid messages."""
     copying: bool = False
-    """Whether any of its chunks offloads."""
     last: Container[Action] = ()
     """The last backward of each chunk in a step."""
     at_once: Container[tuple[int, int]] = ()
     """(micro-batch, chunk) whose own backward follows its forward at once."""
     pending: list[Pending] = field(default_factory=lambda: [()])
-    """Delayed weight gradients."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
     def of(self, action: Action) -> ChunkPasses:
-        """Passes of an action's micro-batch."""
         passes = self.passes[action.chunk].of(action.micro_batch)
         if passes.at_once is not None and (action.micro_batch, action.chunk) in self.at_once:
             return passes.at_once
@@ -94,7 +91,6 @@ class RunningStage:
         return passes.backward[phase]
 
     def received(self, action: Action, phase: Phase) -> TimedPass:
-        """Work that runs while the gradient of a backward is awaited."""
         passes = self.of(action)
         if passes.filled is not None:
             return self._filled(passes.filled, ("R", phase, False))
@@ -142,7 +138,6 @@ class Run:
         self._interference = interference
         self._pipeline = schedule.pipeline
         self._last = schedule.pipeline * schedule.chunks - 1
-        """The last virtual stage."""
         self._posted: dict[Message, float] = {}
         self._arrivals: dict[Message, float] = {}
         self._links: dict[tuple[int, str], float] = {}
@@ -180,7 +175,6 @@ class Run:
             self._waiting.setdefault(message, []).append(number)
 
     def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
-        """Run the actions of one stage in order."""
         free = 0.0
         before: Action | None = None
         replay: TimedPass = NOTHING
@@ -217,7 +211,6 @@ class Run:
         return free, arrived
 
     def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        """Send the last pass's output."""
         if (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
         yield from ()
@@ -307,7 +300,6 @@ class Run:
         return Message("F" if forward else "B", action.micro_batch, place)
 
     def _received(self, stage: RunningStage, action: Action) -> Message | None:
-        """Message that a pass needs from a neighbour."""
         place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
         if place == (0 if forward else self._last):
             return None

@@ -31,7 +31,6 @@ class Executed(NamedTuple):
     end_s: float
     content: TimedPass
     copy_wait_s: float = 0.0
-    """Seconds of waiting for its copy from the host."""
 
 
 Placed = TypeVar("Placed", Executed, Copied)
@@ -44,7 +43,6 @@ class Repeated(NamedTuple):
     group: int
     period_s: float
     places: tuple[range, ...]
-    """Indices of these actions, by stage."""
 
     def later(self, each: Placed, times: int) -> Placed:
         """Return an action or a copy, `times` groups later."""
@@ -59,7 +57,6 @@ class Simulation:
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]
-    """Copies to and from the host."""
     repeated: Repeated | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -116,7 +113,6 @@ class Simulation:
         return self._sum(stage, lambda each: each.copy_wait_s + each.content.copy_wait_s)
 
     def copies(self, stage: int) -> bool:
-        """Whether the stage offloads anything."""
         spans = (span for each in self.executed[stage] for span in each.content.spans)
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
@@ -202,7 +198,6 @@ class Simulation:
         return curve_of_parts([(each.start_s, each.content.regenerated) for each in self.executed[stage]])
 
     def timeline(self) -> Timeline:
-        """Return the step as spans by stage: halves, windows, recomputations, copies, and waits for neighbours."""
         both = zip(self.executed, self.copied, strict=True)
         return Timeline(
             {stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)}

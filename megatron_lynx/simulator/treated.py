@@ -20,8 +20,6 @@ HalfKind = tuple[Section, frozenset[str]]
 
 
 class Part(NamedTuple):
-    """Cost of a part of a half's recomputation."""
-
     seconds: float
     taken_bytes: int
     """Change in bytes once it has run; below 0 if it frees what a later part would need."""
@@ -39,7 +37,6 @@ class Leaving(NamedTuple):
 
     bytes: int
     seconds: float
-    """Of the copy in one direction."""
     turns: Turns
 
 
@@ -50,7 +47,6 @@ class Treated:
     planned: PlannedHalf
     memory: HalfMemory
     replay_s: float = 0.0
-    """Seconds of its recomputation; 0 for a kept half."""
     communicates_s: float = 0.0
     """Seconds in which a checkpoint's recomputation waits for other ranks."""
     begun: Mapping[str, Begun] = field(default_factory=dict)
@@ -66,7 +62,6 @@ class Treated:
     deferred: Mapping[str, WeightGradient] = field(default_factory=dict)
     """Linears whose weight gradients are delayed, in backward order."""
     leaving: Leaving | None = None
-    """Its offload within the micro-batch, if any."""
 
     @property
     def key(self) -> FrameKey:
@@ -114,7 +109,6 @@ class Treated:
         return task.since in self.begun
 
     def part(self, task: Task) -> Part:
-        """Cost of a part of its recomputation."""
         if task.do == "begin" or self.resumes(task):
             whole = Begun(self.replay_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
             start = self.begun[task.since] if task.since else NOT_BEGUN

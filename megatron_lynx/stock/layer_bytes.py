@@ -55,7 +55,6 @@ class HalfBytes:
 
     @property
     def kept_whole(self) -> HalfBytes:
-        """The half with nothing offloaded."""
         return HalfBytes(self.stays + self.leaves, self.again)
 
 
@@ -75,7 +74,6 @@ class Treatment:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Recomputed items, in order."""
         return tuple(name for name in self.section.names if name in self.again | self.discarded)
 
     def makes_again(self, tensor: SavedTensor) -> bool:
@@ -174,7 +172,6 @@ def _cores(section: Section) -> tuple[str, ...]:
 
 
 LayerBytes = tuple[HalfBytes, ...]
-"""By half, in forward order."""
 
 
 def layer_bytes(

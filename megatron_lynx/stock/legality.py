@@ -27,7 +27,6 @@ FLAGS: dict[Fact, str] = {
     "latent": "--multi-latent-attention",
     "gated_delta": "--experimental-attention-variant gated_delta_net",
 }
-"""Launch flags of facts."""
 
 NOT_IN_DELAYED_FP8 = ("moe_act", "layernorm")
 """Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s FP8 context."""

@@ -79,7 +79,6 @@ RECOMPUTED = (
 
 
 def recompute_module(name: str) -> RecomputeModule:
-    """Raises `KeyError` for an unknown module."""
     return {module.name: module for module in RECOMPUTED}[name]
 
 
@@ -120,5 +119,4 @@ OFFLOADED = (
 
 
 def offload_module(name: str) -> OffloadModule:
-    """Raises `KeyError` for an unknown module."""
     return {module.name: module for module in OFFLOADED}[name]

@@ -43,7 +43,6 @@ class Priced:
 
     @property
     def step_s(self) -> float:
-        """The figure by which settings are ranked."""
         return self.step.expected_s
 
     @property
@@ -102,7 +101,6 @@ class Pricing:
         return self._job.microbatches * max(sum(map(_steady_s, stage.passes)) for stage in self._stages)
 
     def step(self) -> Simulation:
-        """The whole step, simulated."""
         return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)
 
     def _schedule(self, microbatches: int) -> Schedule:

@@ -256,7 +256,6 @@ def _without(name: str, names: Modules) -> Modules:
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """All subsets, the empty one first."""
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 

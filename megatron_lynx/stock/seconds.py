@@ -61,7 +61,6 @@ def _opaque_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, 
 
 
 def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
-    """Seconds of recomputation in a dense half."""
     runs = treatment(shape, setting, section).runs
     again_s = sum(profile.half(section.half).items[name].forward_s for name in runs)
     if section.row_parallel in runs:
@@ -81,8 +80,6 @@ def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting,
 
 
 class CopiedLayer(NamedTuple):
-    """One micro-batch in one layer."""
-
     forward_s: float
     backward_s: tuple[float, float]
     """Up to the beginning of its attention's backward, and from there on."""
@@ -114,7 +111,6 @@ class StageCopies:
     _changes: list[tuple[float, int]] = field(default_factory=list)
 
     def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
-        """Run the passes of a stage in order."""
         order = [action for action, _ in actions]
         first = next((action for action in order if action.kind == "B"), None)
         for at, (action, phase) in enumerate(actions):

@@ -24,7 +24,6 @@ Method = Literal["uniform", "block"]
 WHOLE = 1.0
 OVERLAP, DELAYED, USERBUFFERS = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "tp_comm_overlap"
 DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferral_limit"
-"""Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class StockSetting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Launch flags."""
         return tuple(" ".join([flag, *values]) for flag, values in flags_of(self.fields))
 
 
@@ -100,7 +98,6 @@ Flags = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def flag_of(name: str) -> str:
-    """Launch flag of a field of Megatron's configuration."""
     return "--" + name.replace("_", "-")
 
 

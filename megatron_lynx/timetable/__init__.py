@@ -1,7 +1,19 @@
 """Tables from moments of a stage's passes to the tasks that a plan puts there."""
 
-from megatron_lynx.timetable.events import HalfPass, Linear, Moment, Pass, Task, Wait
-from megatron_lynx.timetable.planned import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, ahead_to, may_gather_ahead
+from megatron_lynx.timetable.events import (
+    ON_DEMAND_PLACE,
+    HalfPass,
+    Layout,
+    Linear,
+    Moment,
+    Pass,
+    Place,
+    PlannedHalf,
+    Task,
+    Wait,
+    ahead_to,
+    may_gather_ahead,
+)
 from megatron_lynx.timetable.timetable import Timetable
 
 __all__ = [

@@ -35,8 +35,7 @@ from megatron_lynx.anatomy.address import (
     WindowAddress,
 )
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.timetable.events import At, HalfPass, Moment, Pass, Task, Tasks, Wait
-from megatron_lynx.timetable.planned import Layout, Place, PlannedHalf
+from megatron_lynx.timetable.events import At, HalfPass, Layout, Moment, Pass, Place, PlannedHalf, Task, Tasks, Wait
 
 AT_HALVES: tuple[At, ...] = ("enter", "demand", "core")
 IN_WAITS: tuple[At, ...] = ("in", "after")
@@ -75,7 +74,6 @@ class Timetable:
         return self._backwards[chunk, phase]
 
     def receive(self, chunk: int, phase: Phase) -> Pass:
-        """The receive of a backward's gradient."""
         return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
@@ -96,7 +94,6 @@ class Timetable:
 
     @property
     def all_halves(self) -> Iterator[PlannedHalf]:
-        """Halves of all chunks."""
         return (half for chunk in self.chunks for half in chunk)
 
     @cached_property

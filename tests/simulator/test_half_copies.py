@@ -7,10 +7,9 @@ from dataclasses import replace
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.pace import Turns
-from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import Queue, TimedPass
 from megatron_lynx.simulator.treated import Leaving, Treated
-from megatron_lynx.simulator.walk import Walk
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import PlannedHalf
 
