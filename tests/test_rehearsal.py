@@ -9,7 +9,7 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
-from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import decide, make_plan, uniform_plan

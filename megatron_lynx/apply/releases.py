@@ -165,7 +165,7 @@ def _hash_of_source(function: Any) -> str:
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
     "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    "latents": ("transformer.multi_latent_attention",),
+    "latent": ("transformer.multi_latent_attention",),
     "experts": tuple(
         f"transformer.moe.{name}"
         for name in ("moe_layer", "moe_utils", "router", "experts", "shared_experts", "token_dispatcher", "fused_a2a")

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_lynx.anatomy import HALVES, Half
-from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, PlannedDevice, Provenance
-from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.facts import BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.rule import Rule, joined
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part

@@ -39,7 +39,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
 from megatron_lynx.plan.contents import PlanContents
-from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
 

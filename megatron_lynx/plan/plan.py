@@ -18,8 +18,7 @@ from collections.abc import Iterable
 
 from megatron_lynx.plan import consistency
 from megatron_lynx.plan.contents import Head, PlanContents
-from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.facts import BatchFacts, LayerRange, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, GatherByPhase, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole
 

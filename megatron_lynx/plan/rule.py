@@ -31,7 +31,7 @@ from megatron_lynx.anatomy.address import (
 from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName
-from megatron_lynx.plan.layer_range import LayerRange, Layers
+from megatron_lynx.plan.facts import LayerRange, Layers
 from megatron_lynx.validation import Part
 
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_lynx.plan.layer_range import Layers
+from megatron_lynx.plan.facts import Layers
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.timetable import PlannedHalf
 from megatron_lynx.units import MIB
