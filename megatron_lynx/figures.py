@@ -27,7 +27,6 @@ class Figure(NamedTuple):
     """Annotation of a field: how it is joined over steps, and its name in logs."""
 
     over_steps: Callable[[Iterable[Any]], Any]
-    """`sum` or `max`."""
     logged: str = ""
     """In TensorBoard and W&B, without the prefix. Empty: not logged."""
 
@@ -36,7 +35,6 @@ SUM, MOST = Figure(sum), Figure(max)
 
 
 def unit_of(name: str) -> Literal["bytes", "s", "count"]:
-    """The unit in which a figure's name ends."""
     return "bytes" if name.endswith("_bytes") else "s" if name.endswith("_s") else "count"
 
 
@@ -47,7 +45,7 @@ def in_words(name: str, value: float) -> str:
 
 
 def _older(name: str, older: str) -> Any:
-    """A figure that files of before have under another name."""
+    """A figure that older files have under another name."""
     return Field(validation_alias=AliasChoices(name, older))
 
 
@@ -68,7 +66,7 @@ class Figures(Part):
     """Recomputations that backward waited for."""
     in_windows_s: Annotated[float | None, Figure(sum, "replays_in_windows_s")] = None
     on_demand_s: Annotated[float | None, Figure(sum, "replays_on_demand_s")] = None
-    """Seconds of these; None where they were not timed."""
+    """Seconds of these; None if they were not timed."""
     ahead: Annotated[int, SUM] = 0
     """Recomputations that began ahead, with their communication in flight."""
     live_ahead: Annotated[int, MOST] = 0
@@ -76,30 +74,28 @@ class Figures(Part):
     gathered: Annotated[int, SUM] = 0
     """Inputs gathered once for the recomputation and the weight gradient."""
     fell_back: Annotated[int, SUM] = 0
-    """Halves of experts that were checkpoints because more rows came than the plan's bytes are for."""
+    """Halves of experts that fell back to checkpoints because of their load."""
     deferred: Annotated[int, SUM] = 0
-    """Delayed weight gradients."""
     filled: Annotated[int, Figure(sum, "weight_gradients_in_waits"), _older("filled", "filled_weight_gradients")] = 0
     """Delayed weight gradients that ran in a wait."""
     flushed: Annotated[int, Figure(sum, "weight_gradients_flushed"), _older("flushed", "flushed_weight_gradients")] = 0
-    """Delayed weight gradients that ran in no wait: they were due, or there was no memory for them."""
+    """Delayed weight gradients that ran in no wait: they were due, or memory was short."""
     deferred_bytes: Annotated[int, Figure(max, "deferred_bytes")] = 0
-    """The most that operands of delayed weight gradients held at once."""
+    """Peak of the operands of delayed weight gradients."""
     offloaded_bytes: Annotated[int, Figure(sum, "copied_to_host_bytes")] = 0
     reloaded_bytes: Annotated[int, Figure(sum, "copied_back_bytes")] = 0
     host_bytes: Annotated[int, Figure(max, "host_bytes")] = 0
-    """Host memory held for offloaded activations."""
+    """Host memory of offloaded activations."""
     exposed_copy_s: Annotated[float, Figure(sum, "exposed_copy_s")] = 0.0
     """Seconds for which compute waited for copies in either direction."""
     expert_load: Annotated[float, MOST] = 0.0
-    """The most rows of one micro-batch that experts of one layer got, over an equal share. 0: there are no experts."""
+    """Most rows of one micro-batch for one layer's experts, over a balanced share. 0: no experts."""
 
     @property
     def replayed(self) -> int:
         return self.in_windows + self.on_demand
 
     def __add__(self, later: Figures) -> Figures:
-        """The figures of the steps of both."""
         return Figures(**_joined((self, later), lambda name, figure: figure.over_steps))
 
 
@@ -111,10 +107,9 @@ class InputSeen:
     tokens: int = 0
     """Rows of the first attention half on this rank, padding included: they are computed."""
     squares: float | Tensor = 0
-    """Sum over whole sequences, of which this rank may have a part. A tensor on the device where packed lengths are there."""
+    """Sum over whole sequences, of which this rank may have a part; a device tensor if sequences are packed."""
 
     def add(self, tokens: int, squares: float | Tensor) -> None:
-        """One more micro-batch."""
         self.microbatches, self.tokens, self.squares = self.microbatches + 1, self.tokens + tokens, self.squares + squares
 
     def __add__(self, other: InputSeen) -> InputSeen:
@@ -128,8 +123,7 @@ class Learned(Part):
     """
 
     seconds: float = Field(default=1.0, gt=0)
-    """Factor of all passes: layers, head and embedding, collectives and messages between stages. The factors below multiply with
-    it."""
+    """Factor of all passes: layers, head and embedding, collectives, messages between stages. The others multiply with it."""
     attention: float = Field(default=1.0, gt=0)
     mlp: float = Field(default=1.0, gt=0)
     experts: float = Field(default=1.0, gt=0)
@@ -137,11 +131,10 @@ class Learned(Part):
     collectives: float = Field(default=1.0, gt=0)
     """Factor of the tensor-parallel group's collectives."""
     exchanges: float = Field(default=1.0, gt=0)
-    """Factor of exchanges of experts."""
     beside_bytes: tuple[int, ...] = ()
     """By stage: measured minus predicted bytes of a device."""
     device_bytes: int | None = None
-    """Memory of a device without its use outside PyTorch and without reserved, unallocated memory; None if unknown."""
+    """Memory of a device without its use outside PyTorch and without reserved, unallocated memory."""
 
     def beside(self, stage: int) -> int:
         """Offset of one stage; 0 for a stage that no run has had."""
@@ -150,7 +143,6 @@ class Learned(Part):
 
 @cache
 def figures_of(kind: type[Part]) -> dict[str, Figure]:
-    """The annotated fields of a model."""
     return {name: said for name, field in kind.model_fields.items() for said in field.metadata if isinstance(said, Figure)}
 
 
@@ -170,7 +162,7 @@ def of_all(ranks: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _joined(figures: Sequence[Figures], join: Callable[[str, Figure], Callable[[Iterable[Any]], Any]]) -> dict[str, Any]:
-    """Joins the known values of each figure; None where all are unknown."""
+    """Joins the known values of each figure; None if all are unknown."""
     joined = {}
     for name, figure in figures_of(type(figures[0])).items():
         known = [value for each in figures if (value := getattr(each, name)) is not None]

@@ -69,7 +69,6 @@ class Hidden:
     """Seconds of one step's recomputations on one rank of each stage, summed over stages."""
 
     predicted_s: float
-    """Hidden, as predicted."""
     least_s: float
     most_s: float
     """Bounds of the hidden seconds: in a wait that ended before its tasks, some of these were exposed."""
@@ -84,7 +83,6 @@ class Lesson:
     source: str
     """The outcome file."""
     profile: str
-    """Digest of the corrected profile."""
     steps: int
     learned: Learned
     """From this run and earlier ones."""
@@ -108,12 +106,10 @@ class Lesson:
 
     @property
     def origin(self) -> dict[str, object]:
-        """The plan's provenance."""
         return {"profile": self.profile, "learned": self.learned}
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """In words, for 80 columns."""
         was_s, is_s = self.seconds
         told = [f"learned from {self.source} ({self.steps} steps): was -> is"]
         told.append(f"  passes of a step   {format_seconds(was_s)} -> {format_seconds(is_s)}   x {is_s / was_s:.3f}")

@@ -30,7 +30,6 @@ TE_MODULE = "megatron.core.extensions.transformer_engine."
 """Prefix of the full names of Megatron's wrappers of Transformer Engine's layers."""
 
 LINEARS = "megatron.core.tensor_parallel.layers."
-"""Prefix of the full names of Megatron's own linears."""
 
 IDENTITY = "megatron.core.transformer.identity_op.IdentityOp"
 """Replaces a norm that Transformer Engine computes inside a linear."""
@@ -199,7 +198,6 @@ class HybridLayer:
     def __init__(self, number: int, owners: Mapping[Half, Module]) -> None:
         self.layer_number = number
         self.owners = owners
-        """By half; a missing half is left out."""
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the layer that has the half: the second half's attributes have its name in them."""

@@ -111,10 +111,7 @@ def present_te() -> Release:
 
 
 def table_of(version: str, known: Mapping[str, Release], package: str, name: str, todo: str) -> Release:
-    """The release of an installed version, such as `0.16.1`.
-
-    Raises `HookRefused` for an unknown release, with every function that differs from the nearest known release.
-    """
+    """The release of an installed version. Raises `HookRefused` if it is unknown, with what differs from the nearest known one."""
     release = known.get(minor_of(version))
     if release is None:
         nearest = min(known.values(), key=lambda one: abs(number_of(one.version) - number_of(version)))
@@ -125,7 +122,6 @@ def table_of(version: str, known: Mapping[str, Release], package: str, name: str
 
 
 def minor_of(version: str) -> str:
-    """`0.16` of `0.16.1`."""
     return ".".join(version.split(".")[:2])
 
 
@@ -190,8 +186,7 @@ RELIES_ON = {
     ),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) or kind of section that relies on
-them."""
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`) or kind of section that relies on them."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,6 @@ class Held:
 
     hook: str
     site: str
-    """`module:qualified.name`."""
     release: str
     recorded: str
     found: str | None
@@ -212,18 +206,12 @@ class Held:
 
 
 def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
-    """Rows of the functions that matter in every run, of megatron-core or of Transformer Engine.
-
-    `hook`: the hook of all rows; by default found from each module.
-    """
+    """Rows of the functions that matter in every run. `hook`: of all rows; by default found from each module."""
     yield from _rows(release, release.fingerprints, hook)
 
 
 def held_here() -> list[Held]:
-    """Rows of megatron-core, and of Transformer Engine if it is installed and known.
-
-    Raises `HookRefused` for an unknown megatron-core.
-    """
+    """Rows of megatron-core, and of Transformer Engine if it is known. Raises `HookRefused` for an unknown megatron-core."""
     core = present_release()
     try:
         releases, missing = [core, present_te()], None

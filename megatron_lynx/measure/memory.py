@@ -3,23 +3,19 @@
     with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
         forward();  meter.mark("after forward")   live bytes now, above the level at entry
         backward()
-    meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
+    meter.use.peak_bytes                          peak, above the level at entry
 
-Count in a step that is not timed, after a warm-up: the first use of lazily allocated buffers would count as activations.
-`count_step` also keeps gradients out of it: a step that frees the last step's would seem to hold less than it does, and one that
-allocates its own would seem to hold more from its second micro-batch on.
+Count in a step after a warm-up, because lazily allocated buffers would count as activations.
 
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
 a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
          the allocator's total at any moment, without a profiler (`CpuTotal`)
 
-On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set. Without it the allocator knows only
-blocks allocated by a profiled thread, keeps a wrong total when another thread frees one, and takes a later block at the same
-address for the old one. It costs each later allocation about a microsecond, the same for every setting.
-
-It counts `nbytes` of storages of all threads. It leaves out kernel workspaces that bypass the allocator (oneDNN, MKL), NumPy
-arrays and page rounding, and misses the release of blocks older than the flag (`remember_blocks`), and a peak that begins and
-ends inside a thread that neither the metered thread nor autograd started.
+On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set; it costs each allocation about a
+microsecond. Without it the allocator knows only blocks of profiled threads, and takes a later block at the same address for the
+old one. Counted are storages of all threads, without workspaces that bypass the allocator (oneDNN, MKL), NumPy arrays, the
+release of blocks older than the flag (`remember_blocks`), and peaks inside threads that neither the metered thread nor autograd
+started.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Mark:
-    """Live bytes at one moment, above the level at entry (negative: more was freed than allocated)."""
+    """Live bytes at one moment, relative to entry."""
 
     name: str
     bytes: int
@@ -59,20 +55,18 @@ class MemoryUse:
     """Bytes of one counted step, above the level at entry."""
 
     peak_bytes: int
-    """0 if the level at entry was never exceeded."""
     marks: tuple[Mark, ...]
     left_bytes: int
     """Still live when the meter was closed."""
     peaks: tuple[Mark, ...] = field(default=(), compare=False)
-    """For each mark the peak until the next one, or until the meter was closed."""
+    """The peak from each mark to the next."""
 
     @property
     def resident_bytes(self) -> int:
-        """The largest mark: bytes held between forward and backward passes (0 without marks)."""
+        """Largest mark: bytes between forward and backward passes."""
         return max((mark.bytes for mark in self.marks), default=0)
 
     def at(self, name: str) -> int:
-        """Bytes at the first mark of that name; KeyError if there is none."""
         for mark in self.marks:
             if mark.name == name:
                 return mark.bytes
@@ -106,7 +100,6 @@ class ActivationMeter(ABC):
 
 
 def activation_meter(device: torch.device | str) -> ActivationMeter:
-    """The meter for a device. ValueError for devices other than CPU and CUDA."""
     device = torch.device(device)
     if device.type == "cuda":
         return CudaMeter(device)
@@ -118,10 +111,9 @@ def activation_meter(device: torch.device | str) -> ActivationMeter:
 def count_step(
     step: Callable[[ActivationMeter], object], device: torch.device | str, parameters: Iterable[torch.nn.Parameter] = ()
 ) -> MemoryUse:
-    """What `step(meter)` uses. `step` runs forward and backward passes; it neither clears gradients nor steps an optimizer.
+    """Bytes of `step(meter)`: forward and backward passes, without clearing gradients or an optimizer's step.
 
-    Gradients of `parameters` are set to zeros first, so that they count neither as resident nor in the peak, whatever ran before.
-    Give none where gradients live in buffers, as with Megatron's DDP. Garbage is collected first.
+    Gradients of `parameters` are zeros before, so that they do not count. Pass none if they live in buffers (Megatron's DDP).
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -132,7 +124,7 @@ def count_step(
 
 
 def marked(function: Callable[P, R], meter: ActivationMeter, name: str) -> Callable[P, R]:
-    """`function`, with a mark each time it returns: hand it to Megatron's schedule in place of its `forward_step_func`."""
+    """`function` with a mark after each call, for Megatron's `forward_step_func`."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         result = function(*args, **kwargs)
@@ -144,7 +136,7 @@ def marked(function: Callable[P, R], meter: ActivationMeter, name: str) -> Calla
 
 @final
 class CudaMeter(ActivationMeter):
-    """Reads the caching allocator's statistics, which are kept on the host: nothing is synchronised. Resets the device's peak."""
+    """Reads the caching allocator's statistics without synchronising. Resets the device's peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,18 +164,15 @@ class CudaMeter(ActivationMeter):
 
 
 OTHER_THREADS_S = 0.5
-"""Longest wait of a mark for other threads to sleep."""
 TASKS = Path("/proc/self/task")
-"""The threads of this process, on Linux."""
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
 
 
 def remember_blocks() -> None:
-    """From now on the allocator knows every block's size, for the life of the process.
+    """Make the allocator remember every block's size, for the life of the process.
 
-    Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this build of
-    PyTorch does not offer the flag.
+    Call it before the model is built if a counted step may free older blocks. Raises LynxError if this PyTorch lacks the flag.
     """
     try:
         flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(c10_library())), _FLAG)
@@ -199,13 +188,12 @@ def remember_blocks() -> None:
 
 
 def c10_library() -> Path:
-    """Where the allocator is."""
     return Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
 
 
 def wait_for_other_threads() -> None:
-    """Wait until every other thread of this process sleeps, for half a second at most. A thread of gloo frees a result a moment
-    after its waiter resumes."""
+    """Wait until every other thread sleeps, at most half a second. A thread of gloo frees a result a moment after its waiter
+    resumes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     until_s = time.monotonic() + OTHER_THREADS_S
@@ -216,13 +204,12 @@ def wait_for_other_threads() -> None:
 
 
 def _another_runs() -> bool:
-    """Whether another thread runs or is ready to; False where there is no `TASKS`."""
     others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
     return any(_state(task) != "S" for task in others)
 
 
 def _state(task: Path) -> str:
-    """A thread's state: the letter after its name, which may have brackets. One that has ended sleeps."""
+    """State letter of a thread; S if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     return "S"
@@ -290,17 +277,14 @@ def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
 
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
 _WORDS = 24
-"""Words of the object to search: a mutex, a table and the total."""
 _SIZES = (4099, 70_001)
-"""Bytes of test allocations: no other counter grows by these."""
 
 
 @final
 class CpuTotal:
-    """The allocator's total; make it before the tensors to count. Raises LynxError where this build of PyTorch hides it.
+    """The allocator's total: the word, in an object of the C10 library, that follows two test allocations exactly.
 
-    The total is a word of an object whose address the C10 library exports. It is the one word that follows two test allocations
-    exactly.
+    Make it before the tensors to count. Raises LynxError if this build of PyTorch hides it.
     """
 
     def __init__(self) -> None:

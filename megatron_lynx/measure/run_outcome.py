@@ -91,7 +91,6 @@ class StageMeasured(Figures):
     passes_s: Annotated[float | None, Figure(max, "passes_s")] = None
     """Megatron's schedule: forwards, backwards, and the reduction of gradients after them."""
     step_s: Annotated[float | None, Figure(max, "step_s")] = None
-    """The whole step, with the optimizer's update."""
     allocated_bytes: Annotated[int | None, Figure(max, "device_peak_bytes")] = None
     """Peak on the device since the run began."""
     reserved_bytes: Annotated[int | None, Figure(max, "device_reserved_peak_bytes")] = None
@@ -188,7 +187,6 @@ class Report(Part):
         return row.predicted.model_copy(update=scaled)
 
     def cells(self, row: StageRow) -> tuple[float | None, ...]:
-        """The figures of a stage in the order of `COLUMNS`."""
         predicted, measured = self.predicted_of(row) or StagePredicted(), row.measured
         return tuple(getattr(predicted if column == "predicted" else measured, name) for _, column, name in COLUMNS)
 

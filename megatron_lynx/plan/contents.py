@@ -23,8 +23,6 @@ class Head(Part):
 
 
 class PlanContents(Part):
-    """The keys of a plan file, version 1."""
-
     version: Literal[1]
     model: ModelFacts
     parallel: ParallelFacts
@@ -43,7 +41,6 @@ class PlanContents(Part):
     provenance: Provenance
 
     def chunks_of(self, stage: int) -> tuple[Stage, ...]:
-        """The entries of a pipeline stage, by chunk."""
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
     def passes(self, microbatches: float) -> float:

@@ -25,7 +25,6 @@ from megatron_lynx.validation import Part
 MOST_LAYERS = 1_000
 """Limit of a model's layers: with a mistyped number, checks would take too long."""
 NO_LAYERS = (1, 0)
-"""First and last of an empty range."""
 
 NONE = "none"
 
@@ -103,7 +102,7 @@ class ModelFacts(Part):
     kv_groups: int = Field(ge=1)
     seq: int = Field(ge=1)
     implementation: Literal["local", "transformer_engine"] = "local"
-    """Whether layers are Megatron's own or Transformer Engine's, which computes a norm inside the next linear."""
+    """Megatron's own layers, or Transformer Engine's, which computes a norm inside the next linear."""
     fp8: Recipe | None = None
     """Scaling of linears that compute in FP8; None: they do not."""
     fp8_parameters: bool = False
@@ -111,7 +110,6 @@ class ModelFacts(Part):
     first_in_bf16: int = Field(default=0, ge=0)
     """Number of bf16 layers at the start of a model in FP8 (`--first-last-layers-bf16`)."""
     last_in_bf16: int = Field(default=0, ge=0)
-    """Number of bf16 layers at its end."""
     fp8_copies_kept: bool = True
     """Whether a checkpointed half keeps its last linear's FP8 copy of the input. False: that linear is recomputed as well, as in
     stock's recomputation, and only the half's input is kept."""
@@ -121,14 +119,13 @@ class ModelFacts(Part):
     shared_experts: bool = False
     """Whether these layers have shared experts."""
     moe_dispatcher: Dispatcher = "alltoall"
-    """Token dispatcher of experts that are distributed over ranks. deepep, hybridep: Megatron's flex dispatcher with this
-    backend;
-    allgather: its gathers of all tokens."""
+    """Token dispatcher of experts that are distributed over ranks. deepep, hybridep: backends of Megatron's flex dispatcher;
+    allgather: gathers of all tokens."""
     moe_overlapped: bool = False
-    """Whether exchanges of tokens overlap with another micro-batch's computation (`--overlap-moe-expert-parallel-comm`): then
-    forward and backward nodes are interleaved, and all recomputation is on demand."""
+    """Whether exchanges of tokens overlap with another micro-batch (`--overlap-moe-expert-parallel-comm`): then forward and
+    backward nodes are interleaved, and all recomputation is on demand."""
     moe_delayed: bool = False
-    """Whether weight gradients are separate nodes there (`--delay-wgrad-compute`). It changes seconds only, so a run may differ.
+    """Whether weight gradients are separate nodes there (`--delay-wgrad-compute`). It changes only seconds, so a run may differ.
     """
     moe_load: float = Field(default=1.0, gt=0)
     """Load that the plan is made for: the largest rank's share of tokens over a balanced share."""
@@ -136,18 +133,16 @@ class ModelFacts(Part):
     latent_attention: LatentSizes | None = None
     """Sizes of multi-latent attention, in all layers; None: the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)
-    """Layers of multi-token prediction after the last layer. They keep everything; no rule has them."""
+    """Layers of multi-token prediction after the last layer. They keep everything."""
     opaque_layers: Mapping[OpaqueName, tuple[Layers, ...]] = {}
     """Layers with an opaque half, by its kind: it is kept whole, and has no hook."""
     captured: tuple[CapturedModule, ...] = ()
-    """Modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): they are kept whole, without
-    hooks."""
+    """Modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): kept whole, without hooks."""
     kinds: tuple[KindName, ...] = ()
     """Further kinds of halves, in every layer (`megatron_lynx.kinds`)."""
 
     @property
     def halves(self) -> Mapping[Half, Section]:
-        """The sections of a layer without experts."""
         return halves_of(self.facts)
 
     @property
@@ -158,7 +153,6 @@ class ModelFacts(Part):
 
     @property
     def in_bf16(self) -> dict[str, int]:
-        """Number of bf16 layers at each end of a model in FP8, by key."""
         return {name: getattr(self, name) for name in IN_BF16}
 
     def _problems(self) -> Iterator[str]:
@@ -183,7 +177,6 @@ class ModelFacts(Part):
         return any(layer in span for span in self.moe_layers)
 
     def sections_of(self, layer: int) -> LayerKind:
-        """The sections of a layer."""
         named = tuple(name for name, spans in self.opaque_layers.items() if any(layer in span for span in spans))
         facts = self.facts._replace(
             experts=self.has_experts(layer),
@@ -206,13 +199,11 @@ class ParallelFacts(Part):
     """Consecutive micro-batches of one chunk; None: the number of stages."""
     sequence_parallel: bool = False
     expert: int = Field(default=1, ge=1, le=1_000_000)
-    """Ranks among which experts are distributed, with their tokens exchanged by all-to-all. With several, the exchanges are
-    windows."""
+    """Ranks among which experts are distributed, with tokens exchanged by all-to-all. With several, the exchanges are windows."""
     context: int = Field(default=1, ge=1, le=1_000_000)
     """Ranks among which a sequence is cut. With several, the core attention exchanges keys and values, and must be kept."""
     userbuffers: bool = False
-    """Whether the launch has --tp-comm-overlap: linears communicate inside their GEMMs, so there are no tensor-parallel windows,
-    and no linear is recomputed (`plan.features`)."""
+    """Whether the launch has --tp-comm-overlap: no tensor-parallel windows, and no linear is recomputed (`plan.features`)."""
 
     @property
     def group(self) -> int:
@@ -223,14 +214,12 @@ class PackedFacts(Part):
     """Packed sequences: attention's seconds are proportional to the sum of the squared lengths."""
 
     squares_per_token: float = Field(ge=1)
-    """Sum of the squared lengths, over the sum of the lengths, as planned."""
+    """Sum of the squared lengths over their sum, as planned."""
     core_share: float = Field(ge=0, le=1)
     """Share of the core attention in the predicted passes."""
 
 
 class BatchFacts(Part):
-    """Micro-batch size, and micro-batches per pipeline and step."""
-
     micro: int = Field(ge=1)
     microbatches: int = Field(ge=1, le=1_000_000)
     packed: PackedFacts | None = None
@@ -270,7 +259,6 @@ class PlannedDevice(Part):
     """Memory of one device in bytes."""
 
     memory_bytes: int = Field(ge=1)
-    """As PyTorch reports it."""
     budget_bytes: int
     """Limit of PyTorch's allocations: the job's own, or without the reserve."""
     reserve_bytes: Mapping[str, Annotated[int, Field(ge=0)]] = {}
@@ -280,11 +268,10 @@ class PlannedDevice(Part):
 
     @property
     def outside_bytes(self) -> int | None:
-        """Expected use outside PyTorch's allocator, or None if unknown."""
+        """Expected use outside PyTorch's allocator; None: unknown."""
         known = {part: size for part, size in self.reserve_bytes.items() if part not in (SLACK, STATED)}
         return sum(known.values()) if known else None
 
     @property
     def slack_bytes(self) -> int | None:
-        """Expected memory that the allocator reserves without allocating it, or None if unknown."""
         return self.reserve_bytes.get(SLACK)

@@ -86,7 +86,6 @@ class Windows(Part):
     mlp: PlaceName | ByPhase | None = None
 
     def of(self, half: Half, phase: BackwardPhase) -> str:
-        """In the plan file's words."""
         place: PlaceName | ByPhase | None = getattr(self, half)
         if place is None:
             return ON_DEMAND
@@ -104,11 +103,8 @@ class GatherByPhase(Part):
 
 
 class Gather(Part):
-    """The collective after which the input of a recomputed `linear_qkv` / `linear_fc1` is gathered, once.
-
-    Only with sequence parallelism, where recomputing these GEMMs needs an all-gather. The gathered input serves the recomputation
-    and then the weight gradient, for which stock Megatron would gather it anyway.
-    """
+    """The collective after which the input of a recomputed `linear_qkv` / `linear_fc1` is gathered, with sequence parallelism.
+    The recomputation and then the weight gradient use it, for which stock Megatron would gather it anyway."""
 
     attention: GatherName | GatherByPhase | None = None
     mlp: GatherName | GatherByPhase | None = None
@@ -133,7 +129,6 @@ class CheckpointGroups(Part):
     """Layers that are checkpointed several at a time, counted from the first of their rule; the last group may be smaller."""
 
     layers: int = Field(ge=2)
-    """Layers per kept input, which is that of the first of them."""
 
 
 class Rule(Part):
@@ -149,8 +144,7 @@ class Rule(Part):
     itself, one of them, or several layers together. Routers of experts decide once."""
     ahead: Ahead = False
     """Whether the communication of a checkpointed layer's recomputation begins when backward enters the attention half of the
-    layer above, and overlaps with it: the dispatch of its tokens; in a layer without experts the reduction after its attention.
-    `gather`:
+    layer above, and overlaps with it: the dispatch of its tokens, or without experts the reduction after its attention. `gather`:
     with sequence parallelism the input of its attention is gathered there first."""
     keep: tuple[ItemName, ...] = ()
     replay: tuple[ItemName, ...] = ()
@@ -232,7 +226,6 @@ class Rule(Part):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the rest of a checkpointed half is recomputed in a wait."""
         return any(map(self.goes_on_in, HALVES))
 
     def goes_on_in(self, half: Half) -> str | None:
@@ -257,7 +250,6 @@ class Rule(Part):
         return f"checkpoint is {self.checkpoint}"
 
     def kept_input(self, half: Half) -> str:
-        """Tensors that a checkpointed half keeps, in words."""
         first = HALVES[0]
         if isinstance(self.checkpoint, CheckpointGroups):
             return f"the input of every {self.checkpoint.layers} layers" if half == first else f"nothing: {first} makes its input"
@@ -297,7 +289,6 @@ class Rule(Part):
                 yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:
-        """Problems of delayed weight gradients: unknown linears, invalid lists of waits."""
         sections = (section for half in HALVES for section in _filled_by(self.filling(half)))
         linears = [linear for section in sections for linear in section.linears]
         for linear, waits in self.weight_gradients.items():
@@ -309,7 +300,6 @@ class Rule(Part):
                 yield f"weight_gradients.{linear} names {wait} twice"
 
     def _stops(self, half: Half) -> Iterator[str]:
-        """Problems of the items before which a recomputation should stop."""
         section = self.filling(half)
         for text in dict.fromkeys(self.windows.of(half, phase) for phase in BACKWARD_PHASES):
             begin = 0

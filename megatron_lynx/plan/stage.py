@@ -55,8 +55,7 @@ class Predicted(Part):
     moe_load: float = 0.0
     """Largest load of experts (`model.moe_load`) that fits the device. 0 if twice the planned load fits, and without experts."""
     moe_load_fallen_back: float = 0.0
-    """Largest load that fits once halves of experts have fallen back (`experts_hold`). 0 if none fall back, and in older plans,
-    whose halves became checkpoints instead."""
+    """The same once halves of experts have fallen back (`experts_hold`). 0 if none fall back, and in older plans."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
         """Predicted bytes by kind at one moment, or None if the plan has none."""
@@ -73,19 +72,17 @@ class Offload(Part):
     prefetch: int = Field(default=1, ge=1)
     """Number of backwards before its own in which a micro-batch is copied back."""
     beside_messages: Literal["allow", "avoid"] = "allow"
-    """Whether copies overlap with messages between stages, or take turns: on a shared link they slow each other, and an exchange
-    with a synchronisation (Megatron's without chunks) waits for every earlier copy. Stages that overlap messages with passes
-    cannot avoid them."""
+    """Whether copies overlap with messages between stages, or take turns: on a shared link they slow each other. Stages that
+    overlap messages with passes cannot avoid them."""
     experts: bool = False
     """Whether the activations of mixtures of experts are offloaded, too."""
     pace_bytes: int | None = Field(default=None, ge=1)
     """Bytes copied during one half's forward. If given, micro-batches whose own backward directly follows are offloaded, too,
     half by
-    half: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward. If not,
-    such micro-batches stay on the device."""
+    half: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward."""
     half_by_half: Literal["at_once", "all"] = "at_once"
-    """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies then lie
-    within their own forward and their own backward."""
+    """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies lie within
+    their own forward and their own backward."""
 
     def _problems(self) -> Iterator[str]:
         if self.half_by_half == "all" and self.pace_bytes is None:

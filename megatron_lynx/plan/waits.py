@@ -16,8 +16,8 @@ Every delayed weight gradient has waits that exist, after its own backward:
                                              │                     └ bwd.mlp.0, the wait for the input's gradient, is in time
                                              └ with sequence parallelism after the wait for the gathered gradient
 
-At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of
-a backward is if another micro-batch follows, and any of a forward if a forward follows.
+At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of a
+backward is if another micro-batch follows, and any of a forward if a forward follows.
 """
 
 from __future__ import annotations
