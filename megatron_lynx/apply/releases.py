@@ -111,7 +111,7 @@ def present_te() -> Release:
 
 
 def table_of(version: str, known: Mapping[str, Release], package: str, name: str, todo: str) -> Release:
-    """The release of an installed version. Raises `HookRefused` if it is unknown, with what differs from the nearest known one."""
+    """The release of an installed version. Raises `HookRefused` if unknown, with the differences from the nearest known one."""
     release = known.get(minor_of(version))
     if release is None:
         nearest = min(known.values(), key=lambda one: abs(number_of(one.version) - number_of(version)))

@@ -31,8 +31,7 @@ class PlanContents(Part):
     """flush: the pipeline is drained before each update (1F1B, interleaved). double_buffered: never (gradients are one update
     old)."""
     defer_updates: bool = True
-    """Without flushes: whether stages continue with the next batch until all can update together, with a second gradient buffer.
-    """
+    """Without flushes: whether stages continue with the next batch until all can update together (second gradient buffer)."""
     head: Head | None = None
     """How output projection and loss run; None: as in stock, all tokens of a micro-batch at once."""
     stages: tuple[Stage, ...]
