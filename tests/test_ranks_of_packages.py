@@ -92,11 +92,11 @@ ANYTHING = {"__main__", "cli", "launch", "bridge", "testbed"}
 
 TORCH = {
     *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
-    *("profiler.measured", "profiler.timing", "profiler.links"),
+    *("profiler.measured", "profiler.timing"),
 }
 MEGATRON = {
     *("apply.hooks", "apply.releases", "apply.live_run", "apply.refusals", "testbed", "launch"),
-    *("profiler.measured", "profiler.links"),
+    "profiler.measured",
     *("double_buffered.exchange", "double_buffered.interpreter", "double_buffered.pipeline"),
 }
 """Where the two heavy libraries may be imported; everything else must work without them."""

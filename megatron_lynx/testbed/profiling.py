@@ -191,7 +191,7 @@ def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoi
     """Measure a quarter, half and all of each message size, over the group that sends it."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.profiler.links import measure_links, messages_of
+    from megatron_lynx.profiler.measured import measure_links, messages_of
 
     points: list[LinkPoint] = []
     for kind, size in messages_of(job).items():
@@ -207,7 +207,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
     """Return the slowdown of computation during a collective; 1 without tensor parallelism, which has no windows."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.profiler.links import measure_interference, replay_like
+    from megatron_lynx.profiler.measured import measure_interference, replay_like
 
     longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
     if longest is None:
@@ -282,7 +282,7 @@ STEPS = 4
 
 def measure_adam(rank: int, device: torch.device) -> HostAdam:
     """Return the slowest rank's rate while all step, since an update waits for it, and rank 0's alone. `device`: of the group."""
-    from megatron_lynx.profiler.links import slowest
+    from megatron_lynx.profiler.measured import slowest
 
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cpu"))
     parameter.grad = torch.ones(ELEMENTS, device="cpu")

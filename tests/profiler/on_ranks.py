@@ -60,7 +60,7 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
     import torch
     import torch.distributed as dist
 
-    from megatron_lynx.profiler.links import measure_links
+    from megatron_lynx.profiler.measured import measure_links
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -76,7 +76,7 @@ def measure_sleeping(rank: int, longer: float) -> float:
     import torch
     import torch.distributed as dist
 
-    from megatron_lynx.profiler.links import WARMUP, measure_interference
+    from megatron_lynx.profiler.measured import WARMUP, measure_interference
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_jobs import tiny_job
 
