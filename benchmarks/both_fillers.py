@@ -32,9 +32,9 @@ from megatron_lynx.planner.filling import Filler, Known
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, ours
+from megatron_lynx.testbed.comparison import Lap, race
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
-from megatron_lynx.testbed.subject import Lap, race
 from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import write_whole
 

@@ -22,8 +22,8 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Ahead, Rule, Windows
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.comparison import race
 from megatron_lynx.testbed.ranks import hosts_for
-from megatron_lynx.testbed.subject import race
 
 MLP = HALVES[-1]
 EXPERTS: dict[str, Any] = {

@@ -8,9 +8,9 @@ from io import StringIO
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.comparison import subjects_of
 from megatron_lynx.testbed.host_time import Spent, spent_in_steps
 from megatron_lynx.testbed.profiling import measure_rank
-from megatron_lynx.testbed.subject import subjects_of
 
 
 def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Spent]]:

@@ -81,8 +81,8 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
     """Runs in a process of its own, which Valgrind watches: one step of each setting counts."""
     import torch
 
+    from megatron_lynx.testbed.comparison import subjects_of
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
-    from megatron_lynx.testbed.subject import subjects_of
 
     valgrind = ctypes.CDLL(str(marks))
     torch.set_num_threads(1)

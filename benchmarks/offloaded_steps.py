@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.subject import Subject
+from megatron_lynx.testbed.comparison import Subject
 
 
 @dataclass(frozen=True)

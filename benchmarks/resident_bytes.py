@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.comparison import Subject
 from megatron_lynx.testbed.fusions import fused_gradients
-from megatron_lynx.testbed.subject import Subject
 
 
 def count(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:

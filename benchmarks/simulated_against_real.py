@@ -33,9 +33,9 @@ from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
+from megatron_lynx.testbed.comparison import Lap, race
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
-from megatron_lynx.testbed.subject import Lap, race
 from megatron_lynx.units import MIB
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)

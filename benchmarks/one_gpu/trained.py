@@ -18,10 +18,10 @@ from megatron.core.utils import get_model_config
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import Candidate
+from megatron_lynx.testbed.comparison import forget_offloaded, without_its_table
 from megatron_lynx.testbed.fusions import NAME, stand_in_for_fused_gradient
 from megatron_lynx.testbed.groups import seed_random_numbers
 from megatron_lynx.testbed.stand_in import replace
-from megatron_lynx.testbed.subject import forget_offloaded, without_its_table
 from megatron_lynx.testbed.tiny_models import build_model
 from megatron_lynx.testbed.training import (
     ForwardStep,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES, Half
@@ -42,7 +43,6 @@ from megatron_lynx.report.island import (
     PointStage,
     Table,
     Treatment,
-    View,
     with_fallbacks,
 )
 from megatron_lynx.report.tables import (
@@ -253,6 +253,8 @@ def contents(asked: Asked) -> Island:
     if asked.job is not None and asked.costs is not None and asked.budgets:
         points += plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
         points += stock_points(asked.job, asked.costs)
+    memories = [row["memory"]["kinds"] for each in views for row in each["rows"] if row["memory"] is not None]
+    memory_kinds = {*chain(*memories, *(stage["memory_bytes"] for each in points for stage in each["stages"]))}
     on_gpus = asked.job is not None and asked.job.cluster.device != "cpu"
     return Island(
         version=VERSION,
@@ -263,7 +265,7 @@ def contents(asked: Asked) -> Island:
         notes=[*notes_of(plan, asked.costs, simulation), *how_measured(given.measurement)],
         tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
         kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
-        memory_kinds=with_fallbacks(MEMORY_KINDS, _memory_kinds(views, points)),
+        memory_kinds=with_fallbacks(MEMORY_KINDS, memory_kinds),
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
         views=views,
         points=points,
@@ -319,11 +321,6 @@ def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | 
         shown=True,
         stages=stages_of(plan, simulation, measured_bytes=measured_bytes),
     )
-
-
-def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
-    over_time = {kind for each in views for row in each["rows"] if row["memory"] is not None for kind in row["memory"]["kinds"]}
-    return over_time | {kind for each in points for stage in each["stages"] for kind in stage["memory_bytes"]}
 
 
 def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]:

@@ -232,7 +232,9 @@ def given_in(names: Iterable[str]) -> Given:
     problems: list[Problem] = []
     for name in names:
         path = Path(name)
-        for file in _files_in(path) if path.is_dir() else [name]:
+        inside = sorted(path.iterdir()) if path.is_dir() else ()
+        files = [os.fspath(file) for file in inside if file.suffix in (".json", ".yaml", ".yml") and file.is_file()]
+        for file in files if path.is_dir() else [name]:
             try:
                 _add(given, file, required=not path.is_dir())
             except LynxError as error:
@@ -242,10 +244,6 @@ def given_in(names: Iterable[str]) -> Given:
     if problems:
         raise ConfigError("there is nothing that could be reported", problems)
     return given
-
-
-def _files_in(folder: Path) -> list[str]:
-    return sorted(os.fspath(file) for file in folder.iterdir() if file.suffix in (".json", ".yaml", ".yml") and file.is_file())
 
 
 def _add(given: Given, file: str, *, required: bool) -> None:

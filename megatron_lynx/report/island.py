@@ -192,10 +192,11 @@ def write_page(island: Island, path: str | os.PathLike[str]) -> None:
 
 def page(island: Island) -> str:
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    data = json.dumps(island, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end its element
     parts = {
         "title": html.escape(f"{island['title']} - megatron-lynx report"),
         "styles": f"<style>\n{''.join(_asset(f'{name}.css') for name in STYLES)}</style>",
-        "island": f'<script id="island" type="application/json">{_inside_script(island)}</script>',
+        "island": f'<script id="island" type="application/json">{data}</script>',
         "scripts": f'<script>\n"use strict";\n(() => {{\n{scripts}\n}})();\n</script>',
     }
     text = _asset("page.html")
@@ -203,11 +204,6 @@ def page(island: Island) -> str:
         before, after = text.split(f"<!-- {name} -->")
         text = before + content + after
     return text
-
-
-def _inside_script(island: Island) -> str:
-    """Return JSON that cannot end its script element, whatever names it contains."""
-    return json.dumps(island, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _asset(name: str) -> str:

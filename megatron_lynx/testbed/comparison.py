@@ -4,24 +4,292 @@ census   bytes of every candidate, and whether its gradients equal stock's (unsh
 field    none, selective, full, stock settings of no more bytes than ours, and our candidates
 race     seconds of the field in turns on the job's link, and a traced step of each plan
   └────> Measurement (table, verdict) and Timeline (picture, trace)
+
+All subjects share weights and gradients, which keeps them comparable and saves memory, and have no optimizer: every step starts
+from the same weights. If the job delays weight gradients, all settings accumulate them in place, within `fused_gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine
+from megatron_lynx.config.parallel import Overlap, Parallel
+from megatron_lynx.figures import Figures
+from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine, time_alternating
+from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plan
-from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate
-from megatron_lynx.testbed.fusions import deferring_job
+from megatron_lynx.testbed.candidates import (
+    FULL,
+    NONE,
+    SELECTIVE,
+    Candidate,
+    blocks,
+    checkpointed,
+    module_sets,
+    no_offloading,
+    offload_sets,
+    ours,
+)
+from megatron_lynx.testbed.fusions import adds_up_in_place, deferring_job, fused_gradient_fields, fused_gradients
 from megatron_lynx.testbed.ranks import Hosts
-from megatron_lynx.testbed.subject import Census, Counted, Lap, race, take_census
-from megatron_lynx.timeline import Timeline, timeline_of
+from megatron_lynx.timeline import Span, Timeline, timeline_of
 from megatron_lynx.units import format_bytes
+
+if TYPE_CHECKING:
+    from megatron_lynx.testbed.training import ForwardStep
+
+SEED = 7
+"""Seed of steps whose gradients are compared: every setting must draw the same dropout masks."""
+
+
+class Subject:
+    """A model under one setting. It shares the weights of the subject `weights_of`, by default draws its own."""
+
+    def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
+        from megatron_lynx.testbed.tiny_models import build_model
+        from megatron_lynx.testbed.training import Training, synthetic_batches, unwrapped
+
+        like = None if weights_of is None else weights_of.training
+        self._quietly: Callable[[], AbstractContextManager[None]] = nullcontext
+        if candidate.offloads:
+            forget_offloaded()
+            self._quietly = without_its_table
+        # Weights are drawn or shared after building, so Megatron need not initialize them.
+        fields = fused_gradient_fields(job) | candidate.fields
+        chunks = None if like is None else unwrapped(like.chunks)
+        model = build_model(job, weights_of=chunks, perform_initialization=False, **fields)
+        self.job = job
+        self.candidate = candidate
+        self._in_place = adds_up_in_place(job)
+        self.training: Training = Training(job, model, optimizer=None, ddp=self._in_place, buffers_of=like)
+        self.batches = synthetic_batches(job)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.training.parameters().values())).device
+
+    @contextmanager
+    def in_force(self) -> Iterator[Any]:
+        """Install its plan during the block; yield the installation, or None for stock Megatron."""
+        from megatron_lynx.apply import install
+
+        if self.candidate.plan is None:
+            yield None
+            return
+        with install(self.training.chunks, self.candidate.plan) as installation:
+            yield installation
+
+    def step(self) -> list[torch.Tensor]:
+        with self._quietly():
+            return self.training.step(self.batches)
+
+    def uncleared_step(self, forward_step: ForwardStep | None = None) -> None:
+        """Run forward and backward only. Gradients accumulate, so none is allocated or freed."""
+        from megatron_lynx.testbed.training import run_schedule
+
+        run_schedule(self.training.chunks, self.job, self.batches, forward_step_func=forward_step)
+
+    def repeatable_step(self) -> dict[str, torch.Tensor]:
+        """Run one step seeded with `SEED`; return copies of its losses and gradients by name."""
+        from megatron_lynx.testbed.groups import seed_random_numbers
+
+        seed_random_numbers(SEED)
+        losses = self.step()
+        return {f"loss {index}": loss.detach().clone() for index, loss in enumerate(losses)} | self.training.gradients()
+
+    def counted_step(self) -> MemoryUse:
+        """Return a step's memory use, marked at the end of every forward pass. Needs a warm-up step before."""
+        from megatron_lynx.testbed.training import forward_step
+
+        def step(meter: ActivationMeter) -> None:
+            self.uncleared_step(marked(forward_step, meter, "forward"))
+
+        allocated = () if self._in_place else self.training.parameters().values()
+        return count_step(step, self.device, allocated)
+
+
+def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
+    """Return one model per setting by name, all with the weights of the first. Makes the groups of the job's ranks."""
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    first = Subject(job, candidates[0])
+    return {each.name: first if each is candidates[0] else Subject(job, each, first) for each in candidates}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@contextmanager
+def without_its_table() -> Iterator[None]:
+    """Suppress the table of stock's offload manager after its first step."""
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
+def forget_offloaded() -> None:
+    """Reset stock's process-wide offload manager, so that it records the next step of another model instead of expecting the same
+    one."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    PipelineOffloadManager.reset_instance()
+
+
+@dataclass(frozen=True)
+class Lap:
+    step_s: tuple[float, ...]
+    events: list[Span]
+    """Events of an additional traced step; empty without a plan."""
+
+
+def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
+    """Return laps by candidate name. Runs inside `RankPool`, on all ranks of the job. The first candidate is stock none."""
+    with fused_gradients(job):
+        return laps_of(subjects_of(job, candidates), rounds, warmups)
+
+
+def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
+    """Time settings in turns, stock none among them; only the plan of the current one is installed."""
+    with ExitStack() as in_force:
+
+        def take_turn(name: str) -> None:
+            in_force.close()
+            in_force.enter_context(subjects[name].in_force())
+
+        samples = time_alternating(
+            {name: subject.step for name, subject in subjects.items()},
+            rounds=rounds,
+            warmups=warmups,
+            prepare=take_turn,
+            barrier=dist.barrier,
+            device=subjects[NONE.name].device,
+        )
+    return {name: Lap(samples[name], _trace(subject)) for name, subject in subjects.items()}
+
+
+def _trace(subject: Subject) -> list[Span]:
+    with subject.in_force() as installation:
+        if installation is None:
+            return []
+        dist.barrier()  # aligns the ranks' clocks
+        installation.engine.trace.start()
+        subject.step()
+        spans: list[Span] = installation.engine.trace.stop()
+        return spans
+
+
+Bits = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Counted:
+    candidate: Candidate
+    use: MemoryUse
+    most_resident_bytes: int
+    """Maximum over all ranks, as `most_peak_bytes`."""
+    most_peak_bytes: int
+    counts: Figures
+    gradients_equal: bool | None
+
+    def holds_no_more_than(self, other: Counted) -> bool:
+        """Return whether it uses no more memory than `other` by either measure, which makes it an opponent."""
+        return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
+
+
+@dataclass
+class Census:
+    """Counts of one rank. All ranks have the same settings in the same order."""
+
+    counted: list[Counted] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def of(self, name: str) -> Counted:
+        return next(each for each in self.counted if each.candidate.name == name)
+
+
+def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -> Census:
+    """Count all settings. Runs inside `RankPool`, on all ranks of the job.
+
+    First tries stock's module sets on each rank alone, which rebuilds Megatron's groups: not for ranks without peers.
+    """
+    from megatron_lynx.testbed.groups import initialise
+
+    census = Census(skipped=_failing(job) if module_sets_too else [])
+    failing = {skipped.name for skipped in census.skipped}
+    initialise(job)
+    with fused_gradients(job):
+        none = Subject(job, NONE)
+        reference = none.repeatable_step()
+        census.counted.append(_count(none))
+
+        def count(candidate: Candidate) -> Counted:
+            subject = Subject(job, candidate, none)
+            if candidate.offloads:  # stock's first step only records tensors
+                subject.repeatable_step()
+            census.counted.append(_count(subject, reference))
+            return census.counted[-1]
+
+        tried = (each for each in module_sets(job) if each.name not in failing)
+        further = (*tried, *offload_sets(job)) if module_sets_too else ()
+        for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *further):
+            count(candidate)
+        for candidate in blocks(job):  # each keeps more than the last
+            if not count(candidate).holds_no_more_than(census.of("ours")):
+                break
+    if module_sets_too and (reason := no_offloading(job)):
+        census.skipped.append(Skipped(name="stock offload", reason=reason))
+    return census
+
+
+def _count(subject: Subject, reference: Bits | None = None) -> Counted:
+    """Count one setting. Without `reference` the subject is the reference, already warmed up."""
+    equal, counts = None, Figures()
+    with subject.in_force() as installation:
+        if reference is not None:
+            equal = same_bits(subject.repeatable_step(), reference)
+        if installation is not None:
+            counts = installation.engine.take_counts()
+        use = subject.counted_step()
+    most = torch.tensor((use.resident_bytes, use.peak_bytes), dtype=torch.int64, device=subject.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    most_resident, most_peak = most.tolist()
+    return Counted(subject.candidate, use, most_resident, most_peak, counts, equal)
+
+
+def _failing(job: Job) -> list[Skipped]:
+    from megatron_lynx.testbed.groups import initialise
+
+    alone = _alone(job)
+    initialise(alone)
+    reasons = {candidate.name: candidate.known_to_fail or _error_of(alone, candidate) for candidate in module_sets(job)}
+    return [Skipped(name=name, reason=reason) for name, reason in reasons.items() if reason is not None]
+
+
+def _error_of(alone: Job, candidate: Candidate) -> str | None:
+    try:
+        Subject(alone, candidate).step()
+    except Exception as error:  # noqa: BLE001 (stock Megatron's, of any kind; the report says which)
+        return f"stock Megatron raised {type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _alone(job: Job) -> Job:
+    """Return a job with one narrow layer of the same kind, which every rank trains alone without reductions."""
+    size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
+    batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
+    model = job.model.model_copy(update=size)
+    return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch, "overlap": Overlap()})
+
 
 MOST_OPPONENTS = 3
 """Opponents timed besides stock full: those that recompute least among settings of no more bytes than ours."""
@@ -79,19 +347,14 @@ def subject_of(job: Job) -> str:
 
 
 def field_of(census: Census) -> list[Counted]:
-    ours = [counted for counted in census.counted if counted.candidate.ours]
-    always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
-    return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]
-
-
-def _opponents(census: Census) -> list[Counted]:
-    """Return stock settings that use no more memory than ours by either measure, those that keep most (and recompute least)
-    first."""
-    ours = census.of("ours")
-    others = [counted for counted in census.counted if counted.candidate not in (NONE, SELECTIVE, FULL)]
-    timed = [counted for counted in others if not counted.candidate.ours and not counted.candidate.offloads]
-    small = [counted for counted in timed if counted.holds_no_more_than(ours)]
-    return sorted(small, key=lambda counted: counted.most_resident_bytes, reverse=True)
+    """Return the settings to time: stock's usual ones, ours, and of the settings that use no more memory than ours by either
+    measure those that keep most, and so recompute least."""
+    whole, stocks = census.of("ours"), (NONE, SELECTIVE, FULL)
+    others = [each for each in census.counted if each.candidate not in stocks and not each.candidate.ours]
+    small = [each for each in others if not each.candidate.offloads and each.holds_no_more_than(whole)]
+    opponents = sorted(small, key=lambda each: each.most_resident_bytes, reverse=True)[:MOST_OPPONENTS]
+    always = [census.of(candidate.name) for candidate in stocks]
+    return [*always, *opponents, *(each for each in census.counted if each.candidate.ours)]
 
 
 def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:

@@ -44,7 +44,7 @@ class SideBySide:
 def side_by_side(rank: int, setting: SideBySide) -> Answer:
     """Runs inside `RankPool`."""
     from megatron_lynx.testbed.candidates import FULL, NONE, ours
-    from megatron_lynx.testbed.subject import laps_of, subjects_of
+    from megatron_lynx.testbed.comparison import laps_of, subjects_of
 
     subjects = subjects_of(setting.job, [NONE, FULL, *ours(setting.plan)])
     with repeatable():
@@ -70,7 +70,7 @@ def side_by_side(rank: int, setting: SideBySide) -> Answer:
 
 def differing(subjects: Mapping[str, Any]) -> Iterator[str]:
     """The settings whose losses and gradients are not those of the first one, in words."""
-    from megatron_lynx.testbed.subject import same_bits
+    from megatron_lynx.testbed.comparison import same_bits
 
     first, *others = subjects.values()
     first.repeatable_step()  # kernels may be chosen in the first call

@@ -41,7 +41,7 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
 
     from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
-    from megatron_lynx.testbed.subject import same_bits, subjects_of
+    from megatron_lynx.testbed.comparison import same_bits, subjects_of
 
     remember_blocks()
     candidates = [Candidate(f"{at}", fields, plan) for at, (fields, plan) in enumerate(cases)]

@@ -38,8 +38,8 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
 
     from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
+    from megatron_lynx.testbed.comparison import Subject, same_bits
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.subject import Subject, same_bits
 
     initialise(jobs[0])
     remember_blocks()
@@ -67,8 +67,8 @@ def copies(rank: int, job: Job, fields: dict[str, Any]) -> str:
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
 
     from megatron_lynx.testbed.candidates import Candidate
+    from megatron_lynx.testbed.comparison import Subject
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.subject import Subject
 
     seen: list[str] = []
     ahead: list[bool] = []

@@ -16,9 +16,8 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
 from megatron_lynx.stock.stage import chunk_layers
-from megatron_lynx.testbed.comparison import field_of, left_out_of
+from megatron_lynx.testbed.comparison import field_of, left_out_of, take_census
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.subject import take_census
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import copies, hold
 from tests.te_releases import pool_with

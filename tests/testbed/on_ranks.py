@@ -202,8 +202,8 @@ def die(rank: int) -> None:
 def shared_main_gradients(rank, job):
     """Whether gradients of two settings are added up in the same place, by a step of the second; how many models are wrapped."""
     from megatron_lynx.testbed.candidates import FULL, NONE
+    from megatron_lynx.testbed.comparison import subjects_of
     from megatron_lynx.testbed.fusions import fused_gradients
-    from megatron_lynx.testbed.subject import subjects_of
 
     with fused_gradients(job):
         first, second = subjects_of(job, [NONE, FULL]).values()

@@ -63,8 +63,8 @@ CHANGES: tuple[Callable[[Any], None], ...] = (
 def steps(rank: int, job: Job, plan: Plan | None) -> list[dict[str, torch.Tensor]]:
     """Losses and gradients of two steps before any change, and of two behind each."""
     from megatron_lynx.testbed.candidates import NONE, Candidate
+    from megatron_lynx.testbed.comparison import Subject
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.subject import Subject
 
     initialise(job)
     subject = Subject(job, NONE if plan is None else Candidate("ours", plan=plan))
