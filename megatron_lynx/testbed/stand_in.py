@@ -48,7 +48,7 @@ class StandIn:
 
 
 def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Set `owner.name`, and register the restoration of its own `__dict__` entry, if any."""
+    """Set `owner.name`, and register the restoration of the `__dict__` entry, if any."""
     own = vars(owner).get(name, ABSENT)
     setattr(owner, name, new)
     if own is ABSENT:
