@@ -175,12 +175,12 @@ def bound_s(job: Job, profile: Profile, *, receives: bool = True) -> float:
     A stage s runs its first backward when the first micro-batch has been through all stages; by then it has run p - s forwards.
     `receives`: all of the receives of gradients is taken to hide something; else nothing of them.
     """
-    pipeline, count, gathered_bytes = job.parallel.pipeline, job.microbatches, LayerShape.of(job).gathered_bytes
+    pipeline, count = job.parallel.pipeline, job.microbatches
     message_s, problems = profile.link_s("p2p", profile.attention.input_bytes), StageProblems(job, profile)
     passes = []
     for stage in range(pipeline):
         layers, budget_bytes = job.layers_on(stage), layers_budget_bytes(job, stage)
-        stock, seats = stage_seconds(job, profile, stage, gathered_bytes), problems.seats(stage)
+        stock, seats = stage_seconds(job, profile, stage), problems.seats(stage)
         assert budget_bytes is not None, "the job has a budget"
         budgets = budget_bytes - loss_bytes(job, stage), budget_bytes
         more_s = layers * more_than_none_s(profile, job, layers, chunks_in_flight(job, stage), budgets)

@@ -27,7 +27,6 @@ from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
@@ -218,7 +217,7 @@ def host_report(job: Job, profile: Profile) -> HostReport:
     """The host-bound stages under the job's policy, which is not `planned`."""
     loads = []
     for stage in range(job.parallel.pipeline):
-        device = replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes)
+        device = replaying_stage_s(job, profile, stage)
         host = policy_host_s(job, profile, stage)
         if host.beyond(device.forward_s, device.backward_s):
             loads.append(HostLoad(stage, job.microbatches * host.both_s, job.microbatches * device.both_s))

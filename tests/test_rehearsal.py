@@ -15,7 +15,6 @@ from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
@@ -64,11 +63,11 @@ def test_a_stage_holds_at_most_what_the_planner_said(layout, policy, link_s):
 def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
     job = job_of(layout, "none")
     profile = made_up_profile(job, link_s)
-    plan, message = make_plan(job, profile), LayerShape(job.model, job.parallel, job.batch.micro).gathered_bytes
+    plan = make_plan(job, profile)
     for stage in plan.stages:
         entries = plan.chunks_of(stage.stage)
         passes = passes_of_chunks(plan, entries, Prices(profile))[entries.index(stage)]
-        expected = stage_seconds(job, profile, stage.stage, message)
+        expected = stage_seconds(job, profile, stage.stage)
         for phase in ("warmup", "steady", "cooldown"):
             assert passes.forward[phase].seconds == pytest.approx(expected.forward_s)
             assert passes.backward[phase].seconds == pytest.approx(expected.backward_s)
@@ -108,10 +107,9 @@ def test_what_windows_hide_is_what_the_planner_said(layout):
 
 def closed_form_s(job, profile, plan):
     """The slowest stage, with its messages, paces all micro-batches but the first."""
-    message = LayerShape(job.model, job.parallel, job.batch.micro).gathered_bytes
     stages = []
     for stage in plan.stages:
-        time, exposed_s = stage_seconds(job, profile, stage.stage, message), stage.predicted.exposed_replay_s / job.microbatches
+        time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_replay_s / job.microbatches
         halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
         spared_s = sum(half.spared_s(half.planned.steady.gather) for half in halves)
         stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))

@@ -15,13 +15,12 @@ Source: `combined_1f1b.py`, `model_chunk_schedule_plan.py` and `fine_grained_cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import PASSES, LayerKind, Section
-from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.anatomy import LayerKind
+from megatron_lynx.cost.stage import HalfSeconds, half_seconds
 from megatron_lynx.kinds.experts.section import COMBINE, DISPATCH
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 
@@ -62,19 +61,6 @@ class Nodes(NamedTuple):
     back_b: float = 0.0
 
 
-@dataclass(frozen=True)
-class HalfSeconds:
-    """Seconds of one micro-batch in one half; `again_s` is its recomputation."""
-
-    forward_s: float
-    backward_s: float
-    again_s: float = 0.0
-
-    @property
-    def recomputed_whole(self) -> HalfSeconds:
-        return replace(self, again_s=self.forward_s)
-
-
 LayerSeconds = tuple[HalfSeconds, ...]
 """One entry per half, in forward order."""
 
@@ -82,15 +68,6 @@ LayerSeconds = tuple[HalfSeconds, ...]
 def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
     """Return a layer without recomputation."""
     return tuple(half_seconds(profile, section) for section in kind)
-
-
-def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
-    """Return a half without recomputation, with its exposed tensor-parallel collectives; profiles of experts include them."""
-    half = profile.of(section)
-    if section.opaque or section.in_some_layers:
-        return HalfSeconds(half.forward_s, half.backward_s)
-    forward_s, backward_s = (sum(window_lengths_s(profile, way, section, profile.message_bytes)) for way in PASSES)
-    return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
 
 
 def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:

@@ -20,7 +20,7 @@ Megatron's default methods (a ring reduce-scatter needs almost twice as much).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from megatron_lynx.anatomy import Collective, Pass, Section
 from megatron_lynx.config.job import Job
@@ -58,8 +58,7 @@ def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Colle
 
 def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
     """Return the exposed communication of these items when a checkpoint recomputes them, the same as in forward."""
-    waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
-    total_s = sum(wait_s for each, wait_s in zip(waited, seconds, strict=True) if _carries_for(section, each) in runs)
+    total_s = sum(wait_s for item, _, wait_s in _forward_waits(profile, section) if item in runs)
     if section.exchanges and profile.experts is not None:
         of_roles = [section.of_name[item].role for item in runs]
         cut, collectives = of_roles.count("dispatch") + of_roles.count("combine"), len({*SHARED_LINEARS}.intersection(runs))
@@ -69,16 +68,19 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
 
 def under_way_s(profile: Profile, section: Section, item: str, *, gathers: bool = False) -> float:
     """Return the communication of one item that can overlap other compute. `gathers`: of its input, else of its output."""
+    waits = _forward_waits(profile, section)
+    return sum(wait_s for own, carries, wait_s in waits if own == item and (carries == "input") == gathers)
+
+
+def _forward_waits(profile: Profile, section: Section) -> Iterator[tuple[str, str, float]]:
+    """Yield (item, tensor, seconds) of each wait: the item whose input is gathered, or whose output is reduced or exchanged."""
     waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
-    of_item = zip(waited, seconds, strict=True)
-    return sum(wait_s for each, wait_s in of_item if _carries_for(section, each) == item and (each.carries == "input") == gathers)
-
-
-def _carries_for(section: Section, waited: Collective | Exchange) -> str:
-    """Return the item whose input is gathered, or whose output is reduced or exchanged."""
-    if isinstance(waited, Collective):
-        return waited.of or (section.column_parallel if waited.carries == "input" else section.row_parallel)
-    return section.item(waited.behind).name
+    for each, wait_s in zip(waited, seconds, strict=True):
+        if isinstance(each, Exchange):
+            yield section.item(each.behind).name, each.carries, wait_s
+        else:
+            item = each.of or (section.column_parallel if each.carries == "input" else section.row_parallel)
+            yield item, each.carries, wait_s
 
 
 def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
@@ -146,26 +148,16 @@ def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfi
     """Return the head with the collectives of its column-parallel linear.
 
     The gradient's reduction overlaps the wgrad GEMM, taken as a third of the head's backward. Collectives of the loss are a few
-    bytes a row and ignored.
+    bytes a row and ignored. In pieces, backward recomputes logits and loss; collectives run once for all pieces, exposed, and the
+    gathered input is kept.
     """
-    if pieces > 1:
-        return _head_in_pieces(profile, message_bytes, pieces)
-    behind_s = profile.head.backward_s / 3
+    again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s if pieces > 1 else 0.0
+    hidden_s = profile.head.backward_s / 3 if pieces == 1 else 0.0
     if not profile.shape.sequence_parallel:
-        return _longer(profile.head, 0.0, max(0.0, profile.link_s("all_reduce", message_bytes) - behind_s))
+        return _longer(profile.head, 0.0, again_s + max(0.0, profile.link_s("all_reduce", message_bytes) - hidden_s))
     scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
-    return _longer(profile.head, gather_s, max(0.0, gather_s - behind_s) + max(0.0, scatter_s - behind_s))
-
-
-def _head_in_pieces(profile: Profile, message_bytes: int, pieces: int) -> BlockProfile:
-    """Return the head in pieces: backward recomputes logits and loss. Its collectives run once for all pieces, exposed; the
-    gathered input is kept for backward.
-    """
-    again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s
-    if not profile.shape.sequence_parallel:
-        return _longer(profile.head, 0.0, again_s + profile.link_s("all_reduce", message_bytes))
-    scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
-    return _longer(profile.head, gather_s, again_s + scatter_s)
+    gathered_again_s = max(0.0, gather_s - hidden_s) if pieces == 1 else 0.0
+    return _longer(profile.head, gather_s, again_s + (gathered_again_s + max(0.0, scatter_s - hidden_s)))
 
 
 def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockProfile:
@@ -174,21 +166,14 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
     return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
-def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
-    """Return the seconds lost by gathering a column-parallel linear's input once, for both recomputation and backward.
-
-    The gather starts after the first backward collective of the section `behind`, and overlaps the backward of that section's
-    row-parallel linear and of the items before it. `behind` None: gathered on demand, exposed. In exchange, the section's own
-    backward gathers nothing, which stock overlaps with the dgrad GEMM.
-    """
-    return gather_lost_and_spared_s(profile, section, behind, message_bytes)[0]
-
-
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
-    """Return (lost, saved) seconds of gathering once; one of them is 0. Seconds are saved if backward would wait longer for its
-    own gather. `whole`: the rest of the backward of `behind` also overlaps the gather.
+    """Return (lost, saved) seconds of gathering a column-parallel linear's input once, for both recomputation and backward.
+
+    The gather starts after the first backward collective of the section `behind`, and overlaps the backward of that section's
+    row-parallel linear and of the items before it; `whole`: also the rest of it. `behind` None: gathered on demand, exposed. In
+    exchange, the section's own backward gathers nothing, which stock overlaps with the dgrad GEMM. One of the two is 0.
     """
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)

@@ -39,9 +39,13 @@ its softmax (slime's `get_responses`, `calculate_log_probs_and_entropy`; verl's 
 """
 
 
+def _words(shape: LayerShape) -> int:
+    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor
+
+
 def embedding_gradient_bytes(shape: LayerShape) -> int:
     """Return the dense gradient of the word embeddings, before it is added to Megatron's buffer."""
-    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * shape.added_gradient_bytes
+    return _words(shape) * shape.added_gradient_bytes
 
 
 def logits_at_loss_bytes(shape: LayerShape, pieces: int = 1) -> int:
@@ -75,11 +79,6 @@ def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
     return _logits(shape) // pieces * shape.model.element_bytes
 
 
-def tied_gradients_bytes(shape: LayerShape) -> int:
-    """Return the peak of a weight shared by embedding and head: both gradients, or their sum."""
-    return max(embedding_gradient_bytes(shape), 2 * head_block_bytes(shape))
-
-
 def loss_in_hand_bytes(shape: LayerShape, pieces: int, *, in_place: bool) -> int:
     """Return the bytes live with a piece's logits from the second piece of a backward on.
 
@@ -88,7 +87,7 @@ def loss_in_hand_bytes(shape: LayerShape, pieces: int, *, in_place: bool) -> int
     """
     if pieces == 1:
         return 0
-    return (2 if _scatters(shape) else 1) * shape.gathered_bytes + (0 if in_place else _weight_sum_bytes(shape))
+    return (2 if shape.parallel.sequence_parallel else 1) * shape.gathered_bytes + (0 if in_place else FP32_BYTES * _words(shape))
 
 
 def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_place: bool = True) -> int:
@@ -99,8 +98,8 @@ def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_pla
     """
     if pieces > 1:
         return _pieces_in_hand_bytes(shape, tied, pieces, in_place=in_place)
-    scattered = shape.input_bytes if _scatters(shape) else 0
-    if keeps_head_block(shape):
+    scattered = shape.input_bytes if shape.parallel.sequence_parallel else 0
+    if shape.keeps_gradient_blocks:
         return shape.gathered_bytes + scattered
     added = 0 if tied else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape)
     return shape.gathered_bytes + scattered + max(head_block_bytes(shape), added)
@@ -108,30 +107,16 @@ def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_pla
 
 def _pieces_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int, *, in_place: bool) -> int:
     """Return the same for a head in pieces: during one piece's backward, or when the gradient of all rows is scattered."""
-    block = 0 if keeps_head_block(shape) and in_place else head_block_bytes(shape)
+    block = 0 if shape.keeps_gradient_blocks and in_place else head_block_bytes(shape)
     running = loss_in_hand_bytes(shape, pieces, in_place=in_place) + shape.gathered_bytes // pieces + block
     added = 0 if tied or not block else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape, pieces)
-    scattered = shape.input_bytes if _scatters(shape) else 0
+    scattered = shape.input_bytes if shape.parallel.sequence_parallel else 0
     return max(running, loss_in_hand_bytes(shape, pieces, in_place=True) + scattered + max(block, added))
-
-
-def _scatters(shape: LayerShape) -> bool:
-    return shape.parallel.sequence_parallel and shape.parallel.tensor > 1
-
-
-def _weight_sum_bytes(shape: LayerShape) -> int:
-    """Return the fp32 sum of the weight's gradient over pieces."""
-    return FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor
 
 
 def head_block_bytes(shape: LayerShape) -> int:
     """Return the gradient of the output projection's weight, or the block that replaces it (`kept_blocks_bytes`)."""
-    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * shape.model.element_bytes
-
-
-def keeps_head_block(shape: LayerShape) -> bool:
-    """Whether Transformer Engine keeps that block for reuse."""
-    return shape.model.uses_te and shape.device == "cuda"
+    return _words(shape) * shape.model.element_bytes
 
 
 def _logits(shape: LayerShape) -> int:

@@ -13,13 +13,13 @@ walk below does this operator by operator (`kinds.backward` lists them) and retu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from megatron_lynx.anatomy import HALVES, MLP, Half, Section
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
 from megatron_lynx.kinds.experts.saved import gathered_tokens
-from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -27,25 +27,17 @@ from megatron_lynx.profiler.shape import LayerShape
 @lru_cache(maxsize=1024)
 def layer_in_hand_bytes(shape: LayerShape) -> int:
     """Return the peak transients of a layer that is whole when its backward begins: freed tensors of its MLP half make room."""
-    kinds = {tuple(shape.model.halves.values()), *_opaque_kinds(shape)}
-    return max(_in_layer(shape, kind) for kind in kinds)
-
-
-def _opaque_kinds(shape: LayerShape) -> Iterator[tuple[Section, ...]]:
-    """Layers with opaque halves, without experts."""
-    kinds = shape.model.kinds_of(range(1, shape.model.layers + 1)) if shape.model.opaque else ()
-    return (tuple(each for each in kind if not each.exchanges) for kind in kinds if any(each.opaque for each in kind))
-
-
-def _in_layer(shape: LayerShape, sections: Sequence[Section]) -> int:
-    freed = {name: size for section in sections for name, size in _freed(shape, section).items()}
-    return _most(shape, [step for section in reversed(sections) for step in planning_of(section).backward(shape)], freed)
+    kinds = {tuple(shape.model.halves.values())}
+    if shape.model.opaque:
+        opaque = (kind for kind in shape.model.kinds_of(range(1, shape.model.layers + 1)) if any(each.opaque for each in kind))
+        kinds |= {tuple(each for each in kind if not each.exchanges) for kind in opaque}
+    return max(transient_bytes(shape, *kind) for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """Return the maximum transients of a half recomputed right before its backward: no earlier half has freed memory."""
-    return max(alone_in_hand_bytes(shape, section) for section in _walked(shape))
+    return max(transient_bytes(shape, section) for section in walked(shape.model))
 
 
 @lru_cache(maxsize=1024)
@@ -57,7 +49,7 @@ def fullest_half_bytes(shape: LayerShape) -> int:
     most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
     asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
     saved = ((section, sum(_freed(shape, section).values())) for section in asked)
-    return max(0, *(size - (most - alone_in_hand_bytes(shape, section)) for section, size in saved))
+    return max(0, *(size - (most - transient_bytes(shape, section)) for section, size in saved))
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
@@ -69,18 +61,20 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
         return {}
     shape = LayerShape.of(job)
     most, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
-    less = {half: most - max(alone_in_hand_bytes(shape, each) for each in _walked(shape) if each.half == half) for half in HALVES}
+    less = {
+        half: most - max(transient_bytes(shape, each) for each in walked(shape.model) if each.half == half) for half in HALVES
+    }
     return less if shape.model.experts is None else {**less, MLP.half: most - layer}
 
 
-def _walked(shape: LayerShape) -> Iterator[Section]:
-    """All sections but experts."""
-    return (section for section in shape.model.every_section if section.opaque or not section.in_some_layers)
+def walked(model: Model) -> Iterator[Section]:
+    """Yield all sections but experts."""
+    return (section for section in model.every_section if section.opaque or not section.in_some_layers)
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:
     """Return the dummy gradient blocks that Transformer Engine keeps for the layers' weights."""
-    if not shape.model.uses_te or shape.device == "cpu":
+    if not shape.keeps_gradient_blocks:
         return 0
     faces = map(planning_of, shape.model.halves.values())
     weights = {(linear.made, linear.taken) for face in faces for linear in face.linears(shape).values()}
@@ -98,22 +92,20 @@ def global_buffer_bytes(shape: LayerShape) -> int:
         tokens = gathered_tokens(shape) * shape.model.hidden * shape.model.element_bytes
     if shape.model.uses_te:
         return tokens
-    gathered = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.parallel.tensor > 1 else 0
+    gathered = shape.gathered_input_bytes if shape.parallel.sequence_parallel else 0
     scores = shape.scores * shape.model.element_bytes if shape.model.attention == "unfused" else 0
     return max(gathered, scores, tokens)
 
 
-def alone_in_hand_bytes(shape: LayerShape, section: Section) -> int:
-    """Return the peak transients of one half alone."""
-    return _most(shape, planning_of(section).backward(shape), _freed(shape, section))
-
-
-def _most(shape: LayerShape, steps: Iterable[Step], freed: dict[str, int]) -> int:
+def transient_bytes(shape: LayerShape, *sections: Section) -> int:
+    """Return the peak transients of these sections, in forward order, which are all live when their backward begins."""
+    freed = {name: size for section in sections for name, size in _freed(shape, section).items()}
     level = most = shape.input_bytes  # gradient of the residual
-    for step in steps:
-        level += step.made
-        most = max(most, level)
-        level -= step.let_go + freed.get(step.item, 0)
+    for section in reversed(sections):
+        for step in planning_of(section).backward(shape):
+            level += step.made
+            most = max(most, level)
+            level -= step.let_go + freed.get(step.item, 0)
     return most
 
 

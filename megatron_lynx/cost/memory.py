@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Checkpoint, Replay
-from megatron_lynx.profiler.profile import HalfProfile
+from megatron_lynx.profiler.profile import HalfProfile, Profile
 from megatron_lynx.units import MIB
 
 
@@ -96,31 +96,30 @@ BEGINS = COLUMNS.index("begins")
 
 def half_memory(
     section: Section,
-    profile: HalfProfile,
+    profile: Profile,
     replay: Replay,
-    *,
+    checkpoint: Checkpoint | None,
+    less_in_hand_bytes: int,
     gathered_bytes: int = 0,
-    exchanging: bool = False,
-    checkpoint: Checkpoint | None = None,
-    less_in_hand_bytes: int = 0,
+    kept_gathers_bytes: int = 0,
 ) -> HalfMemory:
     """Return the memory of a half that is recomputed on demand.
 
-    `gathered_bytes`: buffer of an input gathered once. `exchanging`: whether its windows are token exchanges. `checkpoint`: it
-    saves at most its input; one that feeds the next half is recomputed with that.
+    `checkpoint`: it saves at most its input; one that feeds the next half is recomputed with that. `gathered_bytes`: buffer of an
+    input gathered once. `kept_gathers_bytes`: gathered inputs kept for recomputation.
     """
-    resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
+    half = profile.of(section)
+    resident, regenerated = half.input_bytes + replay.stays_bytes + kept_gathers_bytes, replay.regenerated_bytes + gathered_bytes
     feeds, fed, *_ = checkpoint or Checkpoint()
     if fed:
-        resident, regenerated = resident - profile.input_bytes, regenerated + profile.input_bytes
-    windows = section.has_windows or exchanging
-    movable = movable_bytes(section, profile, replay, smallest_offloaded_bytes(profile.input_bytes), fed=fed)
+        resident, regenerated = resident - half.input_bytes, regenerated + half.input_bytes
+    windows = section.has_windows or (section.exchanges_in_windows and profile.shape.expert > 1)
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
-        tail=_argument_bytes(section, profile) + gathered_bytes if windows else resident + regenerated,
+        tail=_argument_bytes(section, half) + gathered_bytes if windows else resident + regenerated,
         ahead=(regenerated, regenerated, 0, 0) if feeds else (0, 0, 0, 0),
-        movable=movable,
+        movable=movable_bytes(section, half, replay, smallest_offloaded_bytes(half.input_bytes), fed=fed),
         less_in_hand=less_in_hand_bytes,
     )
 

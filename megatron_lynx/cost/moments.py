@@ -140,9 +140,7 @@ class Parts:
     def fullest(self) -> StageMemory:
         """Return the peak moment; of equals the first."""
         totals = self._totals
-        moment = max(totals, key=lambda each: totals[each])
-        beside: dict[str, Any] = self._beside_states(moment)
-        return replace(self.states, moment=moment, totals=totals, **beside)
+        return replace(self.at(max(totals, key=lambda each: totals[each])), totals=totals)
 
     @property
     def peak_bytes(self) -> int:
@@ -161,11 +159,6 @@ class Parts:
         missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
         missing |= {"optimizer_made"} if self.optimizer_made == 0 else set()
         return tuple(moment for moment in MOMENTS if moment not in missing)
-
-    @property
-    def beside_states(self) -> dict[str, dict[str, int]]:
-        """Return all but `states`, by moment and kind."""
-        return {moment: self._beside_states(moment) for moment in self.moments}
 
     def at(self, moment: Moment) -> StageMemory:
         beside: dict[str, Any] = self._beside_states(moment)

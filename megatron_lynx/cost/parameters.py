@@ -34,6 +34,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.ends import NORMS, projection_weights
+from megatron_lynx.cost.in_hand import walked
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear
@@ -134,8 +135,7 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
-    looked_into = (section for section in model.every_section if section.opaque or not section.in_some_layers)
-    usual = (planning_of(section).parameters(model, job.parallel) for section in looked_into)
+    usual = (planning_of(section).parameters(model, job.parallel) for section in walked(model))
     return Parameters(
         matrices=sum(count * half.cut for half, count in halves) // tensor
         + sum(count * half.whole for half, count in halves)
@@ -249,26 +249,17 @@ def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
     return ceil(asked.states_on_host * each.main_parameter * owned), ceil(min(moments, window))
 
 
-def reduced_bytes(job: Job, parameters: Parameters) -> int:
-    """Return the gradients that sequence parallelism reduces over tensor-parallel ranks: norms and row-parallel biases.
-
-    They are copied into one block and back (`_allreduce_non_tensor_model_parallel_grads`). Column-parallel biases are counted,
-    too, though Megatron leaves them out.
-    """
-    together = job.parallel.sequence_parallel and job.parallel.tensor > 1
-    return parameters.vectors * bytes_each(job).gradient if together else 0
-
-
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
     """Return an upper bound on an update's transients.
 
     Fused optimizers step in place. Copies to and from the host convert on the device, one parameter at a time. On a CPU,
     PyTorch's AdamW has two fp32 roots of one parameter's second moment, and that of the previous one.
     """
+    owned = owned_parameters(job, parameters)
     if job.cluster.device != "cpu":
         ways = 0 if not job.optimizer.offloaded else 1 + (job.optimizer.gradients != "fp32")  # back, and out
-        return ways * FP32_BYTES * min(parameters.largest, owned_parameters(job, parameters))
-    return 3 * 4 * min(parameters.largest, _shared(job, parameters.total, parameters.experts, 1))
+        return ways * FP32_BYTES * min(parameters.largest, owned)
+    return 3 * 4 * min(parameters.largest, owned)
 
 
 def owned_parameters(job: Job, parameters: Parameters) -> int:

@@ -1,11 +1,20 @@
-"""Cached prices of the halves of a plan: most layers are treated alike."""
+"""Cached prices of the halves of a plan, since most layers are treated alike, and of delayed weight gradients.
+
+    backward of a linear     dgrad ─> the gradient is passed on     at once
+                             wgrad                                  later, in a wait; its two operands stay until then
+                               └── total input (gathered, with sequence parallelism)  x  gradient of the output (all rows)
+
+Each GEMM is half of the backward's FLOPs; profiles have both, measured or estimated. Both operands count in full. In FP8
+Transformer Engine may keep a tensor by rows and by columns, a byte each: as many bytes as in bf16. Experts of a rank count
+together, under the assumed load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_lynx.anatomy import Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
@@ -16,6 +25,8 @@ from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -24,51 +35,36 @@ class Prices:
     profile: Profile
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
     """By half, in backward (`cost.in_hand`); empty if only the layers' own bytes matter."""
-    _sections: dict[tuple[Section, Collection[str], Checkpoint | None], PricedSection] = field(default_factory=dict)
-    _hosts: dict[tuple[Section, Collection[str], bool, bool, int], HostSeconds] = field(default_factory=dict)
-    _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
-    _windows: dict[tuple[Pass, Section, Collection[str]], tuple[float, ...]] = field(default_factory=dict)
-    _weight_gradients: dict[tuple[Section, str], WeightGradient] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    def _once(self, price: Callable[..., T], *where: object, **how: object) -> T:
+        key = price, where, *how.values()
+        if key not in self._known:
+            self._known[key] = price(self.profile, *where, **how)
+        found: T = self._known[key]
+        return found
 
     def of(self, section: Section, replay: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
         """Return the price of a half that recomputes these items."""
-        key = section, replay, checkpoint
-        if key not in self._sections:
-            less = self.less_in_hand_bytes.get(section.half, 0)
-            self._sections[key] = priced(self.profile, section, replay, checkpoint, less)
-        return self._sections[key]
+        return self._once(priced, section, replay, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
     def host(
         self, section: Section, replay: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int
     ) -> HostSeconds:
         """Return the host time of such a half. `deferred`: number of delayed weight gradients."""
-        key = section, replay, checkpointed, offloads, deferred
-        if key not in self._hosts:
-            self._hosts[key] = half_host_s(
-                self.profile, section, replay, checkpointed=checkpointed, offloads=offloads, deferred=deferred
-            )
-        return self._hosts[key]
+        return self._once(half_host_s, section, replay, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
 
     def gathered_s(self, section: Section, behind: Section | None, *, whole: bool) -> tuple[float, float]:
         """Return (lost, saved) seconds of gathering a half's input once (`cost.communication`)."""
-        key = section, behind, whole
-        if key not in self._gathers:
-            self._gathers[key] = gather_lost_and_spared_s(self.profile, *key[:2], self.message_bytes, whole=whole)
-        return self._gathers[key]
+        return self._once(gather_lost_and_spared_s, section, behind, self.message_bytes, whole=whole)
 
     def windows_s(self, passing: Pass, section: Section, deferred: Collection[str]) -> tuple[float, ...]:
         """Return the windows of a half in one pass. `deferred`: linears with delayed weight gradients."""
-        key = passing, section, deferred
-        if key not in self._windows:
-            self._windows[key] = window_lengths_s(self.profile, passing, section, self.message_bytes, deferred)
-        return self._windows[key]
+        return self._once(window_lengths_s, passing, section, self.message_bytes, deferred)
 
     def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
         """Return the cost of one delayed weight gradient."""
-        key = section, linear
-        if key not in self._weight_gradients:
-            self._weight_gradients[key] = weight_gradient(self.profile, section, linear)
-        return self._weight_gradients[key]
+        return self._once(weight_gradient, section, linear)
 
     @cached_property
     def message_bytes(self) -> int:

@@ -79,24 +79,21 @@ def replay_of(
     """
     order, code, ends = section.names, section.code, section.ends
     if any(item.role == "dispatch" and item.name in replay for item in section.items):
-        ends = tuple(
-            item for item in ends if section.of_name[item].role != "router"
-        )  # a recomputed dispatch reads the router's result
+        # A recomputed dispatch reads the router's output.
+        ends = tuple(item for item in ends if section.of_name[item].role != "router")
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
     last = len(order) - 1 if whole else last
     passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
-    made = {
-        tensor.made_by for tensor, items in let_go if items and not tensor.output
-    }  # the linear recomputes its Transformer Engine norm: no memo
+    # A norm fused into a linear has no memo: the linear recomputes it.
+    made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}
     runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
     there = dict.fromkeys(section.stops if stops is None else stops, 0)
     for tensor, items in let_go:
-        remembered = (
-            tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed
-        )  # memo of a kept site that recomputation passes
+        # The memo of a kept site that recomputation passes stays.
+        remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
             continue
@@ -157,9 +154,8 @@ def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collectio
         return False
     from_kept_site = tensor.output and tensor.made_by not in replay
     if not section.two_paths:
-        return (
-            section.before(item) in replay and not from_kept_site
-        )  # a kept site frees its argument if recomputation makes that anyway; a kept site's output stays as its memo
+        # A kept site frees its argument if recomputation makes that anyway; a kept site's output stays as its memo.
+        return section.before(item) in replay and not from_kept_site
     before = section.names[section.index(item) - 1]
     return tensor.made_by in replay and not from_kept_site and (before in replay or before not in section.code)
 

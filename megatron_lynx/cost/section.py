@@ -21,7 +21,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import again_s, gather_once_s, kept_gathers_bytes, under_way_s
+from megatron_lynx.cost.communication import again_s, gather_lost_and_spared_s, kept_gathers_bytes, under_way_s
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import Checkpoint, replay_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
@@ -78,38 +78,25 @@ def priced(
     less_in_hand_bytes: int = 0,
 ) -> PricedSection:
     """Price the recomputation of these items. `checkpoint`: of these items, saving at most its input."""
-    costs = profile.of(section)
-    feeds = checkpoint is not None and checkpoint.feeds
     if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.goes_on):
         return _in_parts(profile, section, replay, checkpoint, less_in_hand_bytes)
-    replayed = replay_of(section, costs.tensors, replay, whole=feeds)
-    once = gathers(profile, section, replay) and checkpoint is None
-    gathered_bytes = profile.gathered_input(profile.message_bytes) if once else 0
-    stops = {
-        stop: Stop(
-            sum(costs.items[item].forward_s for item in replayed.runs if section.index(item) < section.index(stop)),
-            replayed.there_bytes[stop] + gathered_bytes,
-        )
-        for stop in (section.stops if checkpoint is None else ())
-    }
-    exchanging = section.exchanges_in_windows and profile.shape.expert > 1
-    memory = half_memory(
-        section,
-        costs,
-        replayed,
-        gathered_bytes=gathered_bytes,
-        exchanging=exchanging,
-        checkpoint=checkpoint,
-        less_in_hand_bytes=less_in_hand_bytes,
-    )
-    kept = kept_gathers_bytes(profile, section, replay, profile.message_bytes) if checkpoint is None else 0
-    if kept:
-        memory = dataclasses.replace(memory, resident=memory.resident + kept)
+    costs, message_bytes = profile.of(section), profile.message_bytes
+    replayed = replay_of(section, costs.tensors, replay, whole=checkpoint is not None and checkpoint.feeds)
+    gathered_bytes = kept_bytes = 0
+    communicates_s, stops = 0.0, dict[str, Stop]()
+    if checkpoint is not None:
+        communicates_s = again_s(profile, section, replayed.runs)
+    else:
+        gathered_bytes = profile.gathered_input(message_bytes) if gathers(profile, section, replay) else 0
+        kept_bytes = kept_gathers_bytes(profile, section, replay, message_bytes)
+        for stop in section.stops:
+            before = (item for item in replayed.runs if section.index(item) < section.index(stop))
+            stops[stop] = Stop(sum(costs.items[item].forward_s for item in before), replayed.there_bytes[stop] + gathered_bytes)
     return PricedSection(
-        memory,
+        half_memory(section, profile, replayed, checkpoint, less_in_hand_bytes, gathered_bytes, kept_bytes),
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
-        0.0 if checkpoint is None else again_s(profile, section, replayed.runs),
+        communicates_s,
         gathered_bytes,
         stops,
     )
@@ -124,16 +111,13 @@ def _in_parts(
     Until then it holds a reduction's result (of a reduce-scatter, its input while in flight). A gathered input has a buffer until
     the linear has read it. Rows of tokens are counted at every moment elsewhere (`stage_memory.dispatched_bytes`).
     """
-    at_once = checkpoint._replace(ahead_to=None, gathers_ahead=False, goes_on=False)
-    price = priced(profile, section, replay, at_once, less_in_hand_bytes)
+    price = priced(profile, section, replay, Checkpoint(checkpoint.feeds, checkpoint.fed), less_in_hand_bytes)
     item = checkpoint.ahead_to or section.last_communicating
     assert item is not None, f"nothing of {section.name} communicates"
     if item == section.residual:
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
-    gathers = item == section.gathered
-    begun = {item: _begun(profile, section, replay, checkpoint, item, gathers=gathers)}
-    if checkpoint.gathers_ahead:
-        begun[section.column_parallel] = _begun(profile, section, replay, checkpoint, section.column_parallel, gathers=True)
+    stops = (item, *((section.column_parallel,) if checkpoint.gathers_ahead else ()))
+    begun = {stop: _begun(profile, section, replay, checkpoint, stop) for stop in stops}
     exposed_s = price.communicates_s - sum(each.under_way_s for each in begun.values())
     begun[item] = begun[item]._replace(waits_s=exposed_s)
     memory = price.memory
@@ -142,11 +126,9 @@ def _in_parts(
     return dataclasses.replace(price, memory=memory, begun=begun)
 
 
-def _begun(
-    profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, item: str, *, gathers: bool = False
-) -> Begun:
-    """Return the progress at an item. `gathers`: stop before it while its input is gathered; else stop after it."""
-    costs, index = profile.of(section), section.index(item)
+def _begun(profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, item: str) -> Begun:
+    """Return the progress at an item: before it while its input is gathered, else after it."""
+    costs, index, gathers = profile.of(section), section.index(item), item == section.gathered
     stop = item if gathers or section.exchanges else section.names[index + 1]
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
     before = [each for each in replayed.runs if section.index(each) < index + (not gathers)]
@@ -209,5 +191,5 @@ def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
     for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
-        gather_s = gather_once_s(profile, section, None, profile.message_bytes) if gathering else 0.0
+        gather_s = gather_lost_and_spared_s(profile, section, None, profile.message_bytes)[0] if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

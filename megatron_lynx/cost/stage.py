@@ -18,7 +18,7 @@ Unequal chunks are counted one by one (`schedule.one_stage.counts_at_backwards`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_lynx.anatomy import PASSES, Section
@@ -65,47 +65,41 @@ def phases_of(job: Job, stage: int) -> Phases:
 
 
 @dataclass(frozen=True)
-class SectionSeconds:
-    """One micro-batch in one section, with exposed collectives and exchanges."""
+class HalfSeconds:
+    """One micro-batch in one half; `again_s` is its recomputation."""
 
     forward_s: float
     backward_s: float
-    replay_s: float = 0.0
-    """Recomputation before the backward."""
+    again_s: float = 0.0
+
+    @property
+    def recomputed_whole(self) -> HalfSeconds:
+        return replace(self, again_s=self.forward_s)
 
 
-HalfSeconds = Mapping[Section, SectionSeconds]
-"""By every section of the model."""
-
-
-def half_seconds(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
-    """Return stock Megatron's halves without recomputation."""
-    return {section: _seconds_of(profile, section, message_bytes) for section in job.model.every_section}
-
-
-def _seconds_of(profile: Profile, section: Section, message_bytes: int) -> SectionSeconds:
-    """Profiles of experts include communication already."""
+def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
+    """Return a half without recomputation, with its exposed collectives; profiles of experts include them."""
     half = profile.of(section)
-    forward_s, backward_s = (
-        0.0 if section.in_some_layers else sum(window_lengths_s(profile, passing, section, message_bytes)) for passing in PASSES
-    )
-    return SectionSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
+    if section.in_some_layers:
+        return HalfSeconds(half.forward_s, half.backward_s)
+    forward_s, backward_s = (sum(window_lengths_s(profile, passing, section, profile.message_bytes)) for passing in PASSES)
+    return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
 
 
-def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
+def stage_seconds(job: Job, profile: Profile, stage: int) -> StageSeconds:
     """Return a stock stage without recomputation."""
-    return stage_of_layers(job, profile, stage, half_seconds(job, profile, message_bytes))
+    return stage_of_layers(job, profile, stage, {section: half_seconds(profile, section) for section in job.model.every_section})
 
 
-def stage_of_layers(job: Job, profile: Profile, stage: int, halves: HalfSeconds) -> StageSeconds:
+def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Section, HalfSeconds]) -> StageSeconds:
     """Return a stage of such halves, with its ends of the model."""
     counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
     ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
-    forward, backward, replay_s = (
+    forward, backward, again_s = (
         sum(counts[section] * getattr(each, name) for section, each in halves.items())
-        for name in ("forward_s", "backward_s", "replay_s")
+        for name in ("forward_s", "backward_s", "again_s")
     )
-    return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + replay_s)
+    return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + again_s)
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
@@ -129,12 +123,10 @@ def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> f
 
 def chunks_in_flight(job: Job, stage: int) -> int:
     """Return a stage's maximum number of (chunk, micro-batch) in flight."""
-    return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group, stage)
-
-
-def chunks_in_flight_by_stage(job: Job) -> list[int]:
-    pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
-    return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
+    pipeline, chunks = job.parallel.pipeline, job.chunks
+    if chunks == 1:
+        return min(pipeline - stage, job.microbatches)
+    return min(job.microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * job.microbatch_group + 1)
 
 
 def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int | None = None) -> int:
@@ -144,12 +136,6 @@ def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int 
     counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
     some = [each for one in counts for each in one] if chunk is None else counts[chunk]
     return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in some)
-
-
-def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage: int) -> int:
-    if chunks == 1:
-        return min(pipeline - stage, microbatches)
-    return min(microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * group + 1)
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:

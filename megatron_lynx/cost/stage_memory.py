@@ -38,46 +38,32 @@ from typing import Any
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, LayerKind, Section
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost import muon
+from megatron_lynx.cost import ends, muon
 from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.communication import userbuffers_bytes
-from megatron_lynx.cost.ends import (
-    embedding_gradient_bytes,
-    head_block_bytes,
-    head_in_hand_bytes,
-    keeps_head_block,
-    logits_at_loss_bytes,
-    logits_gradient_bytes,
-    loss_in_hand_bytes,
-    loss_kept_bytes,
-    losses_bytes,
-    predicting_bytes,
-    tied_gradients_bytes,
-)
 from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.in_hand import (
-    alone_in_hand_bytes,
     global_buffer_bytes,
     half_in_hand_bytes,
     kept_blocks_bytes,
     layer_in_hand_bytes,
+    transient_bytes,
 )
 from megatron_lynx.cost.layer import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.parameters import (
+    bytes_each,
     fp8_copies_bytes,
     gradient_bytes,
     held_in_fp8,
     optimizer_bytes,
     parameter_bytes,
-    reduced_bytes,
     stage_parameters,
     update_copies_bytes,
     update_in_hand_bytes,
 )
 from megatron_lynx.cost.stage import (
     chunks_in_flight,
-    chunks_in_flight_by_stage,
     microbatches_in_flight,
     most_in_flight_bytes,
     of_every_stage,
@@ -108,8 +94,8 @@ def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory,
 
 def always_bytes(job: Job) -> int:
     """Return the fullest stage's bytes before any activation: independent of policy and micro-batch size."""
-    states = of_every_stage(job, lambda stage: _states(job, stage).held)
-    return max(held.always for held in states) + REST_BYTES[job.cluster.device]
+    stages = of_every_stage(job, lambda stage: _states(job, stage))
+    return max(parts.states.always for parts in stages) + REST_BYTES[job.cluster.device]
 
 
 @dataclass(frozen=True)
@@ -121,10 +107,9 @@ class OffloadingStages:
 
     @classmethod
     def of(cls, job: Job) -> OffloadingStages:
-        shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
-        in_flight = tuple(chunks_in_flight_by_stage(job))
-        numbers = range(job.parallel.pipeline)
-        return cls(tuple(_parts(job, stage, shape, states[stage], in_flight[stage], 0.0) for stage in numbers), in_flight)
+        states, stages = of_every_stage(job, lambda stage: _states(job, stage)), range(job.parallel.pipeline)
+        whole = tuple(_parts(job, stage, states[stage]) for stage in stages)
+        return cls(whole, tuple(chunks_in_flight(job, stage) for stage in stages))
 
     def parts(self, ratio: float) -> tuple[Parts, ...]:
         """Return every stage's parts with this share of each chunk offloaded."""
@@ -137,7 +122,8 @@ class OffloadingStages:
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
     """Return a stage's parts under `job.policy`."""
-    return _parts(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
+    own, last = _parts(job, stage, _states(job, stage)), stage == job.parallel.pipeline - 1
+    return _with_share(own, chunks_in_flight(job, stage), offload_ratio, last=last)
 
 
 @lru_cache(maxsize=1024)
@@ -147,16 +133,15 @@ def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False) -> P
     `layer_whole`: count a whole layer's transients, as stock's checkpoints need; else those of a half recomputed right before its
     backward. Cached for planner and stock search.
     """
-    return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=layer_whole)
+    return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole)
 
 
-def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: int, ratio: float) -> Parts:
-    own = replace(
-        _beside_layers(job, stage, shape, states, layer_whole=True),
-        recomputed=_recomputed(shape, job.policy, job.kinds_on(stage)),
-        **activations_in_flight(job, stage, _chunk_sizes(job, stage, shape)),
+def _parts(job: Job, stage: int, states: Parts) -> Parts:
+    return replace(
+        _beside_layers(job, stage, states, layer_whole=True),
+        recomputed=_recomputed(LayerShape.of(job), job.policy, job.kinds_on(stage)),
+        **activations_in_flight(job, stage, _chunk_sizes(job, stage)),
     )
-    return _with_share(own, in_flight, ratio, last=stage == job.parallel.pipeline - 1)
 
 
 def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
@@ -183,37 +168,35 @@ def _with_share(own: Parts, in_flight: int, ratio: float, *, last: bool) -> Part
     return replace(own, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
 
 
-def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, layer_whole: bool) -> Parts:
+def _beside_layers(job: Job, stage: int, states: Parts, layer_whole: bool) -> Parts:
+    shape = LayerShape.of(job)
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     experts = job.experts_on(stage)
-    tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
+    tied = first and last and job.model.tied_embeddings and not shape.keeps_gradient_blocks
     in_place = shape.device == "cuda" and job.overlap.weight_gradients != "none"
     chunks = chunks_in_flight(job, stage) if job.model.captured else 0
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     buffers += graph_buffers_bytes(job, shape, stage, chunks)
     at_beginning = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
-    if last and keeps_head_block(shape):
-        buffers += head_block_bytes(shape)
-    return Parts(
-        states=replace(states.held, rest=REST_BYTES[job.cluster.device], buffers=buffers, learned=job.learned.beside(stage)),
+    if last and shape.keeps_gradient_blocks:
+        buffers += ends.head_block_bytes(shape)
+    return replace(
+        states,
+        states=replace(states.states, rest=REST_BYTES[job.cluster.device], buffers=buffers, learned=job.learned.beside(stage)),
         embedding=microbatches_in_flight(job, stage) * at_beginning if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
         + (dispatched_bytes(shape) if experts else 0)
         + (pair_more_bytes(shape) if experts and job.model.moe_overlapped else 0),
         head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
-        predicting=predicting_bytes(shape) if last else 0,
-        logits=logits_at_loss_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
-        logits_kept=loss_kept_bytes(shape) if first and last and job.model.moe_overlapped else 0,
-        loss_in_hand=loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
-        logits_gradient=logits_gradient_bytes(shape, job.head_pieces) + losses_bytes(shape) if last else 0,
+        predicting=ends.predicting_bytes(shape) if last else 0,
+        logits=ends.logits_at_loss_bytes(shape, job.head_pieces) + ends.losses_bytes(shape) if last else 0,
+        logits_kept=ends.loss_kept_bytes(shape) if first and last and job.model.moe_overlapped else 0,
+        loss_in_hand=ends.loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
+        logits_gradient=ends.logits_gradient_bytes(shape, job.head_pieces) + ends.losses_bytes(shape) if last else 0,
         head_in_hand=_head_in_hand(job, shape, tied, in_place=in_place) if last else 0,
-        tied_gradient=head_block_bytes(shape) if tied else 0,
-        embedding_gradient=(tied_gradients_bytes if tied else embedding_gradient_bytes)(shape) if first else 0,
-        reduced=states.reduced,
-        update_copies=states.update_copies,
-        update_in_hand=states.update_in_hand,
-        optimizer_made=states.optimizer_made,
+        tied_gradient=ends.head_block_bytes(shape) if tied else 0,
+        embedding_gradient=max(ends.embedding_gradient_bytes(shape), 2 * tied * ends.head_block_bytes(shape)) if first else 0,
         remembered=experts * remembered_bytes(shape) if experts else 0,
         pool=(pool := pool_bytes(job, shape, stage)),
         pools=chunks * pool,
@@ -223,22 +206,12 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
 
 def _head_in_hand(job: Job, shape: LayerShape, tied: bool, *, in_place: bool) -> int:
     """Return the transients of the last stage's end; with MTP the largest of the head's, an MTP layer's and its embedding's."""
-    own = head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
-    return max(own, layer_in_hand_bytes(shape), embedding_gradient_bytes(shape)) if job.model.mtp else own
+    own = ends.head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
+    return max(own, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape)) if job.model.mtp else own
 
 
-@dataclass(frozen=True)
-class _States:
-    """Parts that depend on parameters only."""
-
-    held: StageMemory
-    reduced: int
-    update_copies: int
-    update_in_hand: int
-    optimizer_made: int
-
-
-def _states(job: Job, stage: int) -> _States:
+def _states(job: Job, stage: int) -> Parts:
+    """Return the parts that depend on parameters only."""
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters) + muon.filled_numbers(job, stage)
     weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
@@ -251,9 +224,16 @@ def _states(job: Job, stage: int) -> _States:
         second_weights=weights if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
-    copies = update_copies_bytes(job, parameters)
-    in_hand, made = update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage), made_bytes(job, parameters)
-    return _States(states, reduced_bytes(job, parameters), copies, in_hand, made)
+    # With sequence parallelism gradients of norms and row-parallel biases are copied into one block, reduced over tensor-parallel
+    # ranks, and copied back (`_allreduce_non_tensor_model_parallel_grads`). Column-parallel biases are counted, too.
+    reduced = parameters.vectors * bytes_each(job).gradient if job.parallel.sequence_parallel else 0
+    return Parts(
+        states,
+        reduced=reduced,
+        update_copies=update_copies_bytes(job, parameters),
+        update_in_hand=update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage),
+        optimizer_made=made_bytes(job, parameters),
+    )
 
 
 def _messages(job: Job, shape: LayerShape) -> int:
@@ -265,10 +245,11 @@ def _messages(job: Job, shape: LayerShape) -> int:
 
 def chunk_bytes(job: Job, stage: int) -> int:
     """Return the bytes saved by the layers of the largest chunk of one micro-batch (C)."""
-    return max(_chunk_sizes(job, stage, LayerShape.of(job)))
+    return max(_chunk_sizes(job, stage))
 
 
-def _chunk_sizes(job: Job, stage: int, shape: LayerShape) -> list[int]:
+def _chunk_sizes(job: Job, stage: int) -> list[int]:
+    shape = LayerShape.of(job)
     return [layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks)]
 
 
@@ -321,7 +302,7 @@ def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) ->
     sections = {section for kind in job.kinds_on(stage) for section in kind}
     captured = [section for section in sections if section.captured]
     outputs = max((OUTPUTS_OF_ROUTER if section.apart else 1 for section in sections if _in_graph(job, section)), default=0)
-    working = max((alone_in_hand_bytes(shape, section) for section in captured), default=0)
+    working = max((transient_bytes(shape, section) for section in captured), default=0)
     masks = chunks * max(len(job.layers_of(stage, chunk)) for chunk in range(job.chunks)) + 1
     masked = any(section.half == ATTENTION.half for section in captured)
     return outputs * shape.input_bytes + working + (masks * mask_bytes(shape) if masked else 0)

@@ -12,7 +12,7 @@ stages and exposed messages (`simulator.double_buffered`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.anatomy import Section
@@ -21,16 +21,14 @@ from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import (
     HalfSeconds,
-    SectionSeconds,
     StageSeconds,
     chunks_in_flight,
-    chunks_in_flight_by_stage,
     half_seconds,
     of_every_stage,
     stage_of_layers,
     step_s,
 )
-from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
+from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -58,7 +56,7 @@ class StepSeconds:
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
     """Return the parts of a job's step; `job.policy` is not `planned`."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
-    halves = _replaying(job, profile, shape.gathered_bytes)
+    halves = _replaying(job.policy, profile, job.model.every_section)
     stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
@@ -92,23 +90,22 @@ def waited_messages(job: Job) -> int:
     return pipeline * chunks - 1 if job.microbatch_group == pipeline else pipeline - 1
 
 
-def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
+def replaying_stage_s(job: Job, profile: Profile, stage: int) -> StageSeconds:
     """Return one micro-batch on a stage with the policy's recomputation; whole layers repeat their collectives."""
-    return stage_of_layers(job, profile, stage, _replaying(job, profile, message_bytes))
+    return stage_of_layers(job, profile, stage, _replaying(job.policy, profile, job.model.every_section))
 
 
-def _replaying(job: Job, profile: Profile, message_bytes: int) -> HalfSeconds:
-    stock = half_seconds(job, profile, message_bytes)
-    return {section: replace(each, replay_s=_replay_s(job.policy, profile, section, each)) for section, each in stock.items()}
-
-
-def _replay_s(policy: Policy, profile: Profile, section: Section, stock: SectionSeconds) -> float:
+def _replaying(policy: Policy, profile: Profile, sections: Iterable[Section]) -> dict[Section, HalfSeconds]:
     """Sections of some layers only (experts) are recomputed whole or not at all."""
+    halves = {section: half_seconds(profile, section) for section in sections}
     if policy == "full":
-        return stock.forward_s
-    items = () if section.in_some_layers else replayed_items(policy)
-    half = profile.of(section).items
-    return sum(half[item].forward_s for item in items if item in half)
+        return {section: half.recomputed_whole for section, half in halves.items()}
+    replayed = replayed_items(policy)
+    for section, half in halves.items():
+        items = () if section.in_some_layers else replayed
+        priced = profile.of(section).items
+        halves[section] = replace(half, again_s=sum(priced[item].forward_s for item in items if item in priced))
+    return halves
 
 
 def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
@@ -117,8 +114,8 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
     if pcie is None or ratio == 0:
         return 0.0
     exposed = [0.0]
-    for number, in_flight in enumerate(chunks_in_flight_by_stage(job)):
-        if in_flight > CHUNKS_NOT_OFFLOADED:
+    for number in range(job.parallel.pipeline):
+        if offloads(job, number):
             copy_s = pcie.shared_s(ratio * chunk_bytes(job, number))
             exposed.append(exposed_copies_s(job, stages[number], number, copy_s, message_s))
     return max(exposed)

@@ -16,6 +16,7 @@ Overlap slows GEMMs (`matmul.beside_collective`). The overlapped pass is taken w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -37,7 +38,7 @@ from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.roofline import fewest_in_a_node, link_among
-from megatron_lynx.profiler.shape import Casts, LayerShape
+from megatron_lynx.profiler.shape import Casts
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,16 @@ def update_s(job: Job, profile: Profile) -> float:
     Experts have their own buckets and groups, reduced as soon as a bucket is full (`DistributedDataParallel`,
     `register_grad_ready` of megatron-core 0.16 to 0.19).
     """
-    of_stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
-    stage = max(range(job.parallel.pipeline), key=lambda stage: of_stages[stage].total)
-    most, layout, behind = of_stages[stage], job.parallel, StageSeconds(0.0, 0.0)
+    stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
+    stage = max(range(job.parallel.pipeline), key=lambda stage: stages[stage].total)
+    most, behind = stages[stage], StageSeconds(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
-        behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
-    sharers = layout.context * job.replicas
-    one = bucket_parameters(job, stage, most, sharers)
-    linears, experts = (max(getattr(each, name) for each in of_stages) for name in ("linears", "experts"))
-    in_fp8 = held_in_fp8(job, most)
-    others = _updated(job, most.others, sharers, layout.tensor, one, linears, in_fp8[0])
-    seconds, adam_s = others.exposed_s(job, behind), others.adam_s
-    seconds += host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s
-    if most.experts:
-        one = bucket_parameters(job, stage, most, expert_sharers(job))
-        stride = layout.expert_tensor_size * layout.expert
-        own = _updated(job, most.experts, expert_sharers(job), stride, one, experts, in_fp8[1])
-        seconds += own.exposed_s(job, others.passes_left(job, behind))
-        adam_s += own.adam_s
+        behind = stage_seconds(job, profile, stage)
+    seconds, adam_s = host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s, 0.0
+    for group in _groups(job, stages):
+        updated = _updated(job, group, bucket_parameters(job, stage, most, group.sharers))
+        seconds, adam_s = seconds + updated.exposed_s(job, behind), adam_s + updated.adam_s
+        behind = updated.passes_left(job, behind)
     seconds += newton_schulz_s(job, stage)
     seconds += states_s(job, most, adam_s, reduction_s(job))
     return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
@@ -106,30 +99,47 @@ def reduction_s(job: Job) -> float:
     """Return the exposed gradient reduction after the last backward; 0 if overlapped."""
     if job.overlap.gradients:
         return 0.0
-    most = max(of_every_stage(job, lambda stage: stage_parameters(job, stage)), key=lambda parameters: parameters.total)
-    layout, sharers = job.parallel, job.parallel.context * job.replicas
-    others_s = _updated(job, most.others, sharers, layout.tensor, most.others).reduce_s
-    if not most.experts:
-        return others_s
-    stride = layout.expert_tensor_size * layout.expert
-    return others_s + _updated(job, most.experts, expert_sharers(job), stride, most.experts).reduce_s
+    groups = _groups(job, of_every_stage(job, lambda stage: stage_parameters(job, stage)))
+    return sum(_updated(job, group, group.count).reduce_s for group in groups)
 
 
-def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int, linears: int = 0, in_fp8: int = 0) -> UpdateSeconds:
-    """Return the update of `count` parameters shared by `sharers` ranks, `stride` apart, in buckets of `bucket`. `linears`:
-    weights that FP8 casts; `in_fp8`: stored and gathered in FP8.
-    """
+@dataclass(frozen=True)
+class _Group:
+    """Parameters of the fullest stage that the same ranks share, `stride` apart."""
+
+    count: int
+    sharers: int
+    stride: int
+    cast: int
+    """Weights that FP8 casts, on the stage with most."""
+    in_fp8: int
+    """Weights stored and gathered in FP8."""
+
+
+def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
+    most, layout = max(stages, key=lambda parameters: parameters.total), job.parallel
+    linears, experts = held_in_fp8(job, most)
+    cast = max(each.linears for each in stages)
+    yield _Group(most.others, layout.context * job.replicas, layout.tensor, cast, linears)
+    if most.experts:
+        stride, cast = layout.expert_tensor_size * layout.expert, max(each.experts for each in stages)
+        yield _Group(most.experts, expert_sharers(job), stride, cast, experts)
+
+
+def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
+    """Return the update of a group in buckets of `bucket` parameters."""
+    count, sharers, stride = group.count, group.sharers, group.stride
     instances = job.parallel.optimizer_instances
     own = sharers // instances
     owned, each = count / own if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
-    streamed += _cast_bytes(job, linears, own)
+    streamed += _cast_bytes(job, group.cast, own)
     if job.schedule == "double_buffered":  # the newest version is first copied over the retired one
         streamed += 2 * count * each.weight
     moved, byte_per_s = (own - 1) / own * count, _replica_byte_per_s(job, own, stride, instances)
     between = 2 * (instances - 1) / instances * count / own  # an all-reduce of the own share
-    gathered = moved / count * gathered_bytes(job, count, in_fp8) if count else 0.0
+    gathered = moved / count * gathered_bytes(job, count, group.in_fp8) if count else 0.0
     return UpdateSeconds(
         reduce_s=each.gradient * (moved / byte_per_s + between / _replica_byte_per_s(job, instances, stride * own)),
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
@@ -153,8 +163,7 @@ def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
 def _stepped_bytes(job: Job) -> float:
     """Return the bytes read and written per stepped parameter: gradient (norm 1, clipping 2, Adam 1; first copied, if needed),
     Adam's state twice, and the parameter, from the main parameter in place or (precision-aware) joined with its remainder.
-    `_updated` adds clearing, checking and
-    averaging.
+    `_updated` adds clearing, checking and averaging.
     """
     each = bytes_each(job)
     if job.optimizer.offloaded:  # norm and clipping of all gradients; the rest is stepped in fp32
@@ -244,17 +253,13 @@ def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
 
     cleared = job.chunks
     checked = buckets * (CHECK_KERNELS + (sharers > 1))  # and averaged in place, if shared
-    gathered = 1 + tensors.vectors if _shares_norms(job) else 0
+    gathered = 1 + tensors.vectors if job.parallel.sequence_parallel else 0
     copied = owned if each.gradient_copy else 0
     written = owned if layout.distributed_optimizer else launches("copy")
     if job.optimizer.precision_aware:
         written = 0  # written by Adam
     stepped = NORM_KERNELS + launches("norm") + launches("clip") + launches("adam")
     return cleared + checked + gathered + copied + stepped + written
-
-
-def _shares_norms(job: Job) -> bool:
-    return job.parallel.sequence_parallel and job.parallel.tensor > 1
 
 
 def _reduced_s(job: Job, optimizers: int) -> float:
@@ -266,7 +271,7 @@ def _reduced_s(job: Job, optimizers: int) -> float:
     gathers = 0
     if layout.distributed_optimizer:
         gathers = 1 if job.overlap.parameters else buffers
-    return (reductions + gathers) * begin_s + _begin_s(job, layout.tensor) * _shares_norms(job)
+    return (reductions + gathers) * begin_s + _begin_s(job, layout.tensor) * job.parallel.sequence_parallel
 
 
 def _numbers_s(job: Job, optimizers: int) -> float:

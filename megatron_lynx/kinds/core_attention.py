@@ -35,7 +35,7 @@ from typing import NamedTuple
 from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, softmax_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
@@ -55,19 +55,19 @@ class AttentionBytes(NamedTuple):
 
 def core_tensors(shape: LayerShape) -> list[SavedTensor]:
     """Return the tensors that the attention saves besides queries, keys and values."""
-    own = {"made_by": CORE_ATTENTION, "saved_by": (CORE_ATTENTION,)}
     element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
     if shape.model.attention == "flash":
-        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp per row
+        return own_tensors(CORE_ATTENTION, FP32_BYTES * shape.scores // shape.model.seq)  # log-sum-exp per row
     if not shape.eager:
-        return [SavedTensor(bytes=shape.scores * size, **own) for size in (element, *((MASK_BYTES, element) if dropout else ()))]
+        sizes = [element, MASK_BYTES, element] if dropout else [element]
+        return own_tensors(CORE_ATTENTION, *(shape.scores * size for size in sizes))
     sizes = [FP32_BYTES]  # softmax's output
-    if element != FP32_BYTES and not dropout:
-        sizes.append(element)  # its copy in the model's type, read by the second GEMM
     if dropout:
         sizes += [element, element]  # noise, and dropout's output
-    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # booleans, new in every layer
-    return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
+    elif element != FP32_BYTES:
+        sizes.append(element)  # its copy in the model's type, read by the second GEMM
+    # The causal mask is a boolean each, new in every layer.
+    return own_tensors(CORE_ATTENTION, shape.model.seq**2, *(shape.scores * size for size in sizes))
 
 
 def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str) -> list[SavedTensor]:
@@ -81,8 +81,27 @@ def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str
 
 
 def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Return both passes, exchange included. `flops`: of a forward over the whole square."""
-    return _exchanging_s(_alone_s(shape, flops, sum(given), roof), shape, given, roof)
+    """Return both passes, exchange included. `flops`: of a forward over the whole square.
+
+    all_gather: keys and values are gathered one after the other, in backward again, and their gradients scattered. Else around a
+    ring of ranks, or of groups whose ranks each have their heads for the group's rows; within groups queries, keys, values and
+    output are one message each, in backward the gradients of all four.
+    """
+    alone, layout = _alone_s(shape, flops, sum(given), roof), shape.parallel
+    if layout.context == 1:
+        return alone
+    if layout.context_exchange == "all_gather":
+        others = layout.context - 1
+        both_s = roof.ring.seconds(others * given.key) + roof.ring.seconds(others * given.value)
+        return alone + Passes(both_s, 2 * both_s)
+    traders, turns = layout.context_groups
+    if turns > 1:
+        arriving = given.key + given.value
+        moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
+        turns_s = alone.forward_s / turns, alone.backward_s / turns
+        alone = Passes(*(turn + (turns - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
+    traded_s = 0.0 if traders == 1 else sum(roof.traders.seconds((traders - 1) / traders * message) for message in given)
+    return alone + Passes(traded_s, traded_s)
 
 
 def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes:
@@ -100,43 +119,6 @@ def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes
     dropout_s = roof.seconds(0, dropout) if dropout else 0.0
     softmax = kernels_s(softmax_kernels(shape), roof)
     return Passes(gemms_s + dropout_s, 2 * gemms_s + dropout_s) + softmax
-
-
-def _exchanging_s(alone: Passes, shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Add the exchange. `alone`: a rank's share without it."""
-    layout = shape.parallel
-    if layout.context == 1:
-        return alone
-    if layout.context_exchange == "all_gather":
-        return alone + _gathered_s(shape, given, roof)
-    traders, turns = layout.context_groups
-    return _in_turns(alone, turns, given, roof) + _traded_s(traders, given, roof)
-
-
-def _in_turns(alone: Passes, turns: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Return the seconds around a ring of ranks, or of groups whose ranks each have their heads for the group's rows."""
-    if turns == 1:
-        return alone
-    arriving = given.key + given.value
-    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
-    turns_s = alone.forward_s / turns, alone.backward_s / turns
-    return Passes(*(turn + (turns - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
-
-
-def _gathered_s(shape: LayerShape, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Keys and values are gathered one after the other, in backward again, and their gradients scattered."""
-    others = shape.parallel.context - 1
-    both_s = roof.ring.seconds(others * given.key) + roof.ring.seconds(others * given.value)
-    return Passes(both_s, 2 * both_s)
-
-
-def _traded_s(traders: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Queries, keys, values and output are one message each; in backward the gradients of all four."""
-    if traders == 1:
-        return Passes(0.0, 0.0)
-    share = (traders - 1) / traders
-    seconds = sum(roof.traders.seconds(share * message) for message in given)
-    return Passes(seconds, seconds)
 
 
 def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:

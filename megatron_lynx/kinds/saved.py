@@ -20,7 +20,7 @@ from megatron_lynx.kinds.core_attention import ordered_bytes
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ
 from megatron_lynx.kinds.face import Step
 from megatron_lynx.kinds.section import Section
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, normed_bytes, saved_bytes
 
 
@@ -33,11 +33,8 @@ def context_tensors(shape: LayerShape) -> list[SavedTensor]:
     if model.fp8_recipe != "delayed":
         return [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(LINEAR_PROJ,), output=True)]
     readers = (CORE_ATTENTION,) if model.attention == "flash" else ()
-    size = saved_bytes("delayed", shape.tokens, shape.query_width)
-    return [
-        SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=readers, output=True),
-        SavedTensor(bytes=size, made_by=LINEAR_PROJ, saved_by=(LINEAR_PROJ,)),
-    ]
+    made = SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=readers, output=True)
+    return [made, *own_tensors(LINEAR_PROJ, saved_bytes("delayed", shape.tokens, shape.query_width))]
 
 
 def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) -> list[SavedTensor]:
@@ -54,20 +51,18 @@ def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) 
 
 def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTensor]:
     """Return the tensors saved by a norm besides its output of `output_bytes`."""
-    model, own = shape.model, {"made_by": norm, "saved_by": (norm,)}
-    layernorm = model.norm == "layernorm"
+    model, layernorm = shape.model, shape.model.norm == "layernorm"
     one = FP32_BYTES if model.uses_te or (shape.eager and not layernorm) else model.element_bytes
     products = rms_products(shape, output_bytes) if shape.eager and not layernorm else []
-    return [SavedTensor(bytes=size, **own) for size in (*[shape.own_tokens * one] * (1 + layernorm), *products)]
+    return own_tensors(norm, *[shape.own_tokens * one] * (1 + layernorm), *products)
 
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:
     """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, and in 16 bits
     its fp32 copy. The input counts as saved, too, though backward does not read it.
     """
-    model = shape.model
-    whole = size // model.element_bytes * FP32_BYTES
-    return [whole] if model.element_bytes == FP32_BYTES else [whole, whole]
+    element = shape.model.element_bytes
+    return [size // element * FP32_BYTES] * (1 if element == FP32_BYTES else 2)
 
 
 def dropout_tensor(shape: LayerShape, section: Section) -> SavedTensor:
@@ -122,7 +117,7 @@ def row_parallel(shape: LayerShape, section: Section, given: int) -> Iterator[St
     residual = shape.input_bytes
     dropped = residual if shape.model.hidden_dropout > 0 or shape.eager else 0
     yield Step(section.residual, dropped, 0)
-    gathered = shape.gathered_bytes if _gathers(shape) else 0
+    gathered = shape.gathered_bytes if shape.parallel.sequence_parallel else 0
     weight = _weight_gradient(shape, shape.model.hidden, given)
     yield Step(section.row_parallel, gathered + given + weight, gathered + dropped + weight)
 
@@ -130,8 +125,8 @@ def row_parallel(shape: LayerShape, section: Section, given: int) -> Iterator[St
 def column_parallel(shape: LayerShape, section: Section, made: int) -> Iterator[Step]:
     """From the gradient of the linear's output to the residual's, the end of both halves."""
     residual, whole = shape.input_bytes, shape.gathered_bytes
-    again = shape.gathered_input_bytes if _gathers(shape) and shape.model.uses_te else 0
-    scattered = residual if _gathers(shape) else 0
+    again = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.model.uses_te else 0
+    scattered = residual if shape.parallel.sequence_parallel else 0
     weight = _weight_gradient(shape, shape.model.hidden, made)
     yield Step(section.column_parallel, again + whole + scattered + weight, again + made + weight + (whole if scattered else 0))
     yield norm(shape, section, residual)
@@ -144,12 +139,8 @@ def norm(shape: LayerShape, section: Section, let_go: int) -> Step:
     return Step(section.norm, shape.input_bytes + temporary, let_go + temporary)
 
 
-def _gathers(shape: LayerShape) -> bool:
-    return shape.parallel.sequence_parallel and shape.parallel.tensor > 1
-
-
 def _weight_gradient(shape: LayerShape, width: int, block: int) -> int:
     """Return the weight gradient of a linear between `width` columns and those of a block with all rows."""
-    if shape.model.uses_te and shape.device == "cuda":
+    if shape.keeps_gradient_blocks:
         return 0
     return width * block // (shape.tokens * shape.model.element_bytes) * shape.added_gradient_bytes

@@ -78,7 +78,7 @@ class _Times:
     def least(self, stage: int, count: int) -> float:
         """Seconds of a stage without recomputation."""
         alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
-        stock = stage_seconds(alike, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
+        stock = stage_seconds(alike, self.profile, stage)
         return stock.both_s + self._messages_s(stage)
 
     def _messages_s(self, stage: int) -> float:

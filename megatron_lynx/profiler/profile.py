@@ -58,6 +58,11 @@ class SavedTensor(Part):
     """Blocks of equal size that it consists of: in FP8, experts' inputs are one for each expert."""
 
 
+def own_tensors(item: str, *sizes: int) -> list[SavedTensor]:
+    """Return blocks of these bytes that an item makes and saves itself."""
+    return [SavedTensor(bytes=size, made_by=item, saved_by=(item,)) for size in sizes]
+
+
 class ItemProfile(Part):
     """One item, one micro-batch. Recomputation takes as long as forward."""
 

@@ -225,6 +225,11 @@ class LayerShape:
         return self.own_tokens * self.model.hidden * self.model.element_bytes
 
     @property
+    def keeps_gradient_blocks(self) -> bool:
+        """Whether Transformer Engine keeps a dummy gradient block for each weight shape (`get_dummy_wgrad`)."""
+        return self.model.uses_te and self.device == "cuda"
+
+    @property
     def gathered_bytes(self) -> int:
         """Residual stream on all rows: bytes of a tensor-parallel collective."""
         return self.tokens * self.model.hidden * self.model.element_bytes

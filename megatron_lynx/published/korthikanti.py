@@ -101,7 +101,7 @@ def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> I
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
     message_bytes = LayerShape.of(job).gathered_bytes
-    stage = replaying_stage_s(job, profile, 0, message_bytes)
+    stage = replaying_stage_s(job, profile, 0)
     embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
     forward_ms = 1e3 * (stage.forward_s - embedding.forward_s - head.forward_s) / job.model.layers
     backward_ms = 1e3 * (stage.backward_s - embedding.backward_s - head.backward_s) / job.model.layers

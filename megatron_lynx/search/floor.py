@@ -91,8 +91,7 @@ class LayerCost:
         """Unequal stages are priced one by one."""
         pipeline, partition = job.parallel.pipeline, job.partition
         if len(set(partition)) > 1:
-            gathered_bytes = LayerShape.of(job).gathered_bytes
-            stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage, gathered_bytes).both_s)
+            stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
             slowest_s = max(stages_s)
             return _Split(min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s)
         layers = job.model.layers // pipeline
@@ -120,4 +119,4 @@ def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy
     """Seconds of one micro-batch with all layers on one stage."""
     parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
     flat = job.model_copy(update={"parallel": parallel, "policy": policy})
-    return replaying_stage_s(flat, profile, 0, shape.gathered_bytes).both_s
+    return replaying_stage_s(flat, profile, 0).both_s

@@ -264,8 +264,9 @@ class _ChunkLeaver:
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
             both_s = paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
             return (alike := [both_s / self.halves] * self.halves), alike
-        seconds = half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
-        halves = [seconds[section] for layer in self._layers for section in self.job.model.sections(layer)]
+        sections = [section for layer in self._layers for section in self.job.model.sections(layer)]
+        seconds = {section: half_seconds(self.profile, section) for section in dict.fromkeys(sections)}
+        halves = [seconds[section] for section in sections]
         return [half.forward_s for half in halves], [half.backward_s for half in halves]
 
 

@@ -22,7 +22,6 @@ from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import HalfSeconds, StageSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
@@ -195,13 +194,13 @@ class StageProblems:
         """
         if self.profile.host_time is None:
             return None
-        whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
+        whole = stage_seconds(self.job, self.profile, stage)
         part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
         return StageSeconds(part * whole.forward_s, part * whole.backward_s)
 
     @cached_property
-    def _half_seconds(self) -> HalfSeconds:
-        return half_seconds(self.job, self.profile, LayerShape.of(self.job).gathered_bytes)
+    def _half_seconds(self) -> Mapping[Section, HalfSeconds]:
+        return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
     def _loss_bytes(self, seats: StageSeats) -> int:
         """Return what the loss holds if these chunks include the model's last one, and 0 otherwise."""

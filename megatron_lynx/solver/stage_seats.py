@@ -87,5 +87,5 @@ class StageSeats:
             return None
         if self.stage == job.parallel.pipeline - 1 or self.chunks != (job.chunks - 1,):
             return seats.p2p_s if job.microbatch_group == job.parallel.pipeline else 0.0
-        forward_s = stage_seconds(job, seats.profile, self.stage + 1, seats.shape.gathered_bytes).forward_s
+        forward_s = stage_seconds(job, seats.profile, self.stage + 1).forward_s
         return seats.p2p_s + forward_s / job.chunks

@@ -253,7 +253,7 @@ class Stages:
     def _stock(self, stage: int) -> StageSeconds:
         """The stage without replays, whatever it offloads."""
         if stage not in self._stocks:
-            self._stocks[stage] = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
+            self._stocks[stage] = stage_seconds(self.job, self.profile, stage)
         return self._stocks[stage]
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind, Section
-from megatron_lynx.cost.combined import HalfSeconds, LayerSeconds, half_seconds
+from megatron_lynx.cost.combined import LayerSeconds
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.stage import HalfSeconds, half_seconds
 from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape

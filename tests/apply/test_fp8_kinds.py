@@ -13,12 +13,12 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import fp8_copies_bytes
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.kinds.experts.saved import saved_parts
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
+from tests.profiler.made_up import saved_parts
 
 from ..long import long
 from ..profiler.on_ranks import bytes_saved_by_items

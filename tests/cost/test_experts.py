@@ -9,7 +9,6 @@ from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.cost.stage import half_seconds, stage_of_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.shape import LayerShape
 from tests.profiler.test_experts import mixtral
 
 
@@ -37,7 +36,7 @@ def test_a_stage_of_both_kinds_is_the_sum_of_its_layers() -> None:
     kept = [memory_of_stages(each)[1].activations for each in (none, mixed, job)]
     assert kept[1] == (kept[0] + kept[2]) // 2
     profile = analytic_profile(job)
-    halves = half_seconds(job, profile, LayerShape.of(job).gathered_bytes)
+    halves = {section: half_seconds(profile, section) for section in job.model.every_section}
     seconds = [stage_of_layers(each, profile, 1, halves).both_s for each in (none, mixed, job)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
 

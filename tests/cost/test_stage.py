@@ -11,12 +11,11 @@ from megatron_lynx.cost.communication import (
     _carried_bytes,
     behind_gather_s,
     gather_lost_and_spared_s,
-    gather_once_s,
     head_of,
     window_lengths_s,
 )
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight_by_stage, microbatches_in_flight, phases_of, step_s
+from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -115,8 +114,8 @@ def test_a_link_faster_than_its_gemm_leaves_no_window():
 def test_a_gather_in_time_costs_nothing_and_one_on_demand_what_stock_had_hidden():
     profile = made_up_profile(tiny_job(tensor=2, sequence_parallel=True), link_s=1e-9)
     message = profile.links[0].bytes
-    assert gather_once_s(profile, ATTENTION, MLP, message) == 0
-    assert gather_once_s(profile, MLP, None, message) == pytest.approx(1e-9)
+    assert gather_lost_and_spared_s(profile, ATTENTION, MLP, message)[0] == 0
+    assert gather_lost_and_spared_s(profile, MLP, None, message)[0] == pytest.approx(1e-9)
 
 
 def test_a_step_of_two_stages():
@@ -181,5 +180,6 @@ def test_linears_in_fp4_compute_at_their_own_rate():
 def test_chunks_in_flight_are_those_of_the_schedule():
     """Four stages of two chunks, in groups of four: as counted in the order that runs."""
     job = tiny_job(layers=8, pipeline=4, layers_per_chunk=1, microbatches=8)
-    assert chunks_in_flight_by_stage(job) == [11, 9, 7, 5]
-    assert chunks_in_flight_by_stage(job) == [most_in_flight(order) for order in interleaved(4, 8, 2).orders]
+    counts = [chunks_in_flight(job, stage) for stage in range(4)]
+    assert counts == [11, 9, 7, 5]
+    assert counts == [most_in_flight(order) for order in interleaved(4, 8, 2).orders]

@@ -35,7 +35,7 @@ def test_plain_1f1b_agrees_with_the_planners_formula():
     job = priced(tiny_job(pipeline=4, microbatches=6))
     profile = made_up_profile(job, link_s=1e-4)
     shape = LayerShape.of(job)
-    stages = [replaying_stage_s(job, profile, stage, shape.gathered_bytes) for stage in range(4)]
+    stages = [replaying_stage_s(job, profile, stage) for stage in range(4)]
     step = step_seconds(job, profile)
     assert step.update_s == step.copies_s == 0, "the testbed has neither rates nor a PCIe link"
     assert step.total_s == pytest.approx(step_s(stages, 6, profile.link_s("p2p", shape.input_bytes)))
@@ -53,8 +53,7 @@ def test_interleaving_divides_the_bubble():
 def test_a_policy_costs_what_it_replays(policy):
     job = priced(tiny_job(tensor=2), policy)
     profile = made_up_profile(job, link_s=0.25)
-    message = LayerShape.of(job).gathered_bytes
-    stock, replaying = (replaying_stage_s(each, profile, 0, message) for each in (priced(job), job))
+    stock, replaying = (replaying_stage_s(each, profile, 0) for each in (priced(job), job))
     items = {name: item for half in HALVES for name, item in profile.half(half).items.items()}
     replayed = sum(items[name].forward_s for name in replayed_items(policy) if name in items)
     collectives = 2 * 0.25 if policy == "full" else 0.0
@@ -111,7 +110,7 @@ def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
     """Embedding and head make the ends of the pipeline slower; messages and updates are left out."""
     job = catalogued_job(gpus=16, batch=microbatches)
     profile = analytic_profile(job)
-    stages = [replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes) for stage in range(8)]
+    stages = [replaying_stage_s(job, profile, stage) for stage in range(8)]
     passes = [[plain_passes(stage.forward_s / job.chunks, stage.backward_s / job.chunks)] * job.chunks for stage in stages]
     simulated = simulate(interleaved(8, microbatches, job.chunks), passes).step_s
     step = step_seconds(job, profile)

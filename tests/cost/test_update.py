@@ -11,7 +11,6 @@ from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.update import RESTART_S, UpdateSeconds, reduction_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.shape import LayerShape
 from tests.config.jobs import catalogued_job
 
 REPLICATED = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True}
@@ -69,7 +68,7 @@ def test_a_job_hides_reductions_of_its_experts():
         for overlapped in (False, True)
     )
     spared_s, reduced_s = updated(plain) - updated(hiding), reduction_s(plain)
-    backward_s = stage_seconds(hiding, analytic_profile(hiding), 0, LayerShape.of(hiding).gathered_bytes).backward_s
+    backward_s = stage_seconds(hiding, analytic_profile(hiding), 0).backward_s
     assert backward_s < reduced_s
     assert 0.9 * backward_s < spared_s <= backward_s, "what cutting and checking buckets takes comes off"
 
@@ -131,6 +130,6 @@ def test_the_longer_one_micro_batch_takes_the_more_it_hides():
     short, long = (
         catalogued_job("gpt-22b", "a100-80g", seq=seq, gpus=64, batch=64, overlap={"gradients": True}) for seq in (128, 2048)
     )
-    behind = [stage_seconds(job, analytic_profile(job), 0, LayerShape.of(job).gathered_bytes).backward_s for job in (short, long)]
+    behind = [stage_seconds(job, analytic_profile(job), 0).backward_s for job in (short, long)]
     assert behind == sorted(behind)
     assert updated(short) > updated(long)

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_lynx.anatomy import CODE_ITEMS, Half
 from megatron_lynx.config.cluster import HalfHostTime, HostPasses, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape
@@ -71,3 +72,13 @@ def made_up_layer_host_time(times: float = 1.0, **halves: HalfHostTime) -> Layer
     figures = {name: (times * forward, times * backward) for name, (forward, backward) in HOST_US.items()}
     half = HalfHostTime(**{name: HostPasses(forward_us=each[0], backward_us=each[1]) for name, each in figures.items()})
     return LayerHostTime(made_by="a test", **{"attention": half, "mlp": half, **halves})
+
+
+def saved_parts(shape: LayerShape) -> dict[str, int]:
+    """Bytes of the input of a half of experts, and of the tensors that each item is the first to save."""
+    assert shape.model.experts is not None
+    parts = dict.fromkeys(("input", *shape.model.experts.section.names), 0) | {"input": shape.input_bytes}
+    for block in expert_tensors(shape):
+        if block.saved_by:
+            parts[block.saved_by[0]] += block.bytes
+    return parts

@@ -15,7 +15,7 @@ from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts
-from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
+from megatron_lynx.kinds.experts.saved import routed_rows
 from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.planner import decide
@@ -27,6 +27,7 @@ from megatron_lynx.stock.setting import FULL, NONE, StockSetting
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.profiler.made_up import saved_parts
 from tests.profiler.on_ranks import bytes_saved_by_items
 from tests.te_releases import pool_with
 

@@ -34,7 +34,7 @@ from megatron_lynx.kinds.saved import (
     row_parallel,
 )
 from megatron_lynx.kinds.section import Item
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, activation_kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
@@ -149,45 +149,32 @@ def _query_key_bytes(shape: LayerShape) -> tuple[int, int]:
 
 
 def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
-    """Return the attention's inputs: views of the projection's block, or blocks of their own if changed."""
-    model, element = shape.model, shape.model.element_bytes
-    query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
-    rotary = model.position == "rope"
-    changed = rotary or model.qk_norm
+    """Return the attention's inputs: views of the projection's block, or blocks of their own if changed.
+
+    With context parallelism fused attention saves copies even if unchanged.
+    """
+    model, exchanged = shape.model, shape.parallel.context > 1 and not shape.eager
+    query, key = _query_key_bytes(shape)
+    changed = model.position == "rope" or model.qk_norm
     repeated = shape.eager and model.kv_groups < model.heads  # keys and values are copied for each head
-    if shape.parallel.context > 1 and not shape.eager:
-        return _exchanged(shape, whole, query, key)
-    viewed = not repeated if shape.eager else not changed
-    handed_on = {"made_by": ROTARY, "saved_by": (CORE_ATTENTION,)}
+    viewed = not exchanged and (not repeated if shape.eager else not changed)
     readers = ((ROTARY,) if model.qk_norm and shape.eager else ()) + ((CORE_ATTENTION,) if viewed else ())
+    whole = shape.tokens * model.element_bytes * shape.qkv_width
     blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=readers, output=True)]
     if model.qk_norm:
         blocks += _query_key_norms(shape, query, key)
-    if changed or repeated:
-        blocks.append(SavedTensor(bytes=query, **handed_on))
-    if changed and not repeated:
-        blocks.append(SavedTensor(bytes=key, **handed_on))
+    tables = _turning_tables(shape) if model.position == "rope" else []
+    if exchanged:
+        given = AttentionBytes(query, key, key, query)
+        return [*blocks, *tables, *kept_beside_exchange(shape.parallel, given, ROTARY if changed else CORE_ATTENTION)]
+    turned = ([query] if changed or repeated else []) + ([key] if changed and not repeated else [])
+    blocks += [SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in turned]
     if repeated:
-        blocks += [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(CORE_ATTENTION,)) for _ in ("keys", "values")]
-    if rotary:
-        blocks += _turning_tables(shape)
-    if changed and not shape.eager:
-        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, copied out of the block by fused kernels
+        blocks += own_tensors(CORE_ATTENTION, query, query)  # keys and values
+    blocks += tables
+    if changed and not shape.eager:  # values, copied out of the block by fused kernels
+        blocks.append(SavedTensor(bytes=key, made_by=ROTARY, saved_by=(CORE_ATTENTION,)))
     return blocks
-
-
-def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[SavedTensor]:
-    """Return the inputs that fused attention saves with context parallelism. Fused kernels copy unchanged ones out of the
-    projection's block.
-    """
-    model = shape.model
-    blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=(), output=True)]
-    if model.qk_norm:
-        blocks += _query_key_norms(shape, query, key)
-    handed_on = ROTARY if model.position == "rope" or model.qk_norm else CORE_ATTENTION
-    if model.position == "rope":
-        blocks += _turning_tables(shape)
-    return [*blocks, *kept_beside_exchange(shape.parallel, AttentionBytes(query, key, key, query), handed_on)]
 
 
 def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
@@ -195,7 +182,7 @@ def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
     if shape.model.fuses("rope") and not shape.eager:
         return []
     table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes
-    return [SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4)]
+    return own_tensors(ROTARY, *4 * [table])
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
@@ -204,31 +191,22 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
     Fused kernels copy their inputs out of the projection's block. Eager ones read them there, except queries of grouped keys,
     which Megatron copies together; RMSNorm saves its product as well.
     """
-    model, own = shape.model, {"made_by": ROTARY, "saved_by": (ROTARY,)}
-    layernorm = model.norm == "layernorm"
+    model, layernorm = shape.model, shape.model.norm == "layernorm"
     one = model.element_bytes if shape.eager and layernorm else FP32_BYTES
     heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
     copied = [query, key] if not shape.eager else [query] if heads > groups > 1 else []
     products = [*rms_products(shape, query), *rms_products(shape, key)] if shape.eager and not layernorm else []
     statistics = [shape.tokens * count * one for count in (heads, groups)] * (2 if layernorm else 1)
-    return [SavedTensor(bytes=size, **own) for size in (*copied, *products, *statistics)]
+    return own_tensors(ROTARY, *copied, *products, *statistics)
 
 
 def mlp_tensors(shape: LayerShape) -> list[SavedTensor]:
     """Return the saved tensors of linears and activation, without norm and dropout."""
-    model = shape.model
+    model, apart = shape.model, shape.sums_apart
     rows = shape.tokens * model.element_bytes
-    own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}
     fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
-    apart = shape.sums_apart
-    blocks = [
-        SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if apart else (ACTIVATION,), output=True),
-        SavedTensor(bytes=fc1_out if apart else 0, **own),
-    ]
-    blocks += [SavedTensor(bytes=ffn, **own) for _ in range(shape.gates_apart)]
+    made = SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if apart else (ACTIVATION,), output=True)
+    blocks = [made, *own_tensors(ACTIVATION, fc1_out if apart else 0, *[ffn] * shape.gates_apart)]
     if model.fp8_recipe is None:
-        blocks.append(SavedTensor(bytes=ffn, made_by=ACTIVATION, saved_by=(LINEAR_FC2,)))
-    else:
-        size = saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn)
-        blocks.append(SavedTensor(bytes=size, made_by=LINEAR_FC2, saved_by=(LINEAR_FC2,)))
-    return blocks
+        return [*blocks, SavedTensor(bytes=ffn, made_by=ACTIVATION, saved_by=(LINEAR_FC2,))]
+    return [*blocks, *own_tensors(LINEAR_FC2, saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn))]

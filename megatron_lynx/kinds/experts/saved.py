@@ -52,13 +52,11 @@ from megatron_lynx.kinds.experts.section import (
 )
 from megatron_lynx.kinds.face import Linear
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 INDEX_BYTES = 8
 """Bytes of a PyTorch index."""
-
-INPUT = "input"
 
 SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 """Items of shared experts, by the MLP items that they resemble."""
@@ -76,20 +74,10 @@ def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     return tuple(block for block in blocks if block.bytes)
 
 
-def saved_parts(shape: LayerShape) -> dict[str, int]:
-    """Return the bytes of the half's input, and of the tensors that each item is the first to save."""
-    parts = dict.fromkeys((INPUT, *experts_of(shape).section.names), 0) | {INPUT: shape.input_bytes}
-    for block in expert_tensors(shape):
-        if block.saved_by:
-            parts[block.saved_by[0]] += block.bytes
-    return parts
-
-
-def _router(shape: LayerShape) -> Iterator[SavedTensor]:
-    experts, own = experts_of(shape), {"made_by": ROUTER, "saved_by": (ROUTER,)}
-    choices = shape.own_tokens * experts.per_token
-    yield SavedTensor(bytes=choices * (2 * INDEX_BYTES + FP32_BYTES), **own)
-    yield SavedTensor(bytes=ceil(experts.scores * shape.own_tokens * experts.count * FP32_BYTES), **own)
+def _router(shape: LayerShape) -> list[SavedTensor]:
+    experts, choices = experts_of(shape), shape.own_tokens * experts_of(shape).per_token
+    scores = ceil(experts.scores * shape.own_tokens * experts.count * FP32_BYTES)
+    return own_tensors(ROUTER, choices * (2 * INDEX_BYTES + FP32_BYTES), scores)
 
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -135,15 +123,13 @@ def remembered_bytes(shape: LayerShape) -> int:
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Tensors between the experts' GEMMs, and their FP8 inputs."""
-    model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
+    model = shape.model
     block, gated = padded_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
     inside = shape.gates_apart + shape.activation_apart if gated else not experts_of(shape).weighted_relu
-    yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
-    if apart:
-        yield SavedTensor(bytes=made, **own)
+    yield from own_tensors(EXPERTS_ACTIVATION, *[block] * inside, *[made] * apart)
     if model.fp8_recipe is None:
         yield SavedTensor(bytes=block, made_by=EXPERTS_ACTIVATION, saved_by=(EXPERTS_FC2,))
         return
@@ -162,15 +148,15 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     plain = {"glu_offset": False, "activation_clamped": False} if experts_of(shape).shared_beside else {}
     model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn, **plain})
     if model.fp8_recipe == "delayed":
-        size = saved_bytes("delayed", shape.tokens if _gathers_apart(shape) else shape.own_tokens, model.hidden)
-        yield SavedTensor(bytes=size, made_by=SHARED_FC1, saved_by=(SHARED_FC1,))
+        rows = shape.tokens if _gathers_apart(shape) else shape.own_tokens
+        yield from own_tensors(SHARED_FC1, saved_bytes("delayed", rows, model.hidden))
     elif _gathers_apart(shape):
-        yield SavedTensor(bytes=shape.gathered_bytes, made_by=SHARED_FC1, saved_by=(SHARED_FC1,))
+        yield from own_tensors(SHARED_FC1, shape.gathered_bytes)
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
     if experts_of(shape).shared_gate:  # the gate's linear saves its input, and the product the other factor
-        yield from (SavedTensor(bytes=shape.input_bytes, made_by=SHARED_FC2, saved_by=(SHARED_FC2,)) for _ in range(2))
+        yield from own_tensors(SHARED_FC2, shape.input_bytes, shape.input_bytes)
 
 
 def _gathers_apart(shape: LayerShape) -> bool:
@@ -241,14 +227,13 @@ def shared_width(shape: LayerShape) -> int:
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
     """Return the linears by item."""
     count, rows = local_experts(shape), padded_rows(shape)
-    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
+    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), -(-rows // count), expert_width(shape), count)
     if width := shared_width(shape):
-        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (shape.tokens, 1), width)
+        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), shape.tokens, width)
     return linears
 
 
-def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
-    """Return both linears around an activation of `width` columns. `rows_and_count`: rows of each, and their number."""
-    (rows, count), hidden = rows_and_count, shape.model.hidden
-    outer = 2 * width if shape.model.gated else width
+def _pair(shape: LayerShape, names: tuple[str, str], rows: int, width: int, count: int = 1) -> dict[str, Linear]:
+    """Return `count` equal pairs of linears around an activation of `width` columns."""
+    hidden, outer = shape.model.hidden, 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

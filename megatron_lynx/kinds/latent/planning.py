@@ -26,7 +26,7 @@ from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kep
 from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP, LatentSizes
 from megatron_lynx.kinds.saved import context_tensors, core, dropout_tensor, norm, norm_tensors, row_parallel, statistics
 from megatron_lynx.kinds.section import Collective, Item
-from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape
+from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, one_kernel, turned_kernels
 from megatron_lynx.profiler.shape import LayerShape, normed_bytes, saved_bytes
 
@@ -98,7 +98,8 @@ class LatentAttention(Planning):
         yield from norm_tensors(shape, self.section, readers if shape.model.fp8_recipe is None else ())
         if shape.model.fp8_recipe is not None:  # each casts it separately
             size = saved_bytes(shape.model.fp8_recipe, shape.own_tokens, shape.model.hidden)
-            yield from (SavedTensor(bytes=size, made_by=linear, saved_by=(linear,)) for linear in readers)
+            for linear in readers:
+                yield from own_tensors(linear, size)
         if sizes.q_rank is not None:
             yield from self._compressed(shape, (Q_DOWN, Q_NORM, Q_UP), sizes.q_rank, sizes.q_rank)
         yield from self._compressed(shape, (KV_DOWN, KV_NORM, KV_UP), sizes.kv_down_width, sizes.kv_rank)
@@ -121,9 +122,9 @@ class LatentAttention(Planning):
         readers = () if copied or cast else (reader, *stays)
         yield SavedTensor(bytes=rows * width * element, made_by=down.name, saved_by=readers, output=True)
         if recipe is not None and cast:
-            yield SavedTensor(bytes=saved_bytes(recipe, rows, rank), made_by=up.name, saved_by=(up.name,))
+            yield from own_tensors(up.name, saved_bytes(recipe, rows, rank))
         elif copied:
-            yield SavedTensor(bytes=rows * rank * element, made_by=up.name, saved_by=(up.name,))
+            yield from own_tensors(up.name, rows * rank * element)
         if model.qk_norm:
             normed = shape.own_tokens * rank * element
             yield from statistics(shape, norm.name, normed)
@@ -146,7 +147,7 @@ class LatentAttention(Planning):
         if self.section.in_place:
             return
         table = shape.model.seq // shape.parallel.context * sizes_of(shape.model).rope_size * shape.model.element_bytes
-        yield from (SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4))
+        yield from own_tensors(ROTARY, *4 * [table])
 
     def _with_role(self, *roles: str) -> list[Item]:
         return [item for item in self.section.items if item.role in roles]
@@ -181,8 +182,7 @@ class LatentAttention(Planning):
         yield Step(ROTARY, sum(made.values()) - turned, given.query + given.key + given.value - turned)
         for item in (*reversed(heads), *reversed(down)):
             linear = linears[item.name]
-            kept_anyway = shape.model.uses_te and shape.device == "cuda"
-            weight = 0 if kept_anyway else linear.taken * linear.made * shape.added_gradient_bytes
+            weight = 0 if shape.keeps_gradient_blocks else linear.taken * linear.made * shape.added_gradient_bytes
             yield Step(item.name, linear.rows * linear.taken * element + weight, linear.rows * linear.made * element + weight)
         yield norm(shape, self.section, (len(down) + 1) * shape.input_bytes)
 

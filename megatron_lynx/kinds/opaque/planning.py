@@ -19,7 +19,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import Item
-from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor
+from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, link_among
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -67,7 +67,7 @@ class OpaqueHalf(Planning):
         if figures.nothing:
             return
         kept = ceil(figures.margin * figures.kept_bytes * shape.tokens / shape.parallel.tensor)
-        yield SavedTensor(bytes=shape.input_bytes + kept, made_by=name, saved_by=(name,))
+        yield from own_tensors(name, shape.input_bytes + kept)
         yield dropout_tensor(shape, self.section)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
