@@ -249,7 +249,7 @@ class OffloadGroup:
 
     def push(self, tensor: Tensor) -> OffloadedTensor | OffloadedWrapper | Tensor:
         """Return an `OffloadedTensor` (for a wrapper, an `OffloadedWrapper`), or the detached tensor if it must stay."""
-        if is_wrapper(tensor) and self.may_go(tensor):
+        if type(tensor) is not Tensor and is_wrapper(tensor) and self.may_go(tensor):
             return OffloadedWrapper(tensor, {name: self.push(part) for name, part in parts_of(tensor).items()})
         storage = self._going(tensor)
         if storage is None:
